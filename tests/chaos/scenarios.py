@@ -332,7 +332,8 @@ SCENARIOS = (
         46,
         "apply fails half-way",
         "model and optimizer are as before; a second apply is refused",
-        of("parallel/sharding/test_fsdp_sharding.py", "fsdp_failed_apply_restores_model")
+        of("chaos/test_apply_errors.py", "error_at_any_call_of_apply_leaves_all_as_before")
+        + of("parallel/sharding/test_fsdp_sharding.py", "fsdp_failed_apply_restores_model")
         + of("test_api.py", "second_apply_raises"),
     ),
     Scenario(

@@ -21,6 +21,7 @@ from memtune.offload.core import (
     mark_freed,
     mark_resident,
     place_in,
+    put_back,
     require_own_memory,
     runs,
 )
@@ -211,7 +212,8 @@ def in_frames(
     if gathered is not None:
         memory.zero_()  # FSDP2 pads rows with zeros
     in_pages = dict(hosts)  # complete from the start: undo reads it even if a copy below raises
-    context.undo.callback(_separate, parameters, in_pages, gathered)
+    own = {} if gathered is not None else {each: each.detach() for each in parameters}
+    context.undo.callback(_separate, parameters, in_pages, own, gathered)
     for parameter, page, at in zip(parameters, pages.first, pages.offset, strict=True):
         place = place_in(memory, local(parameter.detach()), page * pages.page_bytes + at)
         place.copy_(hosts[parameter])
@@ -228,6 +230,7 @@ def in_frames(
     for parameter in parameters:
         if gathered is None:
             parameter.data = parameter.detach().new_empty(0)
+            own[parameter].untyped_storage().resize_(0)
         else:
             gathered.rows_of(parameter).untyped_storage().resize_(0)
     frames = torch.zeros(pages.frame_bytes, dtype=torch.uint8, device=like.device)
@@ -241,14 +244,15 @@ def in_frames(
 
 
 def _separate(
-    parameters: Sequence[nn.Parameter], hosts: dict[nn.Parameter, Tensor], gathered: GatheredBlocks | None
+    parameters: Sequence[nn.Parameter],
+    hosts: dict[nn.Parameter, Tensor],
+    own: dict[nn.Parameter, Tensor],
+    gathered: GatheredBlocks | None,
 ) -> None:
-    """Give each parameter memory of its own again, with the host's values."""
+    """Give each parameter its own memory again, with the host's values."""
     for parameter in parameters:
         if gathered is None:
-            parameter.data = torch.empty_like(hosts[parameter], device=parameter.device).copy_(
-                hosts[parameter]
-            )
+            put_back(parameter, own[parameter], hosts[parameter])
         else:
             gathered.put_rows(parameter, torch.zeros_like(gathered.rows_of(parameter)))
             local(parameter.detach()).copy_(hosts[parameter])

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         mark_freed,
         mark_resident,
         place_in,
+        put_back,
         require_own_memory,
     )
     from memtune.offload.core.update_triggers import (
@@ -86,6 +87,7 @@ __all__ = [
     "pack",
     "paged",
     "place_in",
+    "put_back",
     "require_own_memory",
     "resident_count",
     "room_bytes",

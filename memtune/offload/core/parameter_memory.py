@@ -344,8 +344,8 @@ def in_chunks(
         chunks: Place of each one.
         gathered: Given where FSDP2 shards the parameters; their rows are moved then.
     """
-    if gathered is None:
-        context.undo.callback(_separate, parameters)
+    own = {} if gathered is not None else {each: each.detach() for each in parameters}
+    context.undo.callback(lambda: [put_back(each, there, each.detach()) for each, there in own.items()])
     pieces = []
     for chunk in range(chunks.count):
         members = [
@@ -359,6 +359,7 @@ def in_chunks(
             place.copy_(values)
             if gathered is None:
                 parameter.data = place
+                own[parameter].untyped_storage().resize_(0)
             else:
                 gathered.put_rows(parameter, place)
         # One host buffer per chunk, so that one copy loads it; the optimizer's parameters become views of it.
@@ -381,7 +382,12 @@ def place_in(memory: Tensor, like: Tensor, at: int) -> Tensor:
     )
 
 
-def _separate(parameters: Sequence[nn.Parameter]) -> None:
-    """Give each parameter memory of its own again."""
-    for parameter in parameters:
-        parameter.data = parameter.detach().clone()
+@torch.no_grad()
+def put_back(parameter: nn.Parameter, own: Tensor, values: Tensor) -> None:
+    """Give `parameter` its `own` storage again, whose memory may have been freed, with `values`.
+
+    The storage, not another one: the user's code may hold views of it.
+    """
+    own.untyped_storage().resize_(own.nbytes)
+    own.copy_(values)
+    parameter.data = own

@@ -1,0 +1,176 @@
+"""An error at a random call of `apply` (an op, a hook's registration, a file that is opened to write): model,
+optimizer and files are as before, and train as the plain ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import interrupted_loops
+from support.interrupted_loops import ALL, AT_END, Net, assert_equal, loss, weights
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memtune.api import apply
+from memtune.errors import MemtuneError
+from memtune.ssd import offload_dir
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SCALE = int(os.environ.get("MEMTUNE_CHAOS", "1"))
+STATES = {name: {"offload": {"states": settings}} for name, (settings, _) in (ALL | AT_END).items()}
+OTHERS: dict[str, dict[str, Any]] = {
+    "roam": {"execution": {"order": {"kind": "roam"}}},
+    "full, copy_out, l2l": {
+        "recompute": {"kind": "full"},
+        "offload": {"activations": {"kind": "copy_out", "min_bytes": 0}, "states": {"kind": "l2l"}},
+    },
+}
+_REGISTER = {
+    nn.Module: (
+        "forward_pre_hook forward_hook full_backward_hook full_backward_pre_hook state_dict_pre_hook"
+        " state_dict_post_hook load_state_dict_pre_hook load_state_dict_post_hook"
+    ),
+    Tensor: "hook post_accumulate_grad_hook",
+    torch.optim.Optimizer: (
+        "step_pre_hook step_post_hook state_dict_pre_hook state_dict_post_hook load_state_dict_pre_hook"
+        " load_state_dict_post_hook"
+    ),
+}
+
+
+class Injected(Exception):
+    """The error."""
+
+
+class Calls:
+    """Counts calls while it is active; raises at the n-th."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.count, self._fails_at = 0, fails_at
+
+    def one(self, error: Callable[[], Exception] = Injected) -> None:
+        """Count one call, or raise."""
+        self.count += 1
+        if self.count == self._fails_at:
+            raise error()
+
+
+_ACTIVE: list[Calls] = []
+
+
+def _audit(event: str, args: tuple[Any, ...]) -> None:
+    if not _ACTIVE:
+        return
+    writes = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    if writes or event in ("os.mkdir", "os.rename"):
+        _ACTIVE[-1].one(lambda: OSError(28, "No space left on device"))
+
+
+sys.addaudithook(_audit)
+
+
+class _Ops(TorchDispatchMode):
+    def __init__(self, calls: Calls) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._calls.one()
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def counted(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Count the calls inside."""
+
+    def counting(own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.one()
+            return own(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for owner, names in _REGISTER.items():
+            for name in (f"register_{each}" for each in names.split()):
+                patch.setattr(owner, name, counting(getattr(owner, name)))
+        _ACTIVE.append(calls)
+        try:
+            with _Ops(calls):
+                yield
+        finally:
+            _ACTIVE.pop()
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, Any]:
+    """Return all that `apply` may change: classes, attributes, hooks, memory, groups, files."""
+
+    def sizes(values: dict[str, Any]) -> dict[str, Any]:
+        return {name: len(each) if isinstance(each, dict) else id(each) for name, each in values.items()}
+
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        found[f"module {name}"] = type(module), sizes(vars(module))
+    for name, each in model.named_parameters():
+        hooks = [len(found or ()) for found in (each._backward_hooks, each._post_accumulate_grad_hooks)]
+        # The storage itself, not its address: it may have been freed and allocated again.
+        memory = (
+            each.untyped_storage()._cdata,
+            each.untyped_storage().nbytes(),
+            each.detach().clone().tolist(),
+        )
+        found[f"parameter {name}"] = id(each), type(each), memory, hooks, each.grad is None, sizes(vars(each))
+    found["groups"] = [[id(each) for each in group["params"]] for group in optimizer.param_groups]
+    found["optimizer"] = sizes(vars(optimizer))
+    found["state"] = {id(each): sizes(state) for each, state in optimizer.state.items()}
+    found["files"] = sorted(str(each) for each in folder.rglob("*"))
+    return found
+
+
+def trained_once() -> tuple[Net, torch.optim.Optimizer]:
+    model, optimizer = interrupted_loops.build()
+    interrupted_loops.step(model, optimizer, 0)
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("name", [*STATES, *OTHERS])
+def test_error_at_any_call_of_apply_leaves_all_as_before(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
+    plan = (ALL | AT_END)[name][1] if name in STATES else {}
+    settings = (STATES | OTHERS)[name]
+    config = {"settings": settings, "plan": {"offload.states": plan} if plan else {}}
+    wanted, optimizer = trained_once()
+    interrupted_loops.step(wanted, optimizer, 1)
+    model, optimizer = trained_once()
+    calls = Calls()
+    with counted(calls, monkeypatch):
+        tuned = apply(model, optimizer, config, loss=loss, strict=False)
+    tuned.finish()
+    every = range(1, calls.count + 1)
+    drawn = random.Random(name).sample(every, min(len(every), 2 * SCALE))
+    for fails_at in drawn:
+        model, optimizer = trained_once()
+        before = state_of(model, optimizer, tmp_path)
+        try:
+            with counted(Calls(fails_at), monkeypatch):
+                apply(model, optimizer, config, loss=loss, strict=False).finish()
+            continue  # `apply` has another way without this call
+        except (Injected, MemtuneError, OSError):
+            pass
+        after = state_of(model, optimizer, tmp_path)
+        changed = {key: (before[key], after.get(key)) for key in before if before[key] != after.get(key)}
+        assert not changed, f"call {fails_at} of {calls.count}: {changed}"
+        interrupted_loops.step(model, optimizer, 1)
+        assert_equal(weights(model), weights(wanted))
+    print(f"{name}: {len(drawn)} of {calls.count} calls")
