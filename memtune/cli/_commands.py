@@ -258,7 +258,8 @@ def _accelerator_lines(found: dict[str, Any] | None, names: list[str]) -> list[s
     devices = ", ".join(f"{count} × {name}" for name, count in Counter(names).items())
     runtime = f", {found['runtime']}" if found["runtime"] else ""
     lines = [f"accelerator: {devices} (--device {found['type']}: {found['title']}{runtime})"]
-    lines += [f"  lacks {each}" for each in (*found["lacks"], *found["gaps"])]
+    lines += [f"  lacks {each}" for each in found["lacks"]]
+    lines += [f"  known not to work: {each}" for each in found["gaps"]]
     return lines
 
 
