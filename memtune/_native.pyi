@@ -111,6 +111,11 @@ def optimizer_update(rule: str, moments: str, weight: object, gradient: object, 
     One optimizer step over one tensor in host memory, in one pass on `threads` threads: weight (float32) and moments in place, the new weight in bfloat16 to `out`, which may be the gradient's memory. ValueError names an invalid argument.
     """
 
+def optimizer_update_all(rule: str, moments: str, rows: Sequence[Sequence[int]], numbers: Sequence[OptimizerNumbers], threads: int = 1) -> None:
+    """
+    `optimizer_update` of several tensors of distinct memory, by address: a row has the number of elements, the addresses of weight, gradient, out, first, second, first_scale and second_scale (0: none), 1 for a bfloat16 gradient, and the index in `numbers`. The caller holds the tensors, which are dense and of the types of `optimizer_update`.
+    """
+
 def low_peak_order(n_ops: int, bytes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], producer: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], stays: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], use_op: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], use_storage: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], first: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], then: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> tuple[Annotated[NDArray[numpy.int32], dict(shape=(None,))], int, int]:
     """
     (ops in an order with a low peak, its most live bytes, those of program order); the first is never above the second, and exact for up to 16 ops. ValueError for numbers out of range and pairs against program order.

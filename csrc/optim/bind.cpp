@@ -1,12 +1,16 @@
 #include "optim/bind.h"
 
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
+#include <array>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "huge_pages.h"
 #include "optim/update.h"
@@ -57,14 +61,47 @@ void* moment(const std::optional<Array>& array, const std::optional<Array>& scal
 
 float* data(const std::optional<Array>& scale) { return scale ? static_cast<float*>(scale->data()) : nullptr; }
 
+optim::Rule rule_of(const std::string& name) {
+  using optim::Rule;
+  return found_in<Rule>(name, {{"adamw", Rule::adamw}, {"sgd", Rule::sgd}, {"adagrad", Rule::adagrad}, {"lion", Rule::lion}},
+                        "rule must be adamw, sgd, adagrad or lion");
+}
+
+optim::Moments format_of(const std::string& name) {
+  using optim::Moments;
+  return found_in<Moments>(name, {{"float32", Moments::float32}, {"bfloat16", Moments::bfloat16}, {"int8", Moments::blocks8}},
+                           "moments must be float32, bfloat16 or int8");
+}
+
+// Number of elements, addresses of weight, gradient, out, first, second, first_scale and second_scale (0: none), whether the gradient is
+// bfloat16, and the index of the numbers.
+using Row = std::array<std::uint64_t, 10>;
+
+void update_all(const std::string& rule, const std::string& moments, const std::vector<Row>& rows, const std::vector<optim::Numbers>& numbers,
+                int threads) {
+  const auto which = rule_of(rule);
+  const auto format = format_of(moments);
+  std::vector<optim::Job> jobs;
+  jobs.reserve(rows.size());
+  for (const Row& row : rows) {
+    const auto at = [&](int i) { return reinterpret_cast<void*>(row[i]); };
+    must(row[9] < numbers.size(), "a row has the index of no numbers");
+    must(row[1] && row[2], "a row needs a weight and a gradient");
+    jobs.push_back({{static_cast<float*>(at(1)), at(2), static_cast<std::uint16_t*>(at(3)), at(4), at(5), static_cast<float*>(at(6)),
+                     static_cast<float*>(at(7)), row[8] != 0},
+                    &numbers[row[9]],
+                    static_cast<std::int64_t>(row[0])});
+  }
+  nb::gil_scoped_release released;
+  optim::update_all(optim::best(), which, format, jobs, threads);
+}
+
 void update(const std::string& rule, const std::string& moments, Array weight, Array gradient, std::optional<Array> out,
             std::optional<Array> first, std::optional<Array> second, std::optional<Array> first_scale,
             std::optional<Array> second_scale, const optim::Numbers& numbers, int threads, const std::string& isa) {
-  using optim::Moments, optim::Rule;
-  const auto which = found_in<Rule>(rule, {{"adamw", Rule::adamw}, {"sgd", Rule::sgd}, {"adagrad", Rule::adagrad}, {"lion", Rule::lion}},
-                                    "rule must be adamw, sgd, adagrad or lion");
-  const auto format = found_in<Moments>(moments, {{"float32", Moments::float32}, {"bfloat16", Moments::bfloat16}, {"int8", Moments::blocks8}},
-                                        "moments must be float32, bfloat16 or int8");
+  using optim::Rule;
+  const auto which = rule_of(rule);
+  const auto format = format_of(moments);
   const std::size_t n = weight.size();
   must(is_float32(weight), "weight must be float32");
   must(gradient.size() == n && (is_float32(gradient) || is_bfloat16(gradient)),
@@ -108,4 +145,8 @@ void bind_optim(nb::module_& m) {
                 "numbers: OptimizerNumbers, threads: int = 1, isa: str = '') -> None"),
         "One optimizer step over one tensor in host memory, in one pass on `threads` threads: weight (float32) and moments in place, "
         "the new weight in bfloat16 to `out`, which may be the gradient's memory. ValueError names an invalid argument.");
+  m.def("optimizer_update_all", &update_all, "rule"_a, "moments"_a, "rows"_a, "numbers"_a, "threads"_a = 1,
+        "`optimizer_update` of several tensors of distinct memory, by address: a row has the number of elements, the addresses of weight, "
+        "gradient, out, first, second, first_scale and second_scale (0: none), 1 for a bfloat16 gradient, and the index in `numbers`. The "
+        "caller holds the tensors, which are dense and of the types of `optimizer_update`.");
 }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace memtune::optim {
 
@@ -59,5 +60,15 @@ const char* best_name();
 
 // Updates all `n` elements on `threads` threads of a persistent pool.
 void update(Update form, Rule rule, Moments moments, const Tensors& tensors, const Numbers& numbers, std::int64_t n, int threads);
+
+// One tensor of several, and its numbers.
+struct Job {
+  Tensors tensors;
+  const Numbers* numbers;
+  std::int64_t n;
+};
+
+// Updates all `jobs`, whose memory is disjoint, with the bits of one `update` for each; threads share small tensors as well.
+void update_all(Update form, Rule rule, Moments moments, const std::vector<Job>& jobs, int threads);
 
 }  // namespace memtune::optim

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
+    from memtune.runtime import grouped_copies as grouped_copies
     from memtune.runtime import memory_tiers as memory_tiers
     from memtune.runtime import node_topology as node_topology
     from memtune.runtime import rng_state as rng_state
@@ -21,9 +22,21 @@ if TYPE_CHECKING:
         unfinished_step_error,
     )
     from memtune.runtime.context import Context, Snapshot
-    from memtune.runtime.data_alias import plain_type, track_data, untrack_data, version_of_data
+    from memtune.runtime.data_alias import (
+        is_data_used,
+        plain_type,
+        track_data,
+        untrack_data,
+        version_of_data,
+    )
     from memtune.runtime.dropout import no_dropout
     from memtune.runtime.events import GradReady
+    from memtune.runtime.grouped_copies import (
+        copy_to_device_together,
+        groups,
+        is_observed,
+        to_host_together,
+    )
     from memtune.runtime.memory_tiers import (
         DEVICE,
         HOST,
@@ -32,6 +45,7 @@ if TYPE_CHECKING:
         Tier,
         current_tier,
         local,
+        locals_of,
         mark,
         mark_storage,
         members_of,
@@ -71,6 +85,7 @@ if TYPE_CHECKING:
         one_pass_bytes,
         part_of,
         tensors_in,
+        without_grad,
         without_modes,
     )
     from memtune.runtime.placement import RemoteParameters
@@ -142,6 +157,7 @@ __all__ = [
     "all_gather_single",
     "autocast_now",
     "before_step",
+    "copy_to_device_together",
     "count_collective",
     "current_tier",
     "draws",
@@ -152,14 +168,19 @@ __all__ = [
     "generators_of",
     "grad_mode_on",
     "group_size",
+    "grouped_copies",
+    "groups",
     "host_like",
     "in_huge_pages",
     "is_autocast_on",
+    "is_data_used",
     "is_dense",
+    "is_observed",
     "is_uncounted",
     "keep_groups",
     "link_of",
     "local",
+    "locals_of",
     "mark",
     "mark_storage",
     "may_be_by_element",
@@ -187,6 +208,7 @@ __all__ = [
     "tier",
     "tier_of",
     "tier_of_storage",
+    "to_host_together",
     "track_data",
     "train_step",
     "training_step",
@@ -197,5 +219,6 @@ __all__ = [
     "version_of_data",
     "weakly",
     "with_hooks",
+    "without_grad",
     "without_modes",
 ]

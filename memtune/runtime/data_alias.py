@@ -22,10 +22,14 @@ class _AliasedData(Tensor):
     """Tensor with an overridden `data`, whose copies and pickles are of the plain class."""
 
     _kept: Tensor | None = None
+    _assigned = 0
+    """Number of assignments of `data`."""
 
     @property
     def data(self) -> Tensor:
         """Return an alias of the stored tensor."""
+        global _used
+        _used = True
         here: Tensor = _DATA.__get__(self)
         # `resize_` of a storage or a swap of the tensor makes a new memory, which the stored alias would not
         # show.
@@ -36,7 +40,10 @@ class _AliasedData(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        global _used
+        _used = True
         _DATA.__set__(self, value)
+        self._assigned += 1
         vars(self).pop("_kept", None)
         if not value.is_inference():  # inference tensors have no version counter
             # An alias of `value`, whose counter includes writes before the assignment
@@ -48,6 +55,10 @@ class _AliasedData(Tensor):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return _as_plain(self, lambda plain: plain.__reduce_ex__(protocol))
+
+
+_used = False
+"""`data` of a tracked weight has been read or assigned in this process."""
 
 
 class _AliasedParameter(_AliasedData, nn.Parameter):
@@ -74,10 +85,19 @@ def track_data(weight: Tensor) -> None:
         weight.__class__ = _ALIASED[type(weight)]
 
 
+def is_data_used() -> bool:
+    """Return whether `data` of a tracked weight has been read or assigned in this process.
+
+    If not, `version_of_data` is the same for all weights.
+    """
+    return _used
+
+
 def untrack_data(weight: Tensor) -> None:
     """Restore torch's own `data` of `weight`."""
     if type(weight) in _PLAIN:
         vars(weight).pop("_kept", None)
+        vars(weight).pop("_assigned", None)
         weight.__class__ = _PLAIN[type(weight)]
 
 
@@ -86,10 +106,11 @@ def plain_type(tensor: Tensor) -> type:
     return _PLAIN.get(type(tensor), type(tensor))
 
 
-def version_of_data(weight: Tensor) -> int:
-    """Return a number that changes with each write through `data` of a tracked weight."""
-    kept = weight._kept if isinstance(weight, _AliasedData) else None
-    return 0 if kept is None else kept._version
+def version_of_data(weight: Tensor) -> tuple[int, int]:
+    """Return numbers that change with each assignment and each write through `data` of a tracked weight."""
+    if not _used or not isinstance(weight, _AliasedData):
+        return 0, 0
+    return weight._assigned, 0 if weight._kept is None else weight._kept._version
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
@@ -97,8 +118,8 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     return here.untyped_storage()._cdata, here.storage_offset(), here.shape, here.stride(), here.dtype
 
 
-def _as_plain(weight: _AliasedData, call: Callable[[Tensor], Any]) -> Any:
-    kind, kept = type(weight), weight._kept
+def _as_plain(weight: _AliasedData, call: Callable[[Any], Any]) -> Any:
+    kind, kept, assigned = type(weight), weight._kept, weight._assigned
     # torch's copy and pickle look at the class, and `_kept` would be copied as a second tensor.
     untrack_data(weight)
     try:
@@ -107,3 +128,5 @@ def _as_plain(weight: _AliasedData, call: Callable[[Tensor], Any]) -> Any:
         weight.__class__ = kind
         if kept is not None:
             weight._kept = kept
+        if assigned:
+            weight._assigned = assigned

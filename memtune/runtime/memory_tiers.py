@@ -8,10 +8,9 @@ no compiler) are marked by the dispatch mode that is active.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final, Literal, get_args
 
 import torch
@@ -56,19 +55,24 @@ def _switch(to: Tier) -> None:
         _tell_native(TIERS.index(to))
 
 
-@contextlib.contextmanager
-def tier(name: Tier) -> Iterator[None]:
-    """Assign storages that this thread makes in this context to tier `name`; nests, and restores the previous
-    tier.
+class tier:
+    """Context in which storages that this thread makes belong to tier `name`; nests, and restores the
+    previous tier.
     """
-    if name not in TIERS:
-        raise ValueError(f"tier must be one of {', '.join(TIERS)}, not {name!r}")
-    before = current_tier()
-    _switch(name)
-    try:
-        yield
-    finally:
-        _switch(before)
+
+    __slots__ = ("_before", "_name")
+
+    def __init__(self, name: Tier) -> None:
+        if name not in TIERS:
+            raise ValueError(f"tier must be one of {', '.join(TIERS)}, not {name!r}")
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._before = current_tier()
+        _switch(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        _switch(self._before)
 
 
 def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
@@ -142,3 +146,8 @@ def local(tensor: Tensor) -> Tensor:
     """Return the part of `tensor` on this rank: the local shard of a DTensor, otherwise `tensor` itself."""
     shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return shard
+
+
+def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return `local` of each of `tensors`."""
+    return [each.to_local() if hasattr(each, "to_local") else each for each in tensors]

@@ -227,6 +227,17 @@ def without_modes() -> AbstractContextManager[Any]:
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
+_NO_CONTEXT: Final = nullcontext()
+
+
+def without_grad() -> AbstractContextManager[Any]:
+    """Return `torch.no_grad()`, or a null context, which costs nothing, if gradients are off already.
+
+    They are off inside backward, where hooks run for every parameter.
+    """
+    return torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT
+
+
 class WatchingMode(TorchDispatchMode):  # torch's __init_subclass__
     """Mode under which compiled graphs are made and run; under any other active mode Dynamo runs eagerly."""
 

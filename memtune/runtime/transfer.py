@@ -15,7 +15,7 @@ import contextlib
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
@@ -28,6 +28,7 @@ from memtune import _native
 from memtune.device import Capability, platform_of, streams
 from memtune.errors import EnvironmentFault
 from memtune.runtime.memory_tiers import HOST, tier
+from memtune.runtime.op_schema import without_grad
 
 
 class Pending(Protocol):
@@ -103,26 +104,33 @@ def _upload_stream(device: torch.device) -> torch.Stream:
 
 
 def _like(x: Tensor, locked: bool) -> Tensor:
-    memory = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu", pin_memory=locked)
-    return memory if locked else in_huge_pages(memory)  # pinned memory already has its pages
+    if locked:  # pinned memory already has its pages
+        return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu", pin_memory=True)
+    return in_huge_pages(torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu"))
 
 
 def _start(host: Tensor, x: Tensor) -> None:
     """Start copying `x` into `host`; the caller keeps `x` alive until `wait(host)`."""
     COUNTERS.add("device_to_host", x.nbytes)
-    # By storage: views of a host tensor are waited for together.
-    key = host.untyped_storage()._cdata
     if streams.has_streams(x.device):
-        stream = _side_stream(x.device)
-        streams.wait_current(stream, x.device)  # `x` may still be computed there
-        with streams.on(stream):
-            host.copy_(x, non_blocking=True)
-        _forget_passed()
-        _pending[key] = streams.recorded(x.device, stream)
-    elif x.nbytes <= _INLINE_BYTES and key not in _pending:  # a copy in flight must not end after this one
+        _start_on_side_stream([host], [x])
+    # By storage: views of a host tensor are waited for together. A copy in flight must not end after this one.
+    elif x.nbytes <= _INLINE_BYTES and not (_pending and host.untyped_storage()._cdata in _pending):
         _copy([host, x])
     else:
-        _pending[key] = _threads().submit(_copy, [host, x])
+        _pending[host.untyped_storage()._cdata] = _threads().submit(_copy, [host, x])
+
+
+def _start_on_side_stream(hosts: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+    device = xs[0].device
+    stream = _side_stream(device)
+    streams.wait_current(stream, device)  # `xs` may still be computed there
+    with streams.on(stream), without_grad():
+        torch._foreach_copy_(list(hosts), list(xs), non_blocking=True)
+    _forget_passed()
+    event = streams.recorded(device, stream)
+    for host in hosts:
+        _pending[host.untyped_storage()._cdata] = event
 
 
 def _forget_passed() -> None:
@@ -137,13 +145,15 @@ def _forget_passed() -> None:
 
 def _copy(pair: list[Tensor]) -> None:
     """Copy the second of `pair` into the first, and drop the references once the copy is complete."""
-    with torch.no_grad():
+    with without_grad():
         pair[0].copy_(pair[1], non_blocking=True)
     pair.clear()
 
 
 def wait(host: Tensor) -> None:
     """Return once the copy into `host` is complete (CPU), or make the current stream wait for it."""
+    if not _pending:
+        return
     pending = _pending.pop(host.untyped_storage()._cdata, None)
     if pending is not None and not isinstance(pending, torch.Event):
         # On CPU the future is complete for the host and for every stream there is.
@@ -156,6 +166,8 @@ def wait(host: Tensor) -> None:
 
 def finish(host: Tensor) -> None:
     """Return once the copy into `host` is complete for the host as well, so that host code may read it."""
+    if not _pending:
+        return
     pending = _pending.pop(host.untyped_storage()._cdata, None)
     if pending is not None and not isinstance(pending, torch.Event):
         pending.result()
@@ -168,11 +180,47 @@ def started(host: Tensor, pending: Pending) -> None:
     _pending[host.untyped_storage()._cdata] = pending
 
 
+def finish_all(hosts: Iterable[Tensor]) -> None:
+    """Do the same as `finish` for each of `hosts`."""
+    for host in hosts if _pending else ():
+        finish(host)
+
+
 def to_host(x: Tensor) -> Tensor:
     """Return a new host tensor of `x`'s layout and start the copy of `x` into it."""
     host = host_like(x)
     _start(host, x)
     return host
+
+
+def to_host_together(xs: Sequence[Tensor]) -> list[Tensor]:
+    """Return new host tensors of the layouts of `xs`, of one device, and start their copies."""
+    sizes = [x.nbytes for x in xs]
+    COUNTERS.add("device_to_host", sum(sizes))
+    if streams.has_streams(xs[0].device):
+        hosts = [host_like(x) for x in xs]
+        _start_on_side_stream(hosts, xs)
+        return hosts
+    new, largest = torch.empty_strided, max(sizes)
+    with tier(HOST):
+        hosts = [new(x.size(), x.stride(), dtype=x.dtype, device="cpu") for x in xs]
+    if largest >= PAGE_BYTES:
+        for host in hosts:
+            in_huge_pages(host)
+    if largest <= _INLINE_BYTES:
+        _copy_together(hosts, xs)
+        return hosts
+    for host, x, n_bytes in zip(hosts, xs, sizes, strict=True):
+        if n_bytes > _INLINE_BYTES:
+            _pending[host.untyped_storage()._cdata] = _threads().submit(_copy, [host, x])
+        else:
+            _copy_together([host], [x])
+    return hosts
+
+
+def _copy_together(to: Sequence[Tensor], of: Sequence[Tensor]) -> None:
+    with without_grad():
+        torch._foreach_copy_(list(to), list(of), non_blocking=True)
 
 
 def host_like(x: Tensor, *, locked: bool | None = None) -> Tensor:
@@ -213,15 +261,14 @@ def to_device_with_tail(x: Tensor, tail: Tensor, device: torch.device) -> Tensor
 def _fill(out: Tensor, x: Tensor) -> None:
     """Copy the host tensor `x` into `out`; inside `prefetching_separately` only start the copy."""
     COUNTERS.add("host_to_device", x.nbytes)
-    key = out.untyped_storage()._cdata
     on_stream = streams.has_streams(out.device)
     if _is_separate and not on_stream and x.nbytes > _INLINE_BYTES:
-        _prefetched[key] = _upload_threads().submit(_copy, [out, x])
+        _prefetched[out.untyped_storage()._cdata] = _upload_threads().submit(_copy, [out, x])
         return
-    with torch.no_grad():
+    with without_grad():
         out.copy_(x, non_blocking=True)
     if _is_separate and on_stream:
-        _prefetched[key] = streams.recorded(out.device)
+        _prefetched[out.untyped_storage()._cdata] = streams.recorded(out.device)
 
 
 @contextlib.contextmanager
@@ -270,6 +317,8 @@ def wait_tensor(out: Tensor) -> None:
     """Wait for `out`, a tensor from `prefetching_separately`: the host waits on CPU, the current stream on
     accelerators.
     """
+    if not _prefetched:
+        return
     pending = _prefetched.pop(out.untyped_storage()._cdata, None)
     if isinstance(pending, Future):
         pending.result()
@@ -286,8 +335,16 @@ def copy_to_device(x: Tensor, host: Tensor) -> None:
     """Copy the host tensor `host` into `x`."""
     wait(host)
     COUNTERS.add("host_to_device", x.nbytes)
-    with torch.no_grad():
+    with without_grad():
         x.copy_(host, non_blocking=True)
+
+
+def copy_to_device_together(xs: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
+    """Copy the host tensors `hosts` into `xs`."""
+    for host in hosts if _pending else ():
+        wait(host)
+    COUNTERS.add("host_to_device", sum([x.nbytes for x in xs]))
+    _copy_together(xs, hosts)
 
 
 def abandon(host: Tensor) -> None:

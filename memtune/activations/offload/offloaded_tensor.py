@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 import memtune.ssd.ssd_tensors  # noqa: F401  (defines torch.ops.memtune, to_ssd and from_ssd there too)
-from memtune.runtime import transfer
+from memtune.runtime import grouped_copies, to_host_together, transfer
 
 
 class EntryOwner(Protocol):
@@ -88,7 +88,7 @@ class SavedStorage:
         assert source is not None
         self._source, self._asked, self.moved = source, False, True
         if n_bytes == source.nbytes:
-            self._host = torch.ops.memtune.to_host(source)
+            (self._host,) = to_host_together([source])
             return
         flat = source.view(torch.uint8)
         # The copy first: its stream waits for all compute issued so far, which would include the clone.
@@ -130,7 +130,7 @@ class SavedStorage:
             self._moves.take(self)
         assert self._host is not None
         if self._kept is None:
-            self._back = torch.ops.memtune.to_device(self._host, self.device)
+            self._back = grouped_copies.to_device(self._host, self.device)
         else:
             self._back = torch.ops.memtune.to_device_with_tail(self._host, self._kept, self.device)
         self._host = self._ssd = self._kept = None
@@ -159,8 +159,7 @@ class SavedStorage:
             transfer.abandon(self._host)  # read from SSD but never reloaded
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """The layout of a tensor within its storage."""
 
     dtype: torch.dtype
@@ -194,7 +193,7 @@ class View:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class OffloadedTensor:
     """Tensor whose storage is, or may be, on the host or SSD; autograd saves this object instead."""
 
@@ -230,5 +229,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _conj_neg_view(tensor: Tensor, *, conj: bool, neg: bool) -> Tensor:
     """Return `tensor` as its conjugate view, its negative view, or both."""
+    if not (conj or neg):
+        return tensor
     tensor = tensor.conj() if conj else tensor
     return torch._neg_view(tensor) if neg else tensor

@@ -37,6 +37,9 @@ class Prefetcher:
 
     def bring(self, entry: SavedStorage) -> None:
         """Reload `entry`, which backward reads, unless it is prefetched; prefetch others."""
+        if not self.count:
+            entry.reload()
+            return
         mine = weakref.ref(entry)  # weak references to the same live object compare equal
         self._prefetched = [each for each in self._prefetched if each() is not None]
         if mine in self._prefetched:

@@ -465,15 +465,16 @@ class _Frame:
 
     def claim(self, tensor: Tensor) -> Tensor | OffloadedTensor:
         """Return `tensor`, or a handle to its offloaded storage (Rule 2)."""
-        if not self.region.move or self.table.lasts(tensor) or id_of(tensor) in self._foreign:
+        if not self.region.move or self.table.lasts(tensor):
             return tensor
-        entry = self._decided.get(id_of(tensor))
+        key = id_of(tensor)
+        if key in self._foreign:
+            return tensor
+        entry = self._decided.get(key)
         # An id may belong to another storage by now.
         if entry is None or not entry.is_of(tensor):
-            may_move = self._named is None or self._named.made(tensor) or id_of(tensor) in self._entered
-            entry = self._decided[id_of(tensor)] = self.table.entry(
-                tensor, self.region, self._share, may_move=may_move
-            )
+            may_move = self._named is None or self._named.made(tensor) or key in self._entered
+            entry = self._decided[key] = self.table.entry(tensor, self.region, self._share, may_move=may_move)
         return OffloadedTensor(entry, View.describe(tensor)) if entry.is_claimed else tensor
 
     def pack(self, tensor: Tensor) -> Tensor | OffloadedTensor | _Number:

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._C._autograd import _unsafe_set_version_counter as set_version
 
 from memtune.offload.core import Chunks, mark_freed
 from memtune.offload.parameters import HostCopies, ParameterOffloader
 from memtune.program import Residency
-from memtune.runtime import Context
+from memtune.runtime import Context, without_grad
 
 
 class GradientsInPlace(ParameterOffloader):
@@ -55,10 +54,12 @@ class GradientsInPlace(ParameterOffloader):
         self._block_of = {each: index for index, block in enumerate(self._blocks) for each in block}
         self._chunk_of = dict(zip(self._block_of, chunks.chunk, strict=True))
 
-    @torch.no_grad()
-    def _on_grad_ready(self, parameter: Tensor) -> None:
+    def _on_grad_ready(self, parameter: Any) -> None:
         """Copy the gradient to its weight's place, or offload it directly if the chunk is not resident."""
-        assert isinstance(parameter, nn.Parameter)
+        with without_grad():
+            self._place_or_offload(parameter)
+
+    def _place_or_offload(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
         chunk = self._chunk_of[parameter]
         if chunk not in self._resident:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         OptimizerParameter,
         model_order,
         optimizer_parameter,
+        own_grad,
+        set_own_grad,
         state_to_host,
         to_host_now,
     )
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     )
     from memtune.offload.core.parameter_memory import (
         Piece,
+        allocate_together,
+        free_together,
         guard_module,
         in_chunks,
         mark_freed,
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
         place_in,
         put_back,
         require_own_memory,
+        unguarded,
     )
     from memtune.offload.core.update_triggers import (
         PendingUpdates,
@@ -69,10 +74,12 @@ __all__ = [
     "Piece",
     "Trigger",
     "aligned",
+    "allocate_together",
     "bucket_ends",
     "bytes_in_chunks",
     "count_changes",
     "deferred_blocks",
+    "free_together",
     "gathers_of",
     "guard_module",
     "in_chunks",
@@ -84,6 +91,7 @@ __all__ = [
     "model_order",
     "not_one_by_one",
     "optimizer_parameter",
+    "own_grad",
     "pack",
     "paged",
     "place_in",
@@ -94,10 +102,12 @@ __all__ = [
     "rows_of_gradients",
     "runs",
     "sentinel_index",
+    "set_own_grad",
     "sharded_like",
     "state_to_host",
     "timeline",
     "to_host_now",
+    "unguarded",
     "until",
     "waiting_room",
 ]

@@ -6,6 +6,7 @@ step will use: the model parameter's own while it is on the device, and the host
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, SupportsIndex
 
 import torch
@@ -14,6 +15,10 @@ from torch import Tensor, nn
 from memtune.runtime import HOST, Context, local, mark, transfer
 
 _GRAD: Any = Tensor.grad
+own_grad: Callable[[nn.Parameter], Tensor | None] = _GRAD.__get__
+"""Return the gradient of a parameter itself; of an `OptimizerParameter` not that of the one it replaces."""
+set_own_grad: Callable[[nn.Parameter, Tensor | None], None] = _GRAD.__set__
+"""Set `own_grad`."""
 
 
 class OptimizerParameter(nn.Parameter):
@@ -23,18 +28,20 @@ class OptimizerParameter(nn.Parameter):
     """
 
     _replaces: nn.Parameter | None = None
+    # torch's hash is a Python function, and every step looks up each parameter several times.
+    __hash__ = object.__hash__
 
     @property
     def grad(self) -> Tensor | None:
         """Its own gradient, or that of the parameter it replaces."""
-        own: Tensor | None = _GRAD.__get__(self)
+        own = own_grad(self)
         # Own gradient first: after an offload it is the sum, and the model's parameter may already have a
         # newer one.
         return own if own is not None or self._replaces is None else self._replaces.grad
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        _GRAD.__set__(self, gradient)
+        set_own_grad(self, gradient)
 
     @grad.deleter
     def grad(self) -> None:
@@ -55,9 +62,7 @@ class OptimizerParameter(nn.Parameter):
 
         Only code outside memtune, such as an assignment to `.grad`, causes this.
         """
-        return (
-            _GRAD.__get__(self) is not None and self._replaces is not None and self._replaces.grad is not None
-        )
+        return own_grad(self) is not None and self._replaces is not None and self._replaces.grad is not None
 
 
 def optimizer_parameter(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:

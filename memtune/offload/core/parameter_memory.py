@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any, Final, NamedTuple, SupportsIndex
 
@@ -140,6 +141,7 @@ class _FreedShard(_GuardedShard):
 
 
 _FREED_CLASS: Final[dict[type, type]] = {nn.Parameter: _FreedParameter, DTensor: _FreedShard}
+_FULL: Final = frozenset({nn.Parameter, _FreedParameter})
 _RESIDENT_CLASS: Final[dict[type, type]] = {freed: resident for resident, freed in _FREED_CLASS.items()}
 
 
@@ -192,18 +194,25 @@ def _refuse(name: str, tensor: Tensor) -> None:
 def mark_freed(parameters: Iterable[nn.Parameter]) -> None:
     """Mark `parameters` as freed: reads and writes raise. Other classes and fake rows are unchanged."""
     for each in parameters:
+        if type(each) is nn.Parameter:  # in every block of every step
+            each.__class__ = _FreedParameter
+            continue
         # `__class__` can hold one of the two subclasses: a freed weight refuses writes, so it needs no
         # counting of them.
         untrack_data(each)
-        if type(each) in _FREED_CLASS and not isinstance(getattr(each, "_local_tensor", None), FakeTensor):
-            each.__class__ = _FREED_CLASS[type(each)]
+        kind = type(each)
+        if kind in _FREED_CLASS and not (
+            kind is DTensor and isinstance(getattr(each, "_local_tensor", None), FakeTensor)
+        ):
+            each.__class__ = _FREED_CLASS[kind]
 
 
 def mark_resident(parameters: Iterable[nn.Parameter]) -> None:
     """Mark `parameters` as resident: they have memory, and their values are about to be copied there."""
     for each in parameters:
-        if type(each) in _RESIDENT_CLASS:
-            each.__class__ = _RESIDENT_CLASS[type(each)]
+        resident = _RESIDENT_CLASS.get(type(each))
+        if resident is not None:
+            each.__class__ = resident
 
 
 def require_own_memory(parameters: Iterable[nn.Parameter], memory: Tensor) -> None:
@@ -215,19 +224,23 @@ def require_own_memory(parameters: Iterable[nn.Parameter], memory: Tensor) -> No
     Raises:
         ApplyError: A parameter has other memory.
     """
-    # Storages compare by `_cdata`: `data_ptr()` is 0 for every freed one.
-    own = memory.untyped_storage()._cdata
-    wrong = [
-        each for each in parameters if getattr(each, "_local_tensor", each).untyped_storage()._cdata != own
-    ]
-    if wrong:
+    for each in parameters:
+        # By storage: `data_ptr()` is 0 for every freed one.
+        here = each if type(each) in _FULL else getattr(each, "_local_tensor", each)
+        if torch._C._is_alias_of(here, memory):
+            continue
         raise ApplyError(
-            f"The memory of a weight of shape {tuple(wrong[0].shape)} was replaced, as  parameter.data = ... "
+            f"The memory of a weight of shape {tuple(each.shape)} was replaced, as  parameter.data = ... "
             " does.",
             evidence="It is offloaded and loaded in a storage that memtune manages.",
             fix="model.load_state_dict, of the whole model or a part, or Tuned.load_state_dict",
             code="MT364",
         )
+
+
+def unguarded() -> AbstractContextManager[None]:
+    """Return a context for memtune's own code, in which no access to a freed parameter is examined."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def guard_module(module: nn.Module) -> None:
@@ -313,19 +326,31 @@ class Piece(NamedTuple):
         Raises:
             ApplyError: A parameter has other memory.
         """
-        if not self.in_frame:
-            require_own_memory(self.of, self.memory)
-            # In place: views of the storage, among them autograd's saved ones, remain views of the same
-            # memory.
-            self.memory.untyped_storage().resize_(self.padded_bytes or self.host.nbytes)
-            mark_resident(self.of)
+        allocate_together((self,))
 
     def free(self) -> None:
         """Free the memory, whose contents are not needed any more; raises as `allocate` does."""
-        if not self.in_frame:
-            require_own_memory(self.of, self.memory)
-            self.memory.untyped_storage().resize_(0)
-            mark_freed(self.of)
+        free_together((self,))
+
+
+def allocate_together(pieces: Iterable[Piece]) -> None:
+    """Allocate all of `pieces`; see `Piece.allocate`."""
+    for piece in pieces:
+        if not piece.in_frame:
+            require_own_memory(piece.of, piece.memory)
+            # In place: views of the storage, among them autograd's saved ones, remain views of the same
+            # memory.
+            piece.memory.untyped_storage().resize_(piece.padded_bytes or piece.host.nbytes)
+            mark_resident(piece.of)
+
+
+def free_together(pieces: Iterable[Piece]) -> None:
+    """Free all of `pieces`; see `Piece.free`."""
+    for piece in pieces:
+        if not piece.in_frame:
+            require_own_memory(piece.of, piece.memory)
+            piece.memory.untyped_storage().resize_(0)
+            mark_freed(piece.of)
 
 
 def in_chunks(

@@ -6,6 +6,7 @@ call the functions of this file.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
@@ -94,23 +95,30 @@ class PendingUpdates(Generic[T]):
     """
 
     def __init__(self, room_bytes: int) -> None:
-        self._room_bytes, self._rounds = room_bytes, list[tuple[T, int]]()
+        self._room_bytes, self._rounds = room_bytes, deque[tuple[T, int]]()
+        self._held_bytes = 0
 
     def make_room(self, n_bytes: int) -> Iterator[T]:
         """Yield, and forget, the rounds that must end before one of `n_bytes` begins; none for 0 bytes."""
         # A round of 0 bytes needs no room, and a single one may exceed the bound: otherwise it could never
         # begin.
-        while self._rounds and n_bytes and sum(size for _, size in self._rounds) + n_bytes > self._room_bytes:
-            yield self._rounds.pop(0)[0]
+        while self._rounds and n_bytes and self._held_bytes + n_bytes > self._room_bytes:
+            yield self._take()
 
     def put(self, round_: T, n_bytes: int) -> None:
         """Add a round whose gradients no other component needs."""
         self._rounds.append((round_, n_bytes))
+        self._held_bytes += n_bytes
 
     def drain(self, keep: int = 0) -> Iterator[T]:
         """Yield, and forget, all rounds but the newest `keep`."""
         while len(self._rounds) > keep:
-            yield self._rounds.pop(0)[0]
+            yield self._take()
+
+    def _take(self) -> T:
+        round_, n_bytes = self._rounds.popleft()
+        self._held_bytes -= n_bytes
+        return round_
 
 
 def waiting_room(step: Step, held: npt.NDArray[np.bool_] | None = None) -> int:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import ApplyError
+from memtune.offload.core import unguarded
 from memtune.runtime import SSD, Context, before_step, local, tier_of
 
 _FIX = "forward and backward outside of Tuned.micro_batch; or offload: {states: {kind: optimizer_cpu}}"
@@ -41,6 +42,9 @@ class Gradients:
         self._ranks, self._device = context.placement.world_size, context.device
         trained = [parameter for parameter in context.model.parameters() if parameter.requires_grad]
         self._chains = {parameter: context.placement.param_chain(parameter) for parameter in trained}
+        self._every = [each for chain in self._chains.values() for each in chain]
+        in_groups = {id(each) for group in context.optimizer.param_groups for each in group["params"]}
+        self._others = [each for each in self._every if id(each) not in in_groups]
         self._used: set[nn.Parameter] = set()  # inside backward
         held = {chain[-1]: parameter for parameter, chain in self._chains.items()}
         held |= {each: parameter for parameter, chain in self._chains.items() for each in chain}
@@ -115,17 +119,24 @@ class Gradients:
         """Clear the optimizer's gradients and all offloaded ones, as `Optimizer.zero_grad` does."""
         self._used.clear()
         self._own_zero_grad(set_to_none)
-        self.zero_of(self._chains, set_to_none)
+        # `None` has replaced the gradients of the optimizer's own parameters.
+        self._clear(self._others if set_to_none else self._every, set_to_none, self._every)
 
     def zero_of(self, parameters: Iterable[nn.Parameter], set_to_none: bool) -> None:
         """Clear the gradients of these model parameters and of their replacements."""
         every = [each for parameter in parameters for each in self._chains.get(parameter, ())]
         self._used.difference_update(every)
-        for each in every:
-            if each.grad is not None and (set_to_none or tier_of(each.grad) == SSD):
-                each.grad = None
-            elif each.grad is not None:
-                each.grad.detach_().zero_()
+        self._clear(every, set_to_none, every)
+
+    def _clear(self, left: list[nn.Parameter], set_to_none: bool, every: list[nn.Parameter]) -> None:
+        """Clear the gradients of `left`, and report those of `every` as cleared."""
+        with unguarded():
+            for each in left:
+                gradient = each.grad
+                if gradient is not None and (set_to_none or tier_of(gradient) == SSD):
+                    each.grad = None
+                elif gradient is not None:
+                    gradient.detach_().zero_()
         self._grads_cleared.emit(every)
 
 

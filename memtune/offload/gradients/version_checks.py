@@ -21,19 +21,21 @@ Weights on the device that user code writes, although the host has the optimizer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 
 from memtune import refusals
 from memtune.errors import ApplyError
-from memtune.offload.core import OptimizerParameter, count_changes, sharded_like
+from memtune.offload.core import OptimizerParameter, count_changes, sharded_like, unguarded
 from memtune.runtime import (
     SSD,
     Context,
     UncopiedHook,
+    is_data_used,
     local,
     tier_of,
     track_data,
@@ -111,8 +113,19 @@ class WatchedGradients:
         Raises:
             ApplyError: Gradients were changed, replaced or freed.
         """
-        resident = [each for each in self._shown() if each in self._versions]
-        n_offloaded = len(self._versions) - len(resident)
+        with unguarded():  # most steps pass here
+            now = [None if (gradient := each.grad) is None else gradient._version for each in self._versions]
+        changed: list[nn.Parameter] = []
+        resident: list[nn.Parameter] = []
+        n_offloaded = 0
+        if now != list(self._versions.values()):
+            changed = [
+                each
+                for (each, noted), version in zip(self._versions.items(), now, strict=True)
+                if version is not None and version != noted
+            ]
+            resident = [each for each in self._shown() if each in self._versions]
+            n_offloaded = len(self._versions) - len(resident)
         if resident and all(each.grad is None for each in resident):
             # The next backward would add to the host sums of this one.
             raise ApplyError(
@@ -122,13 +135,11 @@ class WatchedGradients:
                 fix="optimizer.zero_grad() or model.zero_grad()  instead of  parameter.grad = None",
                 code="MT364",
             )
-        changed = [
-            p for p, version in self._versions.items() if p.grad is not None and p.grad._version != version
-        ]
         self._remove_placeholder()
-        replaced = [
-            each for each in self._offloaded if isinstance(each, OptimizerParameter) and each.is_replaced
-        ]
+        with unguarded():
+            replaced = [
+                each for each in self._offloaded if isinstance(each, OptimizerParameter) and each.is_replaced
+            ]
         if replaced:
             raise ApplyError(
                 f"{len(replaced)} gradients were assigned after a backward whose own are offloaded.",
@@ -160,7 +171,7 @@ class WatchedGradients:
         return alone and not used and len(there) == sum(each.grad is not None for each in self._versions)
 
     def _cleared(self, parameters: Iterable[nn.Parameter]) -> None:
-        for each in parameters:
+        for each in parameters if self._versions else ():
             self._versions.pop(each, None)
 
 
@@ -284,39 +295,72 @@ class ExternalWrites:
         for of in real.values():
             track_data(of)
             context.undo.callback(untrack_data, of)
-        self._of = real
-        self._seen = {each: _version_of(of) for each, of in real.items()}
+        self._shards = [place for place, of in enumerate(real.values()) if isinstance(of, DTensor)]
+        self._weights, self._of = list(real), list(real.values())
+        self._place = {id(each): place for place, each in enumerate(self._weights)}
+        self._seen = self._versions()
         context.events.weights_gathered.subscribe(self._gathered)
+
+    def _versions(self) -> _Versions:
+        """Return the versions of all weights; every step compares them."""
+        more: dict[int, tuple[int, ...]] = {}
+        if is_data_used() or self._shards:
+            # In-place writes through an alias by `data`, and those of a shard's local tensor, do not count in
+            # the parameter's own version.
+            for place, of in enumerate(self._of):
+                shard = getattr(of, "_local_tensor", None)
+                more[place] = *version_of_data(of), 0 if shard is None else shard._version
+            more = {place: each for place, each in more.items() if any(each)}
+        return [of._version for of in self._of], more
 
     def _gathered(self) -> None:
         """Note the all-gather after a step, which writes the full parameters of sharded weights."""
-        for each, of in self._of.items():
-            if each is not of:
-                self.note_write(each)
+        self.note_writes([each for each, of in zip(self._weights, self._of, strict=True) if each is not of])
 
     def note_write(self, weight: nn.Parameter) -> None:
         """Note that memtune has written `weight`: the optimizer, or a load."""
-        if weight in self._seen:
-            self._seen[weight] = _version_of(self._of[weight])
+        self.note_writes([weight])
 
-    def take_external(self, but: Collection[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the weights that user code has written since the last `note_write`, each once.
+    def note_writes(self, weights: Sequence[nn.Parameter]) -> None:
+        """Note that memtune has written `weights`."""
+        own, more = self._versions()
+        if len(weights) >= len(self._weights):
+            self._seen = own, more
+            return
+        for each in weights:
+            place = self._place.get(id(each))
+            if place is not None:
+                self._seen[0][place] = own[place]
+                self._seen[1].pop(place, None)
+                if place in more:
+                    self._seen[1][place] = more[place]
 
-        Args:
-            but: Offloaded weights, to be skipped.
-        """
-        found = [
-            each
-            for each, seen in self._seen.items()
-            if each not in but and _version_of(self._of[each]) != seen
+    def leave_out(self, weights: Iterable[nn.Parameter]) -> None:
+        """Stop comparing `weights`, which are offloaded: another check refuses writes to them."""
+        left = {id(each) for each in weights}
+        kept = [(each, of) for each, of in zip(self._weights, self._of, strict=True) if id(each) not in left]
+        if len(kept) < len(self._weights):
+            written = self.take_external()
+            self._weights, self._of = [each for each, _ in kept], [of for _, of in kept]
+            self._place = {id(each): place for place, each in enumerate(self._weights)}
+            self._shards = [place for place, of in enumerate(self._of) if isinstance(of, DTensor)]
+            self._seen = self._versions()
+            for each in written:  # still to be found
+                if id(each) in self._place:
+                    self._seen[0][self._place[id(each)]] = -1
+
+    def take_external(self) -> list[nn.Parameter]:
+        """Return the weights that user code has written since the last `note_write`, each once."""
+        now, before = self._versions(), self._seen
+        if now == before:
+            return []
+        self._seen = now
+        return [
+            weight
+            for place, weight in enumerate(self._weights)
+            if now[0][place] != before[0][place] or now[1].get(place) != before[1].get(place)
         ]
-        for each in found:
-            self.note_write(each)
-        return found
 
 
-def _version_of(weight: nn.Parameter) -> tuple[int, ...]:
-    # The pointer finds `parameter.data = ...`, and `version_of_data` in-place writes through an alias by
-    # `data`: neither counts in the parameter's own version.
-    here = _rows_of(weight)
-    return weight._version, here._version, here.data_ptr(), version_of_data(weight)
+_Versions = tuple[list[int], dict[int, tuple[int, ...]]]
+"""Versions by place; by place of those with other writes, the numbers of these."""

@@ -281,7 +281,7 @@ class Updaters:
             self._writes.note_write(each.held)
 
     def _refuse_stale(self) -> None:
-        self._stale.update(self._writes.take_external(()))
+        self._stale.update(self._writes.take_external())
         if self._stale:
             raise ApplyError(
                 f"{len(self._stale)} weights were loaded into the model by its own load_state_dict, or"

@@ -38,14 +38,13 @@ from memtune.offload.core import Trigger, resident_count, sentinel_index
 from memtune.offload.gradients import SentinelGradient, WatchedGradients
 from memtune.offload.optimizer.host_optimizer import add_gradient
 from memtune.runtime import (
-    HOST,
     BackwardEnd,
     Context,
     EarlyUpdates,
     UncopiedHook,
     before_step,
     local,
-    mark,
+    to_host_together,
     transfer,
     weakly,
 )
@@ -128,6 +127,7 @@ class GradientOffload:
             for index in range(len(context.blocks))
         ]
         self._missing: dict[int, set[nn.Parameter]] = {}  # by block: not on the host in this micro-batch
+        self._offloaded_ids = {id(each) for each in self._hosts}
         self._bucket: list[tuple[nn.Parameter, Tensor]] = []  # (parameter, its gradient on the device)
         self._held_bytes = 0  # of the bucket
         self._in_flight: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # (parameter, source, host copy)
@@ -193,26 +193,29 @@ class GradientOffload:
         finally:
             self._is_last = False
 
-    @torch.no_grad()
     def _on_grad_ready(self, parameter: Tensor) -> None:
         """Put a ready gradient in the bucket, and send the bucket when it is full; grad-ready hook."""
-        assert isinstance(parameter, nn.Parameter)
-        assert parameter.grad is not None
+        gradient = parameter.grad
+        assert gradient is not None
         # Queued by the first gradient: autograd accepts a callback only while a backward runs.
         self._backward_end.expect()
-        if parameter is self._sentinel.parameter:
-            self._sentinel.on_grad_ready()
-        if parameter not in self._hosts:
+        if id(parameter) not in self._offloaded_ids:
+            if parameter is self._sentinel.parameter:
+                self._sentinel.on_grad_ready()
             # A reduced gradient is a view of its unit's buffer, which would stay allocated until the step.
-            parameter.grad = _own_memory(parameter.grad)
+            with torch.no_grad():
+                parameter.grad = _own_memory(gradient)
             return
-        self._bucket.append((parameter, local(parameter.grad)))
-        self._held_bytes += self._bucket[-1][1].nbytes
+        here = local(gradient)
+        self._bucket.append((parameter, here))  # type: ignore[arg-type]
+        self._held_bytes += here.nbytes
         # The bucket has the only reference: autograd starts the next micro-batch with a new gradient.
         parameter.grad = None
         if self._held_bytes >= self._bucket_bytes:
+            del gradient, here
             self._send()
 
+    @torch.no_grad()
     def _send(self) -> None:
         """Start the D2H copies of the bucket, after those of the previous one have finished."""
         # Before any copy starts: at most two buckets are on the device.
@@ -220,11 +223,9 @@ class GradientOffload:
         if self._is_last and self._trigger == "per_gradient":
             # An optimizer on SSD reads its records while the gradients are copied.
             self._optimizer.expect([self._device_rows[parameter] for parameter, _ in self._bucket])
-        for parameter, gradient in self._bucket:
-            host = torch.ops.memtune.to_host(gradient)
-            mark(host, HOST)
-            self._in_flight.append((parameter, gradient, host))
-            self.sent_bytes += gradient.nbytes
+        hosts = to_host_together([gradient for _, gradient in self._bucket])
+        self._in_flight += [(*entry, host) for entry, host in zip(self._bucket, hosts, strict=True)]
+        self.sent_bytes += self._held_bytes
         self.buckets += 1
         self._bucket, self._held_bytes = [], 0
 
@@ -236,9 +237,10 @@ class GradientOffload:
         # Frees the bucket on the device, and only now: the copy engine reads it until `finish`.
         self._in_flight = []
         parameters = [parameter for parameter, _ in arrived]
+        arrived.reverse()
         while arrived:
             # One by one, so that each host copy is freed as soon as it is in the sum.
-            parameter, host = arrived.pop(0)
+            parameter, host = arrived.pop()
             add_gradient(self._hosts[parameter], host)
             del host
         # In earlier micro-batches the sums are not complete, and nothing may use them.

@@ -36,9 +36,12 @@ from memtune.offload.core import (
     model_order,
     not_one_by_one,
     optimizer_parameter,
+    own_grad,
     room_bytes,
+    set_own_grad,
     state_to_host,
     to_host_now,
+    unguarded,
 )
 from memtune.offload.gradients import ExternalWrites, watch_loads
 from memtune.offload.optimizer.deferred_updates import DeferredUpdates, sync_reads, without_sync
@@ -55,11 +58,15 @@ from memtune.runtime import (
     UncopiedHook,
     after_step,
     before_step,
+    copy_to_device_together,
+    groups,
     local,
+    locals_of,
     mark,
     replace_step,
     tier,
     tier_of,
+    to_host_together,
     transfer,
     with_hooks,
 )
@@ -109,7 +116,13 @@ class HostOptimizer:
         # The order of the model, as in the pass; a user's groups may have another one.
         place = model_order(context)
         self._pairs.sort(key=lambda pair: place.get(pair[0], len(place)))
-        self._with_offloader: set[nn.Parameter] = set()  # a parameter offloader copies these
+        # Copied by a parameter offloader, and by this optimizer.
+        self._with_offloader: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._copied = list(self._pairs)
+        self._known = self._resident.union(host for _, host in self._pairs)
+        self._updated_by_user = [*self._resident, *(host for _, host in self._pairs)]
+        self._has_narrow = any(host.dtype is not parameter.dtype for parameter, host in self._pairs)
+        self._state_ids: list[int] = []
         self._updated: set[nn.Parameter] = set()  # host copies updated before `step`
         self._running: list[Future[None]] = []  # delayed updates
         # Updates that overlap with backward: their futures and the gradients that they read.
@@ -134,7 +147,7 @@ class HostOptimizer:
         # The state dict has host weights of offloaded blocks, which running updates write.
         context.model.register_state_dict_pre_hook(UncopiedHook(self._join))
         self._partial_step = PartialStep(context)
-        self._versions_before_step: dict[nn.Parameter, int] | None = None
+        self._versions_before_step: list[int] | None = None
         """Versions of all that the step updates, from before its first update until the weights are on the
         device.
         """
@@ -186,11 +199,11 @@ class HostOptimizer:
 
         return run_step
 
-    def _update_versions(self) -> dict[nn.Parameter, int]:
+    def _update_versions(self) -> list[int]:
         """Return the versions of all tensors, host and device, that the optimizer's own step updates."""
         if self._native is not None:
-            return {}
-        return {each: each._version for each in (*self._resident, *(host for _, host in self._pairs))}
+            return []
+        return [each._version for each in self._updated_by_user]
 
     def _has_updated(self) -> bool:
         """Return True if a step that raised has updated something.
@@ -225,8 +238,13 @@ class HostOptimizer:
             # weights.
             self._join()
             deferred = {} if self._deferred is None else self._deferred.take(self._gradients)
-            native.step(optimizer, lambda host: None if host in self._updated else self._gradients.get(host))
-            native.make_state(optimizer, deferred.get)
+            gradients, updated = self._gradients, self._updated
+            native.step(
+                optimizer,
+                (lambda host: None if host in updated else gradients.get(host)) if updated else gradients.get,
+            )
+            if deferred:
+                native.make_state(optimizer, deferred.get)
             # On fake tensors they start with the next micro-batch, so that a recorder sees the overlap.
             if self._deferred is not None and not self._deferred.is_fake:
                 self._deferred.start(self._run_updates)
@@ -246,37 +264,42 @@ class HostOptimizer:
         return copy
 
     def _offload_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Copy the gradients that are still on the device to the host, one at a time; pre-step hook."""
+        """Copy the gradients that are still on the device to the host, one group at a time; pre-step hook."""
         self._partial_step.refuse()
-        refuse_added_parameters(optimizer, self._resident.union(host for _, host in self._pairs))
+        refuse_added_parameters(optimizer, self._known)
         self._adopt_external_writes()
-        in_flight: nn.Parameter | None = None
-        for parameter, host in self._pairs:
-            if parameter.grad is None:
-                if host.grad is not None:  # offloaded during backward
-                    self._gradients[host] = host.grad
+        here: list[tuple[nn.Parameter, nn.Parameter]] = []
+        with unguarded():
+            for pair in self._pairs:
+                host = pair[1]
+                if pair[0].grad is not None:
+                    here.append(pair)
+                elif (gradient := host.grad) is not None:  # offloaded during backward
+                    self._gradients[host] = gradient
                     if self._native is not None:
                         # The native step reads `_gradients`; `host.grad` would be a second reference that
                         # outlives the update.
                         host.grad = None
-                continue
-            if in_flight is not None:
-                # Frees the previous gradient before the next copy starts, so one at a time exists twice.
-                self._finish_copy(in_flight)
-            gradient = torch.ops.memtune.to_host(local(parameter.grad))
-            mark(gradient, HOST)
-            self._gradients[host] = gradient
-            if self._native is None:
-                host.grad = gradient
-            in_flight = host
-            self._source = parameter
-        if in_flight is not None:
-            self._finish_copy(in_flight)
+        in_flight: list[tuple[nn.Parameter, nn.Parameter]] = []
+        for part in groups(locals_of(parameter.grad for parameter, _ in here if parameter.grad is not None)):
+            # Frees the previous group before the next copies start, so one group at a time exists twice.
+            self._finish_copies(in_flight)
+            in_flight = here[part]
+            self._start_copies(in_flight)
+        self._finish_copies(in_flight)
         self._versions_before_step = self._update_versions()
         if self._resident:
             self._update_on_device()
         # State that the optimizer creates in its first step is created inside, and so counted on the host.
         self._host_tier.enter_context(tier(HOST))
+
+    def _start_copies(self, pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        """Start the D2H copies of the gradients of `pairs`."""
+        gradients = to_host_together(locals_of(each.grad for each, _ in pairs if each.grad is not None))
+        for (_, host), gradient in zip(pairs, gradients, strict=True):
+            self._gradients[host] = gradient
+            if self._native is None:
+                set_own_grad(host, gradient)
 
     def _update_on_device(self) -> None:
         """Run the optimizer's own step over the resident parameters; the others have no gradient."""
@@ -295,7 +318,10 @@ class HostOptimizer:
 
     def leave_to_offloader(self, parameters: Iterable[nn.Parameter]) -> None:
         """Leave the copies of these parameters, H2D and D2H, to a parameter offloader."""
-        self._with_offloader.update(parameters)
+        left = {id(each) for each in parameters}
+        self._with_offloader += [pair for pair in self._copied if id(pair[0]) in left]
+        self._copied = [pair for pair in self._copied if id(pair[0]) not in left]
+        self._writes.leave_out(parameter for parameter, _ in self._with_offloader)
 
     def expect(self, parameters: Iterable[nn.Parameter]) -> None:
         """Do nothing: all that an update needs is in host memory already."""
@@ -408,55 +434,74 @@ class HostOptimizer:
             delayed, self._delayed, self._delayed_began = self._delayed, None, False
             self._copy_weights(delayed, set(delayed))
 
-    def _finish_copy(self, host: nn.Parameter) -> None:
-        """Wait for the D2H copy into the gradient of `host`, then free its source on the device."""
-        transfer.finish(self._gradients[host])
-        self._source.grad = None
-        if self._source in self._full_parameter:
-            self._full_parameter[self._source].grad = None
+    def _finish_copies(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        """Wait for the D2H copies into the gradients of `pairs`, then free their sources on the device."""
+        transfer.finish_all(self._gradients[host] for _, host in pairs)
+        for parameter, _ in pairs:
+            parameter.grad = None
+        for parameter, _ in pairs if self._full_parameter else ():
+            if parameter in self._full_parameter:
+                self._full_parameter[parameter].grad = None
 
     def _copy_weights_to_device(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Copy all new weights to the device and free the host gradients; post-step hook."""
         self._host_tier.close()
-        self._copy_weights(self._gradients, self._hosts_with_new_weights())
+        # If updates are delayed, the new weights are those of the last step's gradients.
+        self._copy_weights(self._gradients, None if self._delayed is None else set(self._gradients))
         self._gradients = {}
         self._updated.clear()
         self._versions_before_step = None
-        # New state was allocated inside `tier(HOST)`, which marks real tensors through the native ledger
-        # only; fake ones are marked here.
-        for value in self._state_tensors():
-            if value.device.type == "cpu" and tier_of(value) != HOST:
-                mark(value, HOST)
+        self._mark_state()
 
-    def _hosts_with_new_weights(self) -> set[nn.Parameter]:
-        """Return the host copies with new weights; if updates are delayed, of the last step's gradients."""
-        is_delayed = self._delayed is not None
-        return {host for _, host in self._pairs if not is_delayed or host in self._gradients}
+    def _mark_state(self) -> None:
+        """Mark new state as in host memory.
+
+        It was allocated inside `tier(HOST)`, which marks real tensors through the native ledger only.
+        """
+        state = self._state_tensors()
+        ids = list(map(id, state))
+        if ids != self._state_ids:
+            self._state_ids = ids
+            for value in state:
+                if value.device.type == "cpu" and tier_of(value) != HOST:
+                    mark(value, HOST)
 
     @torch.no_grad()
-    def _copy_weights(self, gradients: dict[nn.Parameter, Tensor], hosts: set[nn.Parameter]) -> None:
-        """Copy the new weights of `hosts` to the device and free `gradients` one by one.
+    def _copy_weights(self, gradients: dict[nn.Parameter, Tensor], hosts: set[nn.Parameter] | None) -> None:
+        """Copy the new weights of `hosts` (None: of all) to the device; free `gradients` group by group.
 
         A bfloat16 weight is in the memory of its gradient.
         """
         # No copies for these: the offloader loads the new weights before their next use.
-        for parameter, host in self._pairs:
-            if parameter in self._with_offloader and host.grad is gradients.pop(host, None):
-                host.grad = None
-        for parameter, host in self._pairs:
-            gradient = gradients.pop(host, None)
-            if host in hosts and parameter not in self._with_offloader:
-                narrow = host.dtype is not parameter.dtype
-                # Without a gradient a bfloat16 weight was not updated, and has no new value on the host.
-                if not narrow or gradient is not None:
-                    torch.ops.memtune.copy_to_device_(local(parameter), gradient if narrow else host)
-                    self._writes.note_write(parameter)
-            if host.grad is gradient:
-                host.grad = None
+        with unguarded():
+            for _, host in self._with_offloader:
+                _drop(gradients, host)
+        new = self._copied
+        if hosts is not None or self._has_narrow:
+            # Without a gradient a bfloat16 weight was not updated, and has no new value on the host.
+            new = [
+                (parameter, host)
+                for parameter, host in self._copied
+                if (hosts is None or host in hosts) and (host.dtype is parameter.dtype or host in gradients)
+            ]
+        weights = locals_of(parameter for parameter, _ in new)
+        for part in groups(weights):
+            copy_to_device_together(
+                weights[part],
+                [
+                    gradients[host] if self._has_narrow and host.dtype is not parameter.dtype else host
+                    for parameter, host in new[part]
+                ],
+            )
+            for _, host in new[part]:
+                _drop(gradients, host)
+        for host in list(gradients):
+            _drop(gradients, host)
+        self._writes.note_writes([parameter for parameter, _ in new])
 
     def _on_grads_cleared(self, parameters: Iterable[nn.Parameter]) -> None:
         """Drop the gradients that a step took before it raised; those of early updates are in use."""
-        for each in parameters:
+        for each in parameters if self._gradients else ():
             if each in self._gradients and each not in self._updated:
                 del self._gradients[each]
 
@@ -479,16 +524,16 @@ class HostOptimizer:
     def _copy_to_host(self, parameters: Collection[nn.Parameter]) -> None:
         """Copy these weights of the device to their host copies."""
         # The offloader writes the host copies of its parameters itself.
-        wanted = set(parameters) - self._with_offloader
-        if wanted:
+        wanted = {id(each) for each in parameters}
+        mine = [pair for pair in self._copied if id(pair[0]) in wanted]
+        if mine:
             self._join()
-        for parameter, host in self._pairs:
-            if parameter in wanted:
-                host.copy_(to_host_now(local(parameter)))
-                self._writes.note_write(parameter)
-                if host in self._updated:
-                    # The loaded weight replaces the early update's bfloat16 weight, which must not be copied.
-                    self._gradients.pop(host, None)
+        for parameter, host in mine:
+            host.copy_(to_host_now(local(parameter)))
+            self._writes.note_write(parameter)
+            if host in self._updated:
+                # The loaded weight replaces the early update's bfloat16 weight, which must not be copied.
+                self._gradients.pop(host, None)
 
     def _adopt_external_writes(self) -> None:
         """Copy weights that the user has written on the device to the host; the next update starts from them.
@@ -496,8 +541,7 @@ class HostOptimizer:
         Raises:
             ApplyError: An update of one is delayed or was made early.
         """
-        # Those of the parameter offloader have no memory to be written while they are freed.
-        written = set(self._writes.take_external(self._with_offloader))
+        written = set(self._writes.take_external())
         if written and (
             self._is_delayed()
             or any(host in self._updated for device, host in self._pairs if device in written)
@@ -539,6 +583,13 @@ class HostOptimizer:
             "parameters": len(self._pairs),
             "host_bytes": sum(host.nbytes for _, host in self._pairs) + sum(v.nbytes for v in values),
         }
+
+
+def _drop(gradients: dict[nn.Parameter, Tensor], host: nn.Parameter) -> None:
+    """Free the gradient of `host` in `gradients`."""
+    held = own_grad(host)
+    if gradients.pop(host, None) is held and held is not None:
+        set_own_grad(host, None)
 
 
 def _refuse_parts(optimizer: Optimizer) -> None:

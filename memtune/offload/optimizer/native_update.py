@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from memtune import _native
 from memtune.errors import ApplyError
 from memtune.program import Resource
-from memtune.runtime import HOST, SeamOp, in_huge_pages, mark, register, tier
+from memtune.runtime import HOST, SeamOp, in_huge_pages, is_observed, mark, register, tier
 
 Moments = Literal["float32", "bfloat16", "int8"]
 DTYPES: Final[dict[Moments, torch.dtype]] = {
@@ -88,7 +88,7 @@ def update_(
             count = step.item()
         sign = -1.0 if maximize else 1.0
         numbers = _native.OptimizerNumbers(
-            **_NUMBERS[rule](count, *settings), sign=sign, seed=_seed(seed, int(count))
+            **_NUMBERS[rule](count, *settings), sign=sign, seed=_seed(seed, int(count), moments)
         )
         rows = _FlatViews(weight)
         arrays = (
@@ -101,12 +101,7 @@ def update_(
         _native.optimizer_update(rule, moments, *arrays, first_scale, second_scale, numbers, threads)
         rows.back()
 
-    futures: list[Future[None]] | None = getattr(_local, "futures", None)
-    if futures is None:
-        update()
-    else:
-        # A list, which `_once` empties: the executor drops a call's arguments only after its future is done.
-        futures.append(_threads().submit(_once, [update]))
+    _run(update)
 
 
 register(
@@ -116,6 +111,72 @@ register(
     SeamOp(Resource.HOST_THREADS),
     update_,
 )
+
+
+class _Job(NamedTuple):
+    """Update of one dense parameter."""
+
+    seed: int
+    settings: list[float]
+    """Those of its group; jobs of one group share the list."""
+    maximize: bool
+    step: Tensor | None
+    weight: Tensor
+    gradient: Tensor
+    moments: list[Tensor | None]
+    """First, second, and their scales."""
+
+
+_Given = tuple[int, dict[str, Any], nn.Parameter, Tensor]
+"""Seed, group, weight and gradient."""
+_update_all: Any = getattr(_native, "optimizer_update_all", None)  # builds of older sources lack it
+
+
+def _update_together(rule: str, moments: str, jobs: list[_Job]) -> None:
+    """Do the same as `update_` for each of `jobs`, in one native call."""
+    threads = torch.get_num_threads()
+
+    def update() -> None:
+        steps = [job.step for job in jobs if job.step is not None]
+        counts = [1.0] * len(jobs)
+        if steps:
+            torch._foreach_add_(steps, 1)
+            counts = torch.stack(steps).tolist()
+        numbers: dict[tuple[int, float, int], tuple[int, Any]] = {}
+        rows = []
+        for job, count in zip(jobs, counts, strict=True):
+            seed = 0 if moments == "float32" else _seed(job.seed, int(count), moments)
+            key = id(job.settings), count, seed
+            if key not in numbers:
+                sign = -1.0 if job.maximize else 1.0
+                own = _native.OptimizerNumbers(**_NUMBERS[rule](count, *job.settings), sign=sign, seed=seed)
+                numbers[key] = len(numbers), own
+            at, narrow = job.gradient.data_ptr(), job.gradient.dtype is torch.bfloat16
+            of_moments = [0 if each is None else each.data_ptr() for each in job.moments]
+            rows.append(
+                (
+                    job.weight.numel(),
+                    job.weight.data_ptr(),
+                    at,
+                    at if narrow else 0,
+                    *of_moments,
+                    int(narrow),
+                    numbers[key][0],
+                )
+            )
+        _update_all(rule, moments, rows, [own for _, own in numbers.values()], threads)
+
+    _run(update)
+
+
+def _run(update: Callable[[], None]) -> None:
+    """Run `update` here, or on the update thread inside `on_update_thread`."""
+    futures: list[Future[None]] | None = getattr(_local, "futures", None)
+    if futures is None:
+        update()
+    else:
+        # A list, which `_once` empties: the executor drops a call's arguments only after its future is done.
+        futures.append(_threads().submit(_once, [update]))
 
 
 def _once(call: list[Callable[[], None]]) -> None:
@@ -195,7 +256,9 @@ class _FlatViews:
 
 
 # A hash, not `seed + count`: neighbouring parameters and steps must not round alike.
-def _seed(seed: int, count: int) -> int:
+def _seed(seed: int, count: int, moments: str) -> int:
+    if moments == "float32":  # only narrow moments are rounded stochastically
+        return 0
     return int.from_bytes(hashlib.blake2b(f"{seed},{count}".encode(), digest_size=8).digest(), "little")
 
 
@@ -267,25 +330,68 @@ class NativeUpdate:
 
     def __init__(self, optimizer: Optimizer, moments: Moments) -> None:
         self.rule, self._moments = _rule_of(optimizer), moments
+        self._complete: dict[nn.Parameter, int] = {}
+        """Number of moments in the complete state of each parameter."""
+        optimizer.register_load_state_dict_post_hook(lambda _: self._complete.clear())
         for group in optimizer.param_groups:
             _refuse_settings(optimizer, group)
 
     def step(self, optimizer: Optimizer, gradient_of: Callable[[nn.Parameter], Tensor | None]) -> None:
         """Update every parameter that has a gradient; a bfloat16 gradient's memory takes the new weight."""
-        every = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
-        given = [
-            (seed, *each, g) for seed, each in enumerate(every) if (g := gradient_of(each[1])) is not None
-        ]
-        self.make_state(optimizer, gradient_of)
+        given: list[_Given] = []
+        seed = 0
+        for group in optimizer.param_groups:
+            moments = len(self.moment_names(group))
+            for parameter in group["params"]:
+                gradient = gradient_of(parameter)
+                if gradient is not None:
+                    if self._complete.get(parameter) != moments:
+                        self._complete_state(optimizer, group, parameter)
+                    given.append((seed, group, parameter, gradient))
+                seed += 1
+        if given and _update_all is not None and not is_observed(given[0][2]):
+            given = self._step_together(optimizer, given)
         for seed, group, parameter, gradient in given:
             self.one(group, parameter.detach(), gradient, optimizer.state[parameter], seed)
+
+    def _step_together(self, optimizer: Optimizer, given: list[_Given]) -> list[_Given]:
+        """Update all dense parameters of `given` in one native call; return the others."""
+        first, second = _FIRST.get(self.rule, ""), _SECOND.get(self.rule, "")
+        names, dtype = (first, second, f"{first}_scale", f"{second}_scale"), DTYPES[self._moments]
+        settings: dict[int, tuple[list[float], bool]] = {}
+        jobs: list[_Job] = []
+        others: list[_Given] = []
+        for each in given:
+            seed, group, weight, gradient = each
+            state, n = optimizer.state[weight], weight.numel()
+            of_moments = [state.get(name) for name in names]
+            is_dense = weight.is_contiguous() and gradient.is_contiguous() and gradient.numel() == n
+            for moment in of_moments[:2] if is_dense else ():
+                if moment is not None and not (
+                    moment.is_contiguous() and moment.dtype is dtype and moment.numel() == n
+                ):
+                    is_dense = False
+            if not is_dense:
+                others.append(each)
+                continue
+            if id(group) not in settings:
+                settings[id(group)] = self._settings(group), bool(group.get("maximize", False))
+            step = state["step"] if self.counts_steps else None
+            jobs.append(_Job(seed, *settings[id(group)], step, weight, gradient, of_moments))
+        if jobs:
+            _update_together(self.rule, self._moments, jobs)
+        return others
 
     def make_state(self, optimizer: Optimizer, gradient_of: Callable[[nn.Parameter], Tensor | None]) -> None:
         """Create the missing state of every parameter that has a gradient."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if gradient_of(parameter) is not None:
-                    self._make_state(optimizer.state[parameter], parameter, group)
+                    self._complete_state(optimizer, group, parameter)
+
+    def _complete_state(self, optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> None:
+        self._make_state(optimizer.state[parameter], parameter, group)
+        self._complete[parameter] = len(self.moment_names(group))  # SGD may get its momentum later
 
     def one(
         self, group: dict[str, Any], weight: Tensor, gradient: Tensor, state: dict[str, Any], seed: int

@@ -40,6 +40,8 @@ from memtune.offload.core import (
     Pages,
     PendingUpdates,
     Piece,
+    allocate_together,
+    free_together,
     guard_module,
     in_chunks,
     is_gathered,
@@ -56,10 +58,14 @@ from memtune.runtime import (
     EarlyUpdates,
     ReplacedForward,
     before_step,
+    copy_to_device_together,
+    groups,
     local,
     mark,
+    to_host_together,
     transfer,
     weakly,
+    without_grad,
 )
 
 
@@ -119,7 +125,7 @@ class HostParameters:
         _refuse_schedules(context.model)
         self._blocks = [list(block.parameters()) for block in self._modules] if members is None else members
         mine = [parameter for block in self._blocks for parameter in block]
-        self._when_ready, self._copy = when_ready, copy or _copy_to_device
+        self._when_ready, self._copy = when_ready, copy
         self._outside = _outside(context.model, mine)
         self._hosts = self._host_values(context, mine)
         self._trained = {p: placement.optimizer_params[p] for p in mine if p in placement.optimizer_params}
@@ -232,20 +238,27 @@ class HostParameters:
         self._load_pieces(self._units[index])
 
     def _load_pieces(self, pieces: Iterable[Piece]) -> None:
-        for piece in pieces:
-            piece.allocate()
+        every = list(pieces)
+        hosts = [piece.host for piece in every]
+        for part in groups(hosts):
+            mine = every[part]
+            allocate_together(mine)
+            memories = [piece.memory for piece in mine]
             # A counted write would make backward raise for the saved weight, whose values have not changed.
-            with _unsafe_preserve_version_counter(piece.memory):
-                self._copy(piece.memory.detach(), piece.host)
-            self.loaded_bytes += piece.host.nbytes
+            with _unsafe_preserve_version_counter(tuple(memories)):
+                if self._copy is None:
+                    copy_to_device_together(memories, hosts[part])
+                else:
+                    for memory, host in zip(memories, hosts[part], strict=True):
+                        self._copy(memory.detach(), host)
+        self.loaded_bytes += sum([host.nbytes for host in hosts])
 
     def _free_units(self, units: Any) -> None:
         # A copy of `units`: callers pass `_resident` itself, which shrinks inside the loop.
         for index in list(units):
             if index in self._resident:
                 self._resident.discard(index)
-                for piece in self._units[index]:
-                    piece.free()
+                free_together(self._units[index])
 
     def _load_all(self) -> None:
         """Make all units resident when the config is undone."""
@@ -257,32 +270,33 @@ class HostParameters:
 
     # -- gradients -------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def _on_grad_ready(self, parameter: Tensor) -> None:
+    def _on_grad_ready(self, parameter: Any) -> None:
         """Average the gradient among replicas and start its D2H copy; grad-ready hook."""
-        assert isinstance(parameter, nn.Parameter)
-        assert parameter.grad is not None
-        self._average(parameter)
-        # `_in_flight` has the only reference, so the gradient is freed when its copy has finished.
-        source, parameter.grad = parameter.grad, None
-        self._start_copy(parameter, source)
+        with without_grad():
+            if self._group is not None:
+                self._average(parameter)
+            # `_in_flight` has the only reference, so the gradient is freed when its copy has finished.
+            source, parameter.grad = parameter.grad, None
+            self._start_copy(parameter, source)
 
     def _start_copy(self, parameter: nn.Parameter, source: Tensor) -> None:
         """Start the D2H copy of the gradient `source`, after enough earlier copies have finished."""
-        n_bytes = local(source).nbytes
+        here = local(source)
+        n_bytes = here.nbytes
         self._finish_and_sum(self._in_flight.make_room(n_bytes))
-        host = torch.ops.memtune.to_host(local(source))
-        mark(host, HOST)
+        (host,) = to_host_together([here])
         self._in_flight.put((parameter, source, host), n_bytes)
 
-    @torch.no_grad()
     def _average(self, parameter: nn.Parameter) -> None:
         """All-reduce the gradient if ranks are replicas."""
         # Before the D2H copy: the sum on the host then needs no communication.
         if self._group is not None:
             self._averaged.add(parameter)
             assert parameter.grad is not None
-            torch.ops.memtune.all_reduce_(parameter.grad, self._group.group_name, self._group.size(), "avg")
+            with without_grad():
+                torch.ops.memtune.all_reduce_(
+                    parameter.grad, self._group.group_name, self._group.size(), "avg"
+                )
 
     def _emit_grad_use(self, parameters: Iterable[nn.Parameter]) -> None:
         """Notify listeners of gradients that are used, and freed, inside backward."""
@@ -380,10 +394,6 @@ def _refuse_schedules(model: nn.Module) -> None:
             fix="recompute: {kind: full}",
             code="MT364",
         )
-
-
-def _copy_to_device(there: Tensor, host: Tensor) -> None:
-    torch.ops.memtune.copy_to_device_(there, host)
 
 
 def _outside(model: nn.Module, mine: list[nn.Parameter]) -> list[nn.Parameter]:

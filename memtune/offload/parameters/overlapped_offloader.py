@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memtune.offload.core import Piece, room_bytes
+from memtune.offload.core import Piece, allocate_together, room_bytes
 from memtune.offload.optimizer import DeferredUpdates, HostOptimizer
 from memtune.offload.parameters.offloader import HostParameters, ParameterOffloader
 from memtune.program import Residency
@@ -86,8 +86,7 @@ class DeferredBlocks(HostParameters):
             # Resident though without values: no later load may allocate it again.
             self._resident.add(unit)
             self._unfilled[unit] = list(self._units[unit])
-            for piece in self._unfilled[unit]:
-                piece.allocate()
+            allocate_together(self._unfilled[unit])
 
     def _load_unit(self, index: int) -> None:
         """Load the block after waiting for its own update."""

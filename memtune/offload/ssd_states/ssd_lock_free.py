@@ -73,7 +73,7 @@ class LockFreeOnSsd(SsdOptimizer):
     # -- the training thread ---------------------------------------------------------------------------------
 
     def _adopt_external_writes(self) -> None:
-        written = self._writes.take_external(self._offloaded_weights)
+        written = self._writes.take_external()
         if written and self._sweeps.is_stale:
             raise write_during_update_error(len(written))
         self._stale.update(written)

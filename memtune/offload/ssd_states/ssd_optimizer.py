@@ -196,6 +196,7 @@ class SsdOptimizer:
         before `step`.
         """
         self._offloaded_weights.update(kept)
+        self._writes.leave_out(kept)
         for piece in self._pieces:
             if piece.device in kept and piece.held.dtype is not piece.device.dtype:
                 # A float32 master gets gradients in the parameter's own dtype; torch would refuse them
@@ -209,7 +210,7 @@ class SsdOptimizer:
 
     def _adopt_external_writes(self) -> None:
         """Note weights that the user wrote on the device: the next update starts from them."""
-        self._stale.update(self._writes.take_external(self._offloaded_weights))
+        self._stale.update(self._writes.take_external())
 
     def _update_all(self) -> None:
         self._adopt_external_writes()
