@@ -24,14 +24,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
+from overhead_clock import measure, paired
 from predict import machine
 from torch import Tensor, nn
 from torch.nn import functional
@@ -184,23 +183,15 @@ def measured(size: str, rounds: int) -> list[Row]:
         "mode": under_mode,
         **{name: _step(net, tokens) for name, net in nets.items()},
     }
-    for _ in range(2):  # captures, code, caches
-        for run in ways.values():
-            run()
-    times: dict[str, list[float]] = {name: [] for name in WAYS}
-    for _ in range(rounds):
-        for name in WAYS:
-            started = time.process_time()
-            ways[name]()
-            times[name].append(time.process_time() - started)
+    times = measure(ways, rounds, steps=1, warmup=2)  # captures, code, caches
     assert schedule.runs.plain == 0
     for each in (region, tight_region):
         assert each.runs.steps_without_mode >= rounds, each.replayer.why_not
     for each in (warm_region, warm_tight_region):
         assert each.frozen_steps >= rounds, each.why_online
     replays = tight_region.runs.replays // tight_region.runs.steps
-    op_s = min(times["plain"]) / nothing.ops
-    ratios = {name: median(a / b for a, b in zip(times[name], times["plain"], strict=True)) for name in WAYS}
+    op_s = float(times["plain"].min()) / nothing.ops
+    ratios = {name: paired(times, name, "plain").ratio for name in WAYS}
     costs = {name: 1e6 * op_s * (ratios[name] - ratios[REFERENCE.get(name, "plain")]) for name in WAYS}
     again = {name: replays if name.endswith("tight") else 0 for name in WAYS}
     return [Row(size, name, nothing.ops, 1e6 * op_s, ratios[name], costs[name], again[name]) for name in WAYS]

@@ -86,7 +86,7 @@ void update_all(const std::string& rule, const std::string& moments, const std::
   for (const Row& row : rows) {
     const auto at = [&](int i) { return reinterpret_cast<void*>(row[i]); };
     must(row[9] < numbers.size(), "a row has the index of no numbers");
-    must(row[1] && row[2], "a row needs a weight and a gradient");
+    must(row[0] == 0 || (row[1] && row[2]), "a row needs a weight and a gradient");
     jobs.push_back({{static_cast<float*>(at(1)), at(2), static_cast<std::uint16_t*>(at(3)), at(4), at(5), static_cast<float*>(at(6)),
                      static_cast<float*>(at(7)), row[8] != 0},
                     &numbers[row[9]],

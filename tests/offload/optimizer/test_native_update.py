@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from memtune import _native
 from memtune.api import apply
 from memtune.errors import ApplyError
+from memtune.offload.optimizer import native_update
 from memtune.offload.optimizer.native_update import BLOCK, NativeUpdate
 from memtune.search_spaces.offload.states.l2l import L2L
 from memtune.search_spaces.offload.states.lohan import Lohan
@@ -284,3 +285,30 @@ def test_weight_with_gaps_is_refused_by_name(technique: Technique) -> None:
     _, model, optimizer = build(STRIDED)
     with pytest.raises(ApplyError, match=name):
         apply(model, optimizer, config_of(STRIDED, technique), strict=False)
+
+
+@pytest.mark.parametrize("moments", ["float32", "int8"])
+def test_one_call_for_all_parameters_has_the_bits_of_one_for_each(
+    moments: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two groups, several threads' worth of elements, an empty tensor, a transposed one, and bfloat16."""
+
+    def trained() -> list[Tensor]:
+        torch.manual_seed(0)
+        shapes = [(N,), (3,), (0, 4), (5, 7)]
+        weights = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+        weights.append(nn.Parameter(torch.randn(6, 4).t()))
+        gradients = [torch.randn_like(each) for each in weights]
+        gradients[3] = gradients[3].bfloat16()
+        optimizer = torch.optim.AdamW(
+            [{"params": weights[:2]}, {"params": weights[2:], "lr": 0.1}], weight_decay=0.1
+        )
+        native, by_weight = NativeUpdate(optimizer, moments), dict(zip(weights, gradients, strict=True))
+        with torch.no_grad():
+            for _ in range(2):
+                native.step(optimizer, lambda each: by_weight[each].clone())
+        return [*weights, *(each for w in weights for each in optimizer.state[w].values())]
+
+    together = trained()
+    monkeypatch.setattr(native_update, "_update_all", None)
+    assert all(torch.equal(one, each) for one, each in zip(together, trained(), strict=True))
