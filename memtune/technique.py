@@ -217,6 +217,11 @@ class Plan(BaseModel):
         return all(getattr(self, name) == field.default for name, field in fields.items())
 
     @property
+    def schedule_calls(self) -> int:
+        """Number of calls a micro-batch that run a schedule instead of the model's code; 0 without one."""
+        return 0
+
+    @property
     def sha256(self) -> str:
         """Hash of the document; all ranks compare it before training."""
         return hashlib.sha256(json.dumps(self.document(), sort_keys=True).encode()).hexdigest()

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from memtune.autotune.predict.machine_calibration import calibrate
     from memtune.autotune.predict.parallel_map import ParallelMap
     from memtune.autotune.predict.peak_breakdown import PeakRow, at_peak
-    from memtune.autotune.predict.simulation import Calibration, Prediction, PythonWork, simulate
+    from memtune.autotune.predict.python_work import PythonWork
+    from memtune.autotune.predict.simulation import Calibration, Prediction, simulate
     from memtune.autotune.predict.snapshot import Trace, read_trace
     from memtune.autotune.predict.tight_memory import TightSetting, rank_settings
     from memtune.autotune.predict.time_breakdown import time_lines

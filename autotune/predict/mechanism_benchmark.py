@@ -20,8 +20,9 @@ from memtune.activations.schedules import ScheduledRegion
 from memtune.device import streams
 from memtune.hardware import mechanism_costs
 from memtune.program import plain_schedule
+from memtune.runtime import copy_to_device_together, to_host_together, transfer
 
-_WIDTH, _BLOCKS, _SIZES = 16, 4, (2, 10)
+_WIDTH, _BLOCKS, _SIZES, _COPIES = 16, 4, (2, 10), 64
 _LEAST_S = 1e-9
 """A cost that is lost in the noise, or negative since a mechanism saves the host time, counts as this."""
 
@@ -67,6 +68,7 @@ def measured_costs(device: torch.device, rounds: int = 25) -> dict[str, float]:
         mechanism_costs.MOVED_TENSOR: moved_s,
         mechanism_costs.SCHEDULED_CALL: called[0] - _BLOCKS * 2 * few * gradient_s,
         mechanism_costs.SCHEDULED_GRADIENT: gradient_s,
+        mechanism_costs.GROUPED_COPY: _grouped_copy_s(device, rounds),
     }
     return {name: max(value, _LEAST_S) for name, value in found.items()}
 
@@ -107,6 +109,18 @@ def _times(pairs: int, device: torch.device, rounds: int) -> _Times:
         step(scheduled),
     ]
     return _Times(*_medians(ways, device, rounds))
+
+
+def _grouped_copy_s(device: torch.device, rounds: int) -> float:
+    """Return the host's time of one of many small copies to the host and back."""
+    tensors = [torch.zeros(_WIDTH, device=device) for _ in range(_COPIES)]
+
+    def copies() -> None:
+        hosts = to_host_together(tensors)
+        transfer.finish_all(hosts)
+        copy_to_device_together(tensors, hosts)
+
+    return _medians([copies], device, rounds)[0] / (2 * _COPIES)
 
 
 def _medians(ways: list[Callable[[], object]], device: torch.device, rounds: int) -> list[float]:

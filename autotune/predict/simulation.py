@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from memtune import _native
 from memtune.autotune.predict.caching_allocator import AllocatorSettings, event_stream, replay
+from memtune.autotune.predict.python_work import NO_PYTHON, PythonWork, python_s
 from memtune.autotune.predict.time_breakdown import (
     OPTIMIZER,
     RECOMPUTE,
@@ -87,18 +88,6 @@ _ALLOCATOR_STEPS = 3
 """The first step, in which the optimizer state is allocated, one on the fragmented pools that it leaves, and
 one to confirm the steady state.
 """
-
-
-class PythonWork(NamedTuple):
-    """Python that runs in a step besides the program's own ops and hooks."""
-
-    observes_ops: bool = False
-    """A dispatch mode sees every op of forward and of recomputation."""
-    updates_dtensors: bool = False
-    """The optimizer's ops work on DTensors."""
-
-
-_NO_PYTHON = PythonWork()
 
 
 class Interval(NamedTuple):
@@ -300,7 +289,7 @@ def simulate(
     calibration: Calibration | None = None,
     allocator: AllocatorSettings | None = None,
     as_held: bool = True,
-    python: PythonWork = _NO_PYTHON,
+    python: PythonWork = NO_PYTHON,
 ) -> Prediction:
     """Predict peak memory and step time of `program` on `hardware`.
 
@@ -395,26 +384,12 @@ class _Run(NamedTuple):
     path: CriticalPath = _NO_PATH
 
 
-_OBSERVED_PHASES = [Phase.FORWARD, Phase.RECOMPUTE]
-
-
-def _python_s(step: Step, hardware: Hardware, python: PythonWork) -> npt.NDArray[np.float64]:
-    """Return (ops,) seconds of Python that the host spends on each op before it runs or is issued."""
-    computes = step.ops.resource == Resource.COMPUTE
-    found = np.where(computes | (step.ops.resource == Resource.NOTHING), 0.0, hardware.hook_s)
-    if python.observes_ops:
-        found[computes & np.isin(step.ops.phase, _OBSERVED_PHASES)] += hardware.dispatch_mode_s
-    if python.updates_dtensors:
-        found[computes & (step.ops.phase == Phase.OPTIMIZER)] += hardware.dtensor_s
-    return found
-
-
 def step_columns(
     step: Step,
     hardware: Hardware,
     ranks: int,
     as_held: bool = True,
-    python: PythonWork = _NO_PYTHON,
+    python: PythonWork = NO_PYTHON,
     more_s: npt.NDArray[np.float64] | None = None,
 ) -> _native.StepColumns:
     """Return a step as the simulator takes it; `more_s` is (ops,) seconds to add to each op."""
@@ -427,7 +402,7 @@ def step_columns(
         op_phase=ops.phase,
         op_resource=ops.resource,
         op_s=costs.op_s if more_s is None else costs.op_s + more_s,
-        op_issue_s=costs.issue_s + _python_s(step, hardware, python),
+        op_issue_s=costs.issue_s + python_s(step, hardware, python),
         bytes=n_bytes,
         tier=storages.tier,
         kind=storages.kind,

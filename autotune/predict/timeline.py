@@ -14,7 +14,8 @@ import numpy as np
 
 from memtune import _native
 from memtune.autotune.predict.peak_breakdown import kind_of
-from memtune.autotune.predict.simulation import PythonWork, scheduled, step_columns
+from memtune.autotune.predict.python_work import PythonWork
+from memtune.autotune.predict.simulation import scheduled, step_columns
 from memtune.hardware import Hardware, op_costs
 from memtune.program import F64, Phase, Program, Resource, Step, Tier
 

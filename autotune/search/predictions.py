@@ -84,8 +84,8 @@ def timelines(setup: Setup, choice: Choice, step_correction: float) -> dict[str,
     named = ({"plain": plain} if plain is not None and plain != choice else {}) | {"chosen": choice}
     hardware = setup.scorer.hardware
     drawn = {
-        name: step_timeline(setup.scorer.program(each), hardware, python_work(each)).document()
-        for name, each in named.items()
+        name: step_timeline(each.program, hardware, python_work(each)).document()
+        for name, each in ((name, setup.scorer.candidate(choice)) for name, choice in named.items())
     }
     return {
         "schema": SCHEMA,

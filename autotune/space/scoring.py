@@ -24,7 +24,7 @@ from memtune.autotune.predict import (
     simulate,
     ssd_shortage,
 )
-from memtune.autotune.space.candidates import Choice, Rewriter
+from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.space.search_space import ENUMERATE_UP_TO, SAMPLE, Space
 from memtune.effects import DISPATCH_MODE
 from memtune.hardware import Hardware, OpTime, usable_cores
@@ -176,19 +176,15 @@ class Scorer:
         candidate = self.rewriter.candidate(choice)
         if isinstance(candidate, Reason):
             return candidate
-        prediction = (
-            self._coarse(choice, candidate.program)
-            if level == "coarse"
-            else self._events(choice, candidate.program, self._hardware)
-        )
+        prediction = self._coarse(candidate) if level == "coarse" else self._events(candidate, self._hardware)
         target, keeps = self.rewriter.target, any(each.effects.keeps_steps for each in choice.chosen.values())
         reason = host_memory_shortage(prediction, target, self._host_bytes)
         reason = reason or ssd_shortage(prediction, target, self._ssd_bytes, keeps_steps=keeps)
         return Scored(choice, candidate.key, prediction) if reason is None else reason
 
-    def _coarse(self, choice: Choice, program: Program) -> Prediction:
+    def _coarse(self, candidate: Candidate) -> Prediction:
         # Equal programs may differ in the Python that runs besides them.
-        python = python_work(choice)
+        program, python = candidate.program, python_work(candidate)
         known = self._known.get((id(program), python))
         if known is None or known[0] is not program:  # Python reuses the id of a program that was freed
             if len(self._known) >= _MOST_PREDICTIONS:
@@ -204,25 +200,29 @@ class Scorer:
         """Return `scored` predicted again at the events level; `taught_by` replaces the op times learnt."""
         hardware = self._hardware if taught_by is None else self._taught_by(taught_by)
         coarse_s = scored.coarse_s if scored.prediction.level == "events" else scored.prediction.step_s
-        prediction = self._events(scored.choice, self.program(scored.choice), hardware)
+        prediction = self._events(self.candidate(scored.choice), hardware)
         return replace(scored, prediction=prediction, coarse_s=coarse_s)
 
-    def _events(self, choice: Choice, program: Program, hardware: Hardware) -> Prediction:
-        allocator = AllocatorSettings.from_env(choice.env())
+    def _events(self, candidate: Candidate, hardware: Hardware) -> Prediction:
+        allocator = AllocatorSettings.from_env(candidate.choice.env())
         return simulate(
-            program,
+            candidate.program,
             hardware,
             level="events",
             allocator=allocator,
             calibration=self._calibration,
-            python=python_work(choice),
+            python=python_work(candidate),
         )
 
     def program(self, choice: Choice) -> Program:
         """Return the program of `choice`, which must fit."""
-        candidate = self.rewriter.candidate(choice)
-        assert not isinstance(candidate, Reason)
-        return candidate.program
+        return self.candidate(choice).program
+
+    def candidate(self, choice: Choice) -> Candidate:
+        """Return `choice`, which must fit, with its plans and its program."""
+        found = self.rewriter.candidate(choice)
+        assert not isinstance(found, Reason)
+        return found
 
     def asked(self, asked: ScoreRequest) -> Scored | Reason:
         """Return a choice's score, or a refined score."""
@@ -233,15 +233,16 @@ class Scorer:
         return scored if scored.prediction.level == "events" else self.again(scored)
 
 
-def python_work(choice: Choice) -> PythonWork:
-    """Return the Python work of a step of `choice` that its program does not show."""
-    if not choice.techniques:
+def python_work(candidate: Candidate) -> PythonWork:
+    """Return the Python work of a step of `candidate` that its program does not show."""
+    if not candidate.choice.techniques:
         return PythonWork()
-    effects = [each.effects for each in choice.techniques]
+    effects = [each.effects for each in candidate.choice.techniques]
     sharded = any(each.shards not in ("none", "replicas") for each in effects)
     return PythonWork(
         observes_ops=any(each.eager_only == DISPATCH_MODE for each in effects),
         updates_dtensors=sharded and not any(each.host_share == 1.0 for each in effects),
+        schedule_calls=sum(each.schedule_calls for each in candidate.plans.values()),
     )
 
 

@@ -1,9 +1,10 @@
 """Host seconds of memtune's own mechanisms: constants of `Hardware` that `memtune doctor --calibrate`
 measures (`autotune/predict/mechanism_benchmark.py`), and their defaults.
 
-A planner adds them to the seconds of recomputed and moved tensors, so that a finer plan is chosen only where
-it pays for its hooks. Defaults are multiples of the time in which the host issues an op, as measured on a
-2-core server by `benchmarks/overhead.py`.
+The simulator adds them to the host's time of a step (`autotune/predict/python_work.py`), and a planner to the
+seconds of recomputed and moved tensors, so that a finer plan is chosen only where it pays for its hooks.
+Defaults are multiples of the time in which the host issues an op, as measured on a 2-core server by
+`benchmarks/overhead.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ OBSERVED_OP: Final = "observed_op_s"
 MOVED_TENSOR: Final = "moved_tensor_s"
 SCHEDULED_CALL: Final = "scheduled_call_s"
 SCHEDULED_GRADIENT: Final = "scheduled_gradient_s"
+GROUPED_COPY: Final = "grouped_copy_s"
 
 _TIMES_AN_OP: Final[Mapping[str, float]] = {
     RECOMPUTED_BLOCK: 45.0,
@@ -25,6 +27,7 @@ _TIMES_AN_OP: Final[Mapping[str, float]] = {
     MOVED_TENSOR: 20.0,
     SCHEDULED_CALL: 30.0,
     SCHEDULED_GRADIENT: 0.5,
+    GROUPED_COPY: 1.0,
 }
 
 

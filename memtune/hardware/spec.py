@@ -46,8 +46,6 @@ class Hardware:
     """Cost of issuing one op: the host's time on CUDA, part of the op itself on CPU."""
     hook_s: float
     """Python time of a hook that issues a copy, a collective or a host update, beyond `launch_s`."""
-    dispatch_mode_s: float
-    """Python time that a dispatch mode adds to an op."""
     dtensor_s: float
     """Python time that an op on a DTensor takes longer than on its local tensor."""
     recomputed_block_s: float
@@ -62,6 +60,8 @@ class Hardware:
     """Python time of a call that a schedule runs, for forward and backward."""
     scheduled_gradient_s: float
     """Python time of a parameter's gradient under a schedule."""
+    grouped_copy_s: float
+    """Python time of a small tensor that is copied, or updated on the host, together with others."""
     host_to_device_bytes_per_s: float
     device_to_host_bytes_per_s: float
     intra_link_bytes_per_s: float

@@ -114,7 +114,7 @@ def _start(host: Tensor, x: Tensor) -> None:
     COUNTERS.add("device_to_host", x.nbytes)
     if streams.has_streams(x.device):
         _start_on_side_stream([host], [x])
-    # By storage: views of a host tensor are waited for together. A copy in flight must not end after this one.
+    # By storage: views of a host tensor are waited for together. A copy in flight must not end after this.
     elif x.nbytes <= _INLINE_BYTES and not (_pending and host.untyped_storage()._cdata in _pending):
         _copy([host, x])
     else:

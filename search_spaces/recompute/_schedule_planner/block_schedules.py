@@ -304,6 +304,11 @@ class BlockSchedulesPlan(Plan):
         require_entries("block_schedules", self.block_schedules, self.blocks)
         return self
 
+    @property
+    def schedule_calls(self) -> int:
+        """One call of each block."""
+        return len(self.blocks)
+
     def schedules(self, kind: str) -> list[Schedule]:
         """Return the schedule of each row of `step.blocks`, attributed to the technique `kind`."""
         different = [replace(each, made_by=kind) for each in self.block_schedules]

@@ -150,6 +150,11 @@ class SchedulePlan(Plan):
     schedule: ScheduleField
     """Order of the ops, repeated ones included, and the points at which values are freed."""
 
+    @property
+    def schedule_calls(self) -> int:
+        """One call of the model."""
+        return 1
+
 
 @memoized
 def apply_schedule(step: Step, schedule: Schedule) -> Step:

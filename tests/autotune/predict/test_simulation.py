@@ -14,7 +14,8 @@ from support.synthetic_steps import columns_of, make_step
 
 from memtune import _native, hardware
 from memtune.autotune.predict.caching_allocator import AllocatorSettings, event_stream, replay
-from memtune.autotune.predict.simulation import ACTIVATIONS, Calibration, PythonWork, simulate
+from memtune.autotune.predict.python_work import PythonWork
+from memtune.autotune.predict.simulation import ACTIVATIONS, Calibration, simulate
 from memtune.hardware.roofline import matmul_dtype, op_costs
 from memtune.memory.arena_settings import ArenaSettings
 from memtune.program.step import FOREVER, Kind, Parameter, Phase, Program, RankClass, Resource, Step, Tier
@@ -212,8 +213,6 @@ def test_exposed_ops_are_reported_by_name() -> None:
 @pytest.mark.parametrize("level", ["coarse", "events"])
 def test_python_of_hooks_modes_and_dtensors_delays_ops_on_cpu(level: Any) -> None:
     plain = simulate(program_of((1, training())), CPU, level=level).step_s
-    observed = simulate(program_of((1, training())), CPU, level=level, python=PythonWork(observes_ops=True))
-    assert observed.step_s == pytest.approx(plain + CPU.dispatch_mode_s)  # one op of forward
     updated = simulate(
         program_of((1, training())), CPU, level=level, python=PythonWork(updates_dtensors=True)
     )

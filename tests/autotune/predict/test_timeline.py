@@ -6,7 +6,8 @@ import pytest
 from support.search import prepared_search
 
 from memtune.autotune.predict import step_timeline
-from memtune.autotune.predict.simulation import PythonWork, simulate
+from memtune.autotune.predict.python_work import PythonWork
+from memtune.autotune.predict.simulation import simulate
 from memtune.autotune.space.candidates import Choice
 
 SETTINGS = [

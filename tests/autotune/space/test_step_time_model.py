@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from support.search.prepared_search import rewriter
 
-from memtune.autotune.predict.simulation import PythonWork
-from memtune.autotune.space.candidates import Choice
+from memtune.autotune.predict.python_work import PythonWork
+from memtune.autotune.space.candidates import Candidate, Choice
 from memtune.autotune.space.scoring import Scored, Scorer, python_work, score_all
 from memtune.autotune.space.search_space import build_space
 from memtune.autotune.space.step_time_model import (
@@ -22,6 +22,8 @@ from memtune.autotune.space.step_time_model import (
     expected_improvement,
     kinds,
 )
+from memtune.program import Program
+from memtune.technique import Plan
 
 
 @cache
@@ -149,16 +151,25 @@ def test_posterior_corrects_mechanism_in_proportion_to_its_seconds() -> None:
     assert expected[2] > 2.6  # 3 if nothing but copies were to blame
 
 
-def test_python_work_follows_effects_of_techniques() -> None:
-    def choice(**settings: object) -> Choice:
-        return Choice.from_document({"execution": {"micro_batch": 4}, **settings})
+class ThreeCalls(Plan):
+    """Plan with a schedule of each of three blocks."""
 
-    assert python_work(choice()) == python_work(choice(recompute={"kind": "full"})) == PythonWork()
-    assert python_work(choice(recompute={"kind": "selective"})).observes_ops
-    sharded = choice(sharding={"states": {"kind": "zero1"}})
-    assert python_work(sharded).updates_dtensors
-    on_host = choice(sharding={"states": {"kind": "zero1"}}, offload={"states": {"kind": "optimizer_cpu"}})
-    assert not python_work(on_host).updates_dtensors
+    @property
+    def schedule_calls(self) -> int:
+        return 3
+
+
+def test_python_work_follows_effects_and_plans_of_techniques() -> None:
+    def work(plans: dict[str, Plan] | None = None, **settings: object) -> PythonWork:
+        choice = Choice.from_document({"execution": {"micro_batch": 4}, **settings})
+        return python_work(Candidate(choice, "", Program((), 4), plans or {}))
+
+    assert work() == work(recompute={"kind": "full"}) == PythonWork()
+    assert work(recompute={"kind": "selective"}).observes_ops
+    sharded = {"states": {"kind": "zero1"}}
+    assert work(sharding=sharded).updates_dtensors
+    assert not work(sharding=sharded, offload={"states": {"kind": "optimizer_cpu"}}).updates_dtensors
+    assert work({"recompute": ThreeCalls()}, recompute={"kind": "dtr"}).schedule_calls == 3
 
 
 def test_model_that_believes_a_pending_trial_is_surer_of_its_mechanism_and_expects_the_same() -> None:
