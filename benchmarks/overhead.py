@@ -9,10 +9,12 @@ step, as in a host-bound step of a GPU. `added` is the time beyond the plain ste
 Ratios are
 medians over rounds of pairs within a round, with quartiles. Counts are of one step (`overhead_clock.Counts`).
 
-Peers: `torch.utils.checkpoint`, selective checkpointing, `save_on_cpu`, a cross-entropy in parts by hand, a
+Peers: `torch.utils.checkpoint`, selective checkpointing, `save_on_cpu`, which moves nothing of a model on a
+CPU, and hooks by hand that move what `copy_out` moves, a cross-entropy in parts by hand, a
 host AdamW by hand (torchao's `CPUOffloadOptimizer`, which runs on GPUs only, in its order of copies), weights
 fetched per block by module hooks by hand, and accelerate's `cpu_offload` in forward where it is installed;
-DDP, `ZeroRedundancyOptimizer`, FSDP2, `parallelize_module` and `torch.distributed.pipelining` on ranks.
+DDP, `ZeroRedundancyOptimizer`, FSDP2, `parallelize_module` and `torch.distributed.pipelining` on ranks. All
+ways of a pipeline run four micro-batches; under memtune each of the two ranks brings two of them.
 torchtune's `OffloadActivations` was not compared.
 """
 
@@ -29,7 +31,7 @@ from typing import Any
 
 from overhead_cases import Case, Step
 from overhead_clock import Counts, Paired, Times, counts_of, measure, paired
-from overhead_peers import block_fetching, chunked_loss, forward_alone, host_adam, saved_on_cpu
+from overhead_peers import block_fetching, chunked_loss, forward_alone, host_adam, saved_copied, saved_on_cpu
 from predict import machine, sources
 
 from memtune.hardware.cpu_cores import cpu_threads
@@ -92,10 +94,12 @@ def activations(case: Case) -> Group:
     ways = {
         "plain": case.step(case.build()),
         "torch save_on_cpu": saved_on_cpu(case),
+        "by hand: saved tensors copied by hooks": saved_copied(case),
         "copy_out": case.tuned("offload.activations", "copy_out"),
         "copy_out, prefetch": case.tuned("offload.activations", "copy_out", prefetch=2),
     }
-    return ways, [(name, "torch save_on_cpu", "plain") for name in ways if name.startswith("copy_out")]
+    peers = ("by hand: saved tensors copied by hooks", "torch save_on_cpu")
+    return ways, [(name, peer, "plain") for name in ways if name.startswith("copy_out") for peer in peers]
 
 
 def loss(case: Case) -> Group:

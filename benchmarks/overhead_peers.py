@@ -27,6 +27,54 @@ def saved_on_cpu(case: Case) -> Step:
     return run
 
 
+def saved_copied(case: Case) -> Step:
+    """Return the step whose saved activations are copied out and back by hooks by hand.
+
+    `save_on_cpu` copies no tensor that is on the CPU already, so on a CPU it moves nothing; this moves the
+    bytes that `copy_out` moves, those of the blocks' saved tensors, each storage once, without weights.
+    """
+    model, loss, batch = case.build(), case.source.loss, case.batch
+    parameters = list(model.parameters())
+    weights = {each.untyped_storage()._cdata for each in parameters}
+    copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def pack(tensor: Tensor) -> Any:
+        key = tensor.untyped_storage()._cdata
+        if key in weights:
+            return tensor
+        if key not in copies:
+            flat = tensor.detach().as_strided(
+                (tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0
+            )
+            copies[key] = tensor.detach(), flat.clone()
+        return copies[key][1], tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        host, size, stride, offset = packed
+        return host.clone().as_strided(size, stride, offset)
+
+    def hooked(forward: Any) -> Any:
+        def run(*args: Any) -> Any:
+            copies.clear()
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                return forward(*args)
+
+        return run
+
+    for name in case.blocks:
+        block = model.get_submodule(name)
+        block.forward = hooked(block.forward)
+
+    def run() -> None:
+        loss(model, batch).backward()
+        for each in parameters:
+            each.grad = None
+
+    return run
+
+
 class _PartsOfLoss(torch.autograd.Function):
     """Cross-entropy of a linear head, part by part; gradients are computed in forward."""
 

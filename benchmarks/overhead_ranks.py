@@ -184,7 +184,8 @@ def _pipelined(case: Case) -> Step:
 
 def _tuned_pipeline(case: Case, document: dict[str, Any]) -> Step:
     tuned = case.applied(document, loss=case.source.loss)
-    return lambda: tuned.step([case.batch] * PARTS)
+    # Every rank of a pipeline runs the micro-batches of all of them.
+    return lambda: tuned.step([case.batch] * (PARTS // RANKS))
 
 
 def _tuned_tensor(case: Case, document: dict[str, Any]) -> Step:
