@@ -43,10 +43,8 @@ def saved_copied(case: Case) -> Step:
         if key in weights:
             return tensor
         if key not in copies:
-            flat = tensor.detach().as_strided(
-                (tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0
-            )
-            copies[key] = tensor.detach(), flat.clone()
+            n = tensor.untyped_storage().nbytes() // tensor.itemsize
+            copies[key] = tensor.detach(), tensor.detach().as_strided((n,), (1,), 0).clone()
         return copies[key][1], tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def unpack(packed: Any) -> Tensor:

@@ -47,7 +47,7 @@ COMPARED = [
 
 def on_ranks(rounds: int) -> list[Row]:
     """Return the rows of the group."""
-    tensor, pipeline = _planned("tensor", 1, layers="mlp"), _planned("pipeline", PARTS)
+    tensor, pipeline = _planned("tensor", 1, layers="mlp"), _planned("pipeline", PARTS // RANKS)
     times, counts, blocks = run_ranks(_measured, RANKS, rounds, tensor, pipeline, deadline_s=DEADLINE_S)[0]
     return rows_of("ranks", times, counts, COMPARED, blocks)
 

@@ -213,13 +213,23 @@ def _source_not_freed(technique: type[Technique]) -> AbstractContextManager[Any]
 # -- of copies -----------------------------------------------------------------------------------------------
 
 
-def _skipped_copy(technique: type[Technique]) -> AbstractContextManager[Any]:
+@contextmanager
+def _skipped_copy(technique: type[Technique]) -> Iterator[None]:
     """Count the bytes of a copy, but leave the host memory as allocated."""
 
     def start(host: Any, x: Any) -> None:
         host.fill_(1)
 
-    return patch.object(transfer, "_start", start)
+    def together(xs: Any) -> Any:
+        hosts = original(xs)
+        transfer.finish_all(hosts)
+        for host in hosts:
+            host.fill_(1)
+        return hosts
+
+    original = transfer.to_host_together
+    with patch.object(transfer, "_start", start), patch.object(transfer, "to_host_together", together):
+        yield
 
 
 @contextmanager
@@ -232,10 +242,11 @@ def _weights_not_reloaded(technique: type[Technique]) -> Iterator[None]:
     original = HostOptimizer._copy_weights_to_device
 
     def copy_weights(self: Any, optimizer: Any, args: Any, kwargs: Any) -> None:
-        pairs, self._pairs = self._pairs, self._pairs[1:]
+        pairs, self._copied = self._copied, self._copied[1:]
         original(self, optimizer, args, kwargs)
-        self._pairs = pairs
-        pairs[0][1].grad = None
+        self._copied = pairs
+        if pairs:
+            pairs[0][1].grad = None
 
     def keep_first(self: Any, piece: Any, host: Any, seed: int) -> Any:
         if seed:  # other pieces may not be resident
@@ -274,11 +285,11 @@ def _gradient_not_freed(technique: type[Technique]) -> Iterator[None]:
     from memtune.offload.ssd_states import SsdOptimizer
 
     kept: list[Any] = []
-    original = HostOptimizer._finish_copy
+    original = HostOptimizer._finish_copies
 
-    def finish_copy(self: Any, host: Any) -> None:
-        kept.append(self._source.grad)
-        original(self, host)
+    def finish_copies(self: Any, pairs: Any) -> None:
+        kept.extend(parameter.grad for parameter, _ in pairs)
+        original(self, pairs)
 
     def update(self: Any, piece: Any, host: Any, seed: int) -> Any:
         kept.append(piece.device.grad)
@@ -298,7 +309,7 @@ def _gradient_not_freed(technique: type[Technique]) -> Iterator[None]:
         ParameterOffloader._on_grad_ready,
     )
     patches = (
-        patch.object(HostOptimizer, "_finish_copy", finish_copy),
+        patch.object(HostOptimizer, "_finish_copies", finish_copies),
         patch.object(SsdOptimizer, "_update", update),
         patch.object(Updaters, "_offload_gradients", down),
         patch.object(ParameterOffloader, "_on_grad_ready", offload),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fixed_cpu import CPU
+from fixed_cpu import CPU, NO_HOST_COSTS
 from support.zoo_paths import ZOO
 
 from memtune import hardware
@@ -119,7 +119,10 @@ class TestCopyOut(TechniqueSuite):
         """The mechanism of `prefetch`: the same bytes on the link, overlapped with backward except for the
         first read.
         """
-        program, here = plain_program(ZOO["gpt"]), replace(CPU, device="cuda", launch_s=0.0, hook_s=0.0)
+        program, here = (
+            plain_program(ZOO["gpt"]),
+            replace(CPU, device="cuda", launch_s=0.0, hook_s=0.0, **NO_HOST_COSTS),
+        )
         plain_s = simulate(program, here, level="events").step_s
         steps = [rewritten(ZOO["gpt"], ALL.model_copy(update={"prefetch": prefetch})) for prefetch in (0, 6)]
         up = [

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fixed_cpu import CPU
+from fixed_cpu import CPU, NO_HOST_COSTS
 from hypothesis import given
 from hypothesis import strategies as st
 from support.gloo import run_ranks
@@ -134,7 +134,10 @@ def test_equal_shares_expose_less_than_undivided_blocks(monkeypatch: pytest.Monk
     """With copies of three tenths of a step, less is exposed if all blocks but the last share them than if
     the first blocks send all.
     """
-    program, here = plain_program(ZOO["gpt"]), replace(CPU, device="cuda", launch_s=0.0, hook_s=0.0)
+    program, here = (
+        plain_program(ZOO["gpt"]),
+        replace(CPU, device="cuda", launch_s=0.0, hook_s=0.0, **NO_HOST_COSTS),
+    )
     plain_s = simulate(program, here, level="events").step_s
 
     def lost() -> float:
@@ -300,6 +303,7 @@ def test_copies_are_exposed_above_a_forward_and_a_backward_of_time() -> None:
         hardware.find("h100-80g"),
         launch_s=0.0,
         hook_s=0.0,
+        **NO_HOST_COSTS,
         intra_link_bytes_per_s=1e15,
         intra_link_latency_s=0.0,
         tf32_flops_per_s=1e9,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from fixed_cpu import CPU
+from fixed_cpu import CPU, NO_HOST_COSTS
 from support.suites.block_offload_suite import NATIVE, OWN, LayersSuite, block_bytes, total, without_gradients
 from support.zoo_paths import ZOO
 
@@ -125,7 +125,7 @@ class TestAngelPtm(LayersSuite):
         for technique in (SMALL, JUST_IN_TIME):
             program, pages, ahead = under_budget(technique, target(technique))
             apart = replace(
-                CPU, device="cuda", launch_s=0.0, hook_s=0.0
+                CPU, device="cuda", launch_s=0.0, hook_s=0.0, **NO_HOST_COSTS
             )  # a CPU's copies need the cores that compute
             found[technique.moves] = simulate(program, apart, level="events").step_s
             step, moment = program.step, moment_of_ops(program.step)

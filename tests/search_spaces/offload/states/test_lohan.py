@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from fixed_cpu import CPU
+from fixed_cpu import CPU, NO_HOST_COSTS
 from support.state_dict_verification import verified_and_read
 from support.suites.block_offload_suite import NATIVE, LayersSuite, total, without_gradients
 from support.zoo_paths import ZOO
@@ -122,7 +122,7 @@ class TestLohan(LayersSuite):
         """
         program, target = plain_program(ZOO["gpt"], 64), Target(CPU)
         slow_drive = {"ssd_read_bytes_per_s": 1e9, "ssd_write_bytes_per_s": 1e9}
-        hardware, found = replace(CPU, **slow_drive, hook_s=0.0), {}
+        hardware, found = replace(CPU, **slow_drive, hook_s=0.0, **NO_HOST_COSTS), {}
         for technique in (SMALL, AFTER):
             step = technique.rewrite(program, technique.plan(program, target), target).step
             found[technique.kind] = simulate(program.with_step(step), hardware, level="events").step_s

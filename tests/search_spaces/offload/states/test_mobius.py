@@ -12,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from fixed_cpu import CPU
+from fixed_cpu import CPU, NO_HOST_COSTS
 from support.suites.block_offload_suite import block_bytes, require_waits, total
 from support.suites.layer_major_suite import CHAIN, PacksSuite, config, drifts, planned
 
@@ -149,7 +149,12 @@ class TestMobius(PacksSuite):
         """In the simulator as well, if the planner defers updates that backward would wait for."""
         # The host's updates take one and a half times as long as all that is computed on the device.
         slow = replace(
-            CPU, host_adam_bytes_per_s=CPU.host_adam_bytes_per_s / 10, device="cuda", launch_s=0.0, hook_s=0.0
+            CPU,
+            host_adam_bytes_per_s=CPU.host_adam_bytes_per_s / 10,
+            device="cuda",
+            launch_s=0.0,
+            hook_s=0.0,
+            **NO_HOST_COSTS,
         )
         program, target = plain_program(CHAIN), replace(target_of(DEFAULT), hardware=slow)
         plans = [Mobius(kind="mobius", stages=6, deferred=late).plan(program, target) for late in (None, ())]

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from fixed_cpu import CPU
+from fixed_cpu import CPU, NO_HOST_COSTS
 from support.suites.block_offload_suite import LayersSuite, block_bytes, require_waits, total
 from support.zoo_paths import ZOO
 
@@ -122,7 +122,12 @@ class TestStronghold(LayersSuite):
         """In the simulator as well, if the planner defers updates that backward would wait for."""
         program = plain_program(ZOO["gpt"])
         slow = replace(
-            CPU, host_adam_bytes_per_s=CPU.host_adam_bytes_per_s / 10, device="cuda", launch_s=0.0, hook_s=0.0
+            CPU,
+            host_adam_bytes_per_s=CPU.host_adam_bytes_per_s / 10,
+            device="cuda",
+            launch_s=0.0,
+            hook_s=0.0,
+            **NO_HOST_COSTS,
         )
         target = Target(slow)
         within = Stronghold(kind="stronghold", deferred=())
