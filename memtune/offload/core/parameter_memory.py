@@ -201,9 +201,7 @@ def mark_freed(parameters: Iterable[nn.Parameter]) -> None:
         # counting of them.
         untrack_data(each)
         kind = type(each)
-        if kind in _FREED_CLASS and not (
-            kind is DTensor and isinstance(getattr(each, "_local_tensor", None), FakeTensor)
-        ):
+        if kind in _FREED_CLASS and not isinstance(getattr(each, "_local_tensor", None), FakeTensor):
             each.__class__ = _FREED_CLASS[kind]
 
 
@@ -227,7 +225,7 @@ def require_own_memory(parameters: Iterable[nn.Parameter], memory: Tensor) -> No
     for each in parameters:
         # By storage: `data_ptr()` is 0 for every freed one.
         here = each if type(each) in _FULL else getattr(each, "_local_tensor", each)
-        if torch._C._is_alias_of(here, memory):
+        if torch._C._is_alias_of(here, memory):  # type: ignore[attr-defined]  # not in torch's stubs
             continue
         raise ApplyError(
             f"The memory of a weight of shape {tuple(each.shape)} was replaced, as  parameter.data = ... "
