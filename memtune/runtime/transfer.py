@@ -296,7 +296,7 @@ def wait_prefetched(device: torch.device) -> None:
 
 def issued(device: torch.device) -> torch.Event | None:
     """Return an event that passes when the work issued to the current stream is done; None on CPU."""
-    return streams.recorded(device, streams.current(device)) if streams.has_streams(device) else None
+    return streams.recorded(device) if streams.has_streams(device) else None
 
 
 @contextlib.contextmanager
