@@ -56,15 +56,24 @@ def config_of(path: Path, *techniques: Technique, micro_batch: int = 2) -> dict[
     }
 
 
-def build(path: Path) -> tuple[Workload, nn.Module, Optimizer]:
-    """Return the workload in `path`, its model in training mode and its optimizer, from a fixed seed."""
+def build(path: Path, device: torch.device = CPU) -> tuple[Workload, nn.Module, Optimizer]:
+    """Return the workload in `path`, its model in training mode on `device` and its optimizer, from a fixed
+    seed.
+    """
     workload = Workload.load(path)
     torch.manual_seed(SEED)
-    model = prepare_model(workload.build_model()).train()
+    model = prepare_model(workload.build_model()).train().to(device)
     return workload, model, workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
 
 
-def train(path: Path, *techniques: Technique, steps: int = 3, micro_batches: int = 2, size: int = 2) -> Run:
+def train(
+    path: Path,
+    *techniques: Technique,
+    steps: int = 3,
+    micro_batches: int = 2,
+    size: int = 2,
+    device: torch.device = CPU,
+) -> Run:
     """Train the workload in `path` for a few optimizer steps with `techniques`; without any, the plain model.
 
     Args:
@@ -73,28 +82,42 @@ def train(path: Path, *techniques: Technique, steps: int = 3, micro_batches: int
         steps: Optimizer steps.
         micro_batches: Micro-batches per step.
         size: Samples per micro-batch.
+        device: Where the model trains; the results are on the host.
     """
     config = config_of(path, *techniques) if techniques else None
-    return train_under(path, config, steps=steps, micro_batches=micro_batches, size=size)
+    return train_under(path, config, steps=steps, micro_batches=micro_batches, size=size, device=device)
 
 
 def train_under(
-    path: Path, config: Mapping[str, Any] | None, *, steps: int = 3, micro_batches: int = 2, size: int = 2
+    path: Path,
+    config: Mapping[str, Any] | None,
+    *,
+    steps: int = 3,
+    micro_batches: int = 2,
+    size: int = 2,
+    device: torch.device = CPU,
 ) -> Run:
     """Train like `train`, with a config document instead of techniques."""
-    workload, model, optimizer = build(path)
+    workload, model, optimizer = build(path, device)
     tuned = None if config is None else apply(model, optimizer, config, strict=False)
     losses, gradients = [], []
     for step in range(steps):
         loss, gradient = one_step(
-            workload, model, optimizer, tuned, seed=SEED + 1 + step, micro_batches=micro_batches, size=size
+            workload,
+            model,
+            optimizer,
+            tuned,
+            seed=SEED + 1 + step,
+            micro_batches=micro_batches,
+            size=size,
+            device=device,
         )
         losses.append(loss)
         gradients.append(gradient)
     if tuned is not None:
         tuned.audit()
     state = model.state_dict() if tuned is None else tuned.state_dict()["model"]
-    return Run(losses, gradients, {name: whole(value).clone() for name, value in state.items()})
+    return Run(losses, gradients, {name: on_host(value) for name, value in state.items()})
 
 
 @cache
@@ -112,27 +135,34 @@ def one_step(
     seed: int,
     micro_batches: int = 2,
     size: int = 2,
+    device: torch.device = CPU,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Run one optimizer step with batches and random numbers from `seed`; return loss and gradients."""
     torch.manual_seed(seed)
     with tier(HOST):
         batches = [workload.make_batch(size) for _ in range(micro_batches)]
+    torch.manual_seed(seed)  # batches advance the generator of the CPU alone
     runner = model if tuned is None else tuned.model
     sync = None if tuned is None else tuned._context.loop.sync
     order = None if tuned is None else tuned._context.loop.order
     loss = accumulate(
-        runner, workload.loss, batches, CPU, sync=sync or (lambda last: nullcontext()), order=order
+        runner, workload.loss, batches, device, sync=sync or (lambda last: nullcontext()), order=order
     )
-    gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: on_host(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return loss, gradients
+    return on_host(loss), gradients
 
 
 def whole(tensor: Tensor) -> Tensor:
     """Return the full tensor of a tensor that may be a DTensor."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full.detach()
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Return a copy of the full tensor in host memory."""
+    return whole(tensor).to(CPU, copy=True)
 
 
 def differences(got: Run, wanted: Run, tolerance: float = 0.0) -> list[str]:
