@@ -14,7 +14,7 @@ EXTRAS ?= ray,gpu,hf,dev
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc -path csrc/simulated_device -prune -o -name '*.cpp' -print -o -name '*.h' -print)
 
 EXECUTOR ?= local
 BUDGET ?= 540MiB
