@@ -4,14 +4,17 @@
     memtune search examples/experts.py --device cpu --trials 4
 
 memtune finds experts by themselves: equal modules in a list whose name has `experts`, in a repeated
-block.
+block. MEMTUNE_EXPERTS_DIM changes the width.
 """
+
+import os
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-FEATURES, DIM, EXPERTS, DEPTH, CLASSES = 16, 32, 4, 3, 4
+FEATURES, EXPERTS, DEPTH, CLASSES = 16, 4, 3, 4
+DIM = int(os.environ.get("MEMTUNE_EXPERTS_DIM", "32"))
 global_batch = 16
 
 

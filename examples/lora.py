@@ -1,6 +1,6 @@
 """Fine-tuning: adapters on a frozen base, so that optimizer state and most gradients disappear.
 
-    memtune plan examples/lora.py --gpus 1 --gpu-type rtx4090-24g
+    memtune plan examples/lora.py --gpus 1 --gpu-type rtx-4090
     memtune search examples/lora.py --device cpu --trials 4
 
 With few trained parameters nearly all memory is activations and frozen weights. memtune sees that,

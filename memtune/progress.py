@@ -36,7 +36,7 @@ class Progress:
     def phase(self, text: str) -> None:
         """Begin a phase, which ends the one before; without a text nothing begins."""
         if self.text:
-            self.finished.append(f"{self.text}{self._count()} · {format_seconds(self.elapsed_s())}")
+            self.finished.append(f"{self.text}{self._count()} · {_spent(self.elapsed_s())}")
         self._began_s = time.monotonic()
         self.text, self.noun, self.done, self.total = text, "", 0, 0
 
@@ -53,13 +53,18 @@ class Progress:
         elapsed_s = self.elapsed_s()
         left = ""
         if self.total > self.done > 0 and elapsed_s > _LEFT_AFTER_S:
-            left = f", about {format_seconds(round(elapsed_s * (self.total / self.done - 1), 1))} left"
+            left = f", about {_spent(elapsed_s * (self.total / self.done - 1))} left"
         return f"{self._count()} · {elapsed_s:.0f} s{left}"
 
     def _count(self) -> str:
         if not self.done:
             return ""
         return f" · {self.done:,}{f' of {self.total:,}' if self.total else ''} {self.noun}".rstrip()
+
+
+def _spent(seconds: float) -> str:
+    """Return `0.3 s`, `15 s` or `4:07`: the time of a phase, which is no measurement."""
+    return f"{seconds:.{0 if seconds >= 10 else 1}f} s" if seconds < 60 else format_seconds(seconds)
 
 
 _LISTENER: ContextVar[Progress | None] = ContextVar("progress", default=None)
@@ -86,27 +91,28 @@ class StatusLine:
     """One line about the present, below lines that stay.
 
     On a terminal it is redrawn in place. Elsewhere its subject begins a line, to which a detail is appended
-    within two seconds, so that a log shows life without a line per sign of it.
+    within two seconds, or a dot while the detail is the same, so that a log shows life without a line per
+    sign of it.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self.redraws = stream, stream.isatty()
-        self._subject, self._written_s, self._open = "", 0.0, False
+        self._subject, self._detail, self._written_s, self._open = "", "", 0.0, False
 
     def show(self, subject: str, detail: str) -> None:
         """Show `subject` and `detail` as the present."""
         now_s = time.monotonic()
         if self.redraws:
-            width = _columns(self._stream)
+            width = columns(self._stream)
             self._write(f"\r{f'{subject}{detail}'[: width - 1]:<{width - 1}}")  # blanks need no escapes
             self._open = True
         elif subject != self._subject or not self._open:
             self._end_line()
             self._write(subject)
-            self._open, self._written_s = True, now_s
+            self._open, self._written_s, self._detail = True, now_s, ""
         elif now_s - self._written_s >= SILENT_S:
-            self._write(detail)
-            self._written_s = now_s
+            self._write("." if detail == self._detail else detail)
+            self._written_s, self._detail = now_s, detail
         self._subject = subject
 
     def finish(self, line: str) -> None:
@@ -128,7 +134,7 @@ class StatusLine:
 
     def _end_line(self) -> None:
         if self._open:
-            self._write(f"\r{' ' * (_columns(self._stream) - 1)}\r" if self.redraws else "\n")
+            self._write(f"\r{' ' * (columns(self._stream) - 1)}\r" if self.redraws else "\n")
             self._open = False
 
     def _write(self, text: str) -> None:
@@ -138,7 +144,8 @@ class StatusLine:
             self._stream.flush()
 
 
-def _columns(stream: TextIO) -> int:
+def columns(stream: TextIO) -> int:
+    """Return the width of a terminal, 80 if it does not say."""
     import os
 
     try:

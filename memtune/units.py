@@ -82,10 +82,10 @@ def bytes_in_words(text: str) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Return `seconds` in a form for people: `412 ms`, `3.20 s`, `4:07`, `1:02:09`."""
-    if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 0.9995:  # more would round to 1e+03 ms
+        return f"{seconds * 1e3:#.3g}".rstrip(".") + " ms"
     if seconds < 60:
-        return f"{seconds:.3g} s"
+        return f"{seconds:#.3g} s"
     whole = round(seconds)
     hours, rest = divmod(whole, 3600)
     minutes, secs = divmod(rest, 60)

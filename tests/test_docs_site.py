@@ -17,7 +17,8 @@ import typer.main
 import memtune
 from memtune.cli._app import app
 from memtune.device import PLATFORMS, Capability
-from memtune.search_spaces import all_techniques, is_null
+from memtune.hardware import known_name
+from memtune.search_spaces import all_techniques, find, is_null
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -33,7 +34,7 @@ GENERATED = {
 
 def fences(page: Path) -> list[tuple[str, str]]:
     """Return language and text of each fenced block."""
-    return re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
@@ -50,9 +51,11 @@ def test_links_lead_to_pages(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
 def test_commands_parse(page):
-    """Every `memtune …` line of a block without language is a command with its options."""
+    """Every `memtune …` line of a block of commands is a command with its options."""
     root = typer.main.get_command(app)
-    lines = [line for language, text in fences(page) if not language for line in text.splitlines()]
+    lines = [
+        line for language, text in fences(page) if language in ("", "bash") for line in text.splitlines()
+    ]
     for line in lines:
         words = shlex.split(line, comments=True)
         if words[:1] == ["memtune"] and "…" not in line and "TARGET" not in line and "MODEL" not in line:
@@ -60,6 +63,12 @@ def test_commands_parse(page):
             if hasattr(command, "commands"):
                 command, arguments = command.commands[arguments[0]], arguments[1:]
             command.make_context(words[1], arguments)
+
+
+def test_named_gpus_exist():
+    for path in (ROOT / "README.md", *PAGES, *(ROOT / "examples").glob("*.py")):
+        for pair in re.findall(r"--gpu-type[ =]([\w-]+)|gpu_type=\"([\w-]+)\"", path.read_text()):
+            assert known_name("".join(pair)), path
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
@@ -83,22 +92,27 @@ def test_navigation_has_every_page():
     assert {str(page.relative_to(DOCS)) for page in PAGES} | GENERATED == named
 
 
-def test_catalogue_draws_or_explains_every_technique():
+def test_catalogue_draws_every_technique():
     found = json.loads((DOCS / "hooks" / "technique_curves.json").read_text())
     known = {
         f"{each.slot}: {each.model_fields['kind'].default}"
         for each in all_techniques()
         if not is_null(each(kind=each.model_fields["kind"].default))
     }
-    assert known == (set(found["curves"]) - {"none"}) | set(found["reasons"])
-    assert len(found["curves"]) > len(known) / 2
+    assert known == set(found["techniques"])
+    for name, each in found["techniques"].items():
+        without = found["scenes"][str(each["scene"])]
+        assert each["device"]["time"], name
+        assert each != without, name
+        slot, _, kind = name.partition(": ")
+        find(slot, kind).model_validate(each["setting"])  # its knobs still exist
 
 
 def test_python_reference_has_every_public_name():
     listed = set(
         re.findall(r"^::: [\w.]+\.(\w+)$", (DOCS / "reference" / "python.md").read_text(), re.MULTILINE)
     )
-    assert listed == set(memtune.__all__) - {"__version__"}
+    assert listed - {"SharedOptions"} == set(memtune.__all__) - {"__version__"}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra memtune[docs]")

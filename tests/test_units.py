@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from memtune.units import bytes_in_words
+import pytest
+
+from memtune.units import bytes_in_words, format_seconds
 
 
 def test_bytes_in_words_formats_only_bytes() -> None:
@@ -16,3 +18,19 @@ def test_bytes_in_words_formats_only_bytes() -> None:
     found = bytes_in_words("(live now: device 565407960, host 1511424, ssd 0; peak device 566231040 bytes)")
     assert found == "(live now: device 539 MiB, host 1.44 MiB, ssd 0; peak device 540 MiB)"
     assert bytes_in_words("device 0, host 12") == "device 0, host 12"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0412, "41.2 ms"),
+        (0.9997, "1.00 s"),
+        (0.2, "200 ms"),
+        (1.7, "1.70 s"),
+        (15, "15.0 s"),
+        (247, "4:07"),
+        (3729, "1:02:09"),
+    ],
+)
+def test_format_seconds_has_three_digits(seconds, text):
+    assert format_seconds(seconds) == text

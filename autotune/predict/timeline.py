@@ -46,13 +46,14 @@ class StepTimeline:
 
     device: Curve
     host: Curve
+    ssd: Curve
     streams: dict[str, list[tuple[str, float, float]]]
     """By resource: phase, start and stop in seconds of the spans in which it works."""
 
     def document(self) -> dict[str, Any]:
         """Return plain data with rounded times."""
         found = asdict(self)
-        for curve in (found["device"], found["host"]):
+        for curve in (found["device"], found["host"], found["ssd"]):
             curve["time_s"] = [float(f"{each:.5g}") for each in curve["time_s"]]
         found["streams"] = {
             name: [(phase, float(f"{start:.5g}"), float(f"{stop:.5g}")) for phase, start, stop in spans]
@@ -69,8 +70,8 @@ def step_timeline(program: Program, hardware: Hardware, python: PythonWork) -> S
     step = steps[0]
     start, stop = _op_times(first, columns, program, hardware, python)
     stream = first.classes[0].storage_stream
-    device, host = (_curve(step, stream, start, tier) for tier in (Tier.DEVICE, Tier.HOST))
-    return StepTimeline(device, host, _streams(step, start, stop))
+    device, host, ssd = (_curve(step, stream, start, tier) for tier in (Tier.DEVICE, Tier.HOST, Tier.SSD))
+    return StepTimeline(device, host, ssd, _streams(step, start, stop))
 
 
 def _op_times(
@@ -148,7 +149,9 @@ def _curve(step: Step, stream: np.ndarray[Any, Any], start: F64, tier: Tier) -> 
     mine = step.storages.tier[storage] == tier
     storage, sign = storage[mine], np.where(stream[mine] > 0, 1, -1)
     producer = step.storages.producer[storage]
-    runs = np.maximum.accumulate(np.where(step.ops.resource == Resource.COMPUTE, np.nan_to_num(start), 0.0))
+    # Device memory is allocated in the order of compute ops; elsewhere copies and host updates allocate too.
+    counts = (step.ops.resource == Resource.COMPUTE) | (tier != Tier.DEVICE)
+    runs = np.maximum.accumulate(np.where(counts, np.nan_to_num(start), 0.0))
     at = np.where((sign > 0) & (producer >= 0), runs[np.maximum(producer, 0)], 0.0)
     at = np.maximum.accumulate(at)
     saved = step.saved_by_autograd()

@@ -255,8 +255,8 @@ class Session:
 
 
 @contextmanager
-def _fake_errors_unlogged() -> Iterator[None]:
-    """Silence torch's log of an op that failed on fake tensors: it raises too, and the next rung may
+def fake_errors_unlogged() -> Iterator[None]:
+    """Silence torch's log of an op that failed on fake tensors: it raises too, and the next attempt may
     succeed.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
@@ -267,7 +267,7 @@ def _fake_errors_unlogged() -> Iterator[None]:
         log.disabled = was
 
 
-@_fake_errors_unlogged()
+@fake_errors_unlogged()
 def record(
     workload: Workload,
     *,
@@ -471,7 +471,7 @@ def _traced_on(
     return session, session.traced(micro_batch)
 
 
-@_fake_errors_unlogged()
+@fake_errors_unlogged()
 def open_session(
     workload: Workload,
     micro_batch: int,

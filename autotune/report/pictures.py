@@ -60,6 +60,10 @@ _STREAMS = {
     "host_issue": "host issues ops",
 }
 
+_TIERS = {"device": "device memory", "host": "host memory", "ssd": "SSD"}
+_LEFT = 140
+"""Pixels left of the time axis, which hold the labels."""
+
 
 @dataclass(frozen=True)
 class Point:
@@ -160,28 +164,74 @@ def memory(runs: Mapping[str, Mapping[str, Any]], limit_bytes: int | None) -> Pi
 _LIMIT = "The limit is {}."
 
 
-def curve(data: Mapping[str, Mapping[str, Any]], title: str) -> Picture:
-    """Draw the bytes of one step over time by kind, for the catalogue.
+def technique(data: Mapping[str, Any], without: Mapping[str, Any], title: str) -> Picture:
+    """Draw one step with a technique, for the catalogue: what lives in each memory, and what runs, over time.
 
     Args:
-        data: `device` and `host`: `time_s` and `kib_by_kind`; one without times is not drawn.
+        data: `device`, `host` and `ssd`, each with `time` and `kib_by_kind`, one without times is not drawn;
+            `streams`, by resource lists of (phase, start, stop); `step_s`. Times are parts of `step_s`.
+        without: The same of the step without the technique; a dashed line has its bytes.
         title: Name of the setting.
     """
-    drawn = {name: each for name, each in data.items() if each["time_s"]}
-    canvas = Canvas(WIDTH, 30 + 150 * len(drawn) + 24)
-    most_s = max((each["time_s"][-1] for each in drawn.values()), default=0.0)
-    kinds = [kind for kind in _KIND_COLORS if any(kind in each["kib_by_kind"] for each in drawn.values())]
+    tiers = [each for each in _TIERS if data[each]["time"]]
+    streams = [each for each in _STREAMS if each in data["streams"] and each != "host_issue"]
+    canvas = Canvas(WIDTH, 30 + 150 * len(tiers) + 16 * len(streams) + 44)
+    end_s = max(data["step_s"], without["step_s"])
+    x = Scale(0, end_s, _LEFT, WIDTH - 12)
+    kinds = [kind for kind in _KIND_COLORS if any(kind in data[each]["kib_by_kind"] for each in tiers)]
     said = []
-    for row, (name, each) in enumerate(drawn.items()):
+    for row, tier in enumerate(tiers):
         top = 24 + 150 * row
-        by_kind = {kind: [1024 * value for value in values] for kind, values in each["kib_by_kind"].items()}
+        times, by_kind = _seconds_and_bytes(data[tier], data["step_s"])
+        before_s, before = _seconds_and_bytes(without[tier], without["step_s"])
+        plain = [sum(each) for each in zip(*before.values(), strict=True)]
         peak = max(map(sum, zip(*by_kind.values(), strict=True)))
-        said.append(f"{name} memory: peak {format_bytes(peak)}")
-        x, y = Scale(0, most_s, 84, WIDTH - 12), Scale(0, peak * 1.05, top + 90, top)
+        y = Scale(0, max([peak, *plain]) * 1.05, top + 90, top)
+        said.append(f"{_TIERS[tier]}: peak {format_bytes(peak)}")
+        if plain and tier == "device":
+            was = format_bytes(max(plain))
+            said[-1] += ", as without it" if was == format_bytes(peak) else f" instead of {was}"
         canvas.axes(x, y, "", said[-1], _seconds, format_bytes, y_base=1024)
-        _stack(canvas, x, y, each["time_s"], by_kind, kinds)
-    canvas.legend(20, 42 + 150 * len(drawn), [("bar", _KIND_COLORS[kind], kind) for kind in kinds])
-    return canvas.picture(title, f"{'; '.join(said)}.")
+        _stack(canvas, x, y, times, by_kind, kinds)
+        if plain:
+            outline = [(x(t), y(v)) for t, v in _steps(before_s, plain)]
+            canvas.polyline(outline, "#333", stroke_width=1.2, stroke_dasharray="4 3")
+    top = 22 + 150 * len(tiers)
+    for row, stream in enumerate(streams):
+        _spans(canvas, x, top + 16 * row, 12, stream, data["streams"][stream], data["step_s"])
+    ran = {phase for each in streams for phase, *_ in data["streams"][each]}
+    top += 16 * len(streams)
+    for below, colors, used in ((16, _KIND_COLORS, set(kinds)), (36, _PHASE_COLORS, ran)):
+        canvas.legend(
+            12, top + below, [("bar", color, each) for each, color in colors.items() if each in used]
+        )
+    return canvas.picture(title, f"{'; '.join(said)}; the step takes {format_seconds(data['step_s'])}.")
+
+
+def _seconds_and_bytes(curve: Mapping[str, Any], step_s: float) -> tuple[list[float], dict[str, list[int]]]:
+    """Return times and bytes by kind; the last bytes hold until the end of the step."""
+    by_kind = {
+        kind: [1024 * each for each in (*values, values[-1])] for kind, values in curve["kib_by_kind"].items()
+    }
+    return [*(each * step_s for each in curve["time"]), step_s], by_kind
+
+
+def _spans(
+    canvas: Canvas,
+    x: Scale,
+    top: float,
+    height: float,
+    stream: str,
+    spans: Sequence[Any],
+    unit_s: float = 1.0,
+) -> None:
+    """Draw when a resource works, coloured by phase."""
+    canvas.text(x.start - 6, top + height - 2, _STREAMS[stream], "end")
+    canvas.rect(x.start, top, x.stop - x.start, height, "#f2f2f2")
+    for phase, start, stop in spans:
+        start_s, stop_s = start * unit_s, stop * unit_s
+        hint = f"{_STREAMS[stream]}, {phase}: {format_seconds(start_s)} to {format_seconds(stop_s)}"
+        canvas.rect(x(start_s), top, x(stop_s) - x(start_s), height, _PHASE_COLORS[phase], hint)
 
 
 def _stack(
@@ -232,12 +282,8 @@ def streams(runs: Mapping[str, Mapping[str, Any]]) -> Picture:
         canvas.text(8, top + 16, name, font_weight="bold")
         top += 24
         for stream in (each for each in _STREAMS if each in run):
-            canvas.text(x.start - 6, top + 13, _STREAMS[stream], "end")
-            canvas.rect(x.start, top, x.stop - x.start, 18, "#f2f2f2")
-            for phase, start, stop in run[stream]:
-                phases.add(phase)
-                hint = f"{_STREAMS[stream]}, {phase}: {format_seconds(start)} to {format_seconds(stop)}"
-                canvas.rect(x(start), top, x(stop) - x(start), 18, _PHASE_COLORS[phase], hint)
+            phases |= {phase for phase, *_ in run[stream]}
+            _spans(canvas, x, top, 18, stream, run[stream])
             busy = sum(stop - start for _, start, stop in run[stream])
             said.append(f"{name}, {_STREAMS[stream]}: busy for {format_seconds(busy)}")
             top += 24

@@ -77,8 +77,7 @@ def _round_step(raw: float, base: int) -> float:
     if raw <= 0:
         return 1.0
     if base == 1024:
-        unit = 1024.0 ** max(0, math.floor(math.log(raw, 1024)))
-        return unit * _round_step(raw / unit, 10)
+        return 2.0 ** math.ceil(math.log2(raw * 0.999))
     power = 10.0 ** math.floor(math.log10(raw))
     return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= raw * 0.999)
 

@@ -203,7 +203,7 @@ def plan(
     pruner = Pruner(setup.budget_bytes)
     notes = (*setup.recording.notes, *setup.space.notes)
     if options.config is not None:
-        planned, peak = _plan_config(setup, pruner, options)
+        planned, peak, out = _plan_config(setup, pruner, options)
         return PlanReport(
             _facts(setup),
             (),
@@ -215,6 +215,7 @@ def plan(
             notes=notes,
             recording_notes=setup.recording.notes,
             config=planned,
+            out=out,
         )
     say("scoring settings")
     scores = setup.score(options.seed)
@@ -340,23 +341,31 @@ def _remedies(setup: Setup, closest: Scored) -> tuple[Remedy, ...]:
     return remedies(setup.scorer.rewriter, closest, budget)
 
 
-def _plan_config(setup: Setup, pruner: Pruner, options: PlanOptions) -> tuple[PlanRow, tuple[PeakRow, ...]]:
+def _plan_config(
+    setup: Setup, pruner: Pruner, options: PlanOptions
+) -> tuple[PlanRow, tuple[PeakRow, ...], str | None]:
+    """Return the prediction of the one config, its bytes at the peak, and the file it was written to."""
     choice = setup.only
     assert choice is not None
     scored = setup.scorer.score(choice, level="events")
     if isinstance(scored, Reason):
-        return PlanRow(
-            choice.summary,
-            choice.dump(),
-            "unfit",
-            str(scored),
-            sentence=choice.sentence,
-            micro_batch=choice.execution.micro_batch,
-        ), ()
+        return (
+            PlanRow(
+                choice.summary,
+                choice.dump(),
+                "unfit",
+                str(scored),
+                sentence=choice.sentence,
+                micro_batch=choice.execution.micro_batch,
+            ),
+            (),
+            None,
+        )
     (row,) = _dry_run(
         setup, (_ranked_settings(setup, scored, _row(setup, scored, pruner)),), int(options.exact)
     )
-    return row, at_peak(setup.scorer.program(choice).step)
+    out = None if row.status == "oom" else _written(setup, [scored], options)
+    return row, at_peak(setup.scorer.program(choice).step), out
 
 
 def _ranked_settings(setup: Setup, scored: Scored, row: PlanRow) -> PlanRow:

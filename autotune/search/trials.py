@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -9,9 +10,20 @@ from typing import Any, Literal
 from memtune.config import TunedConfig, load_config
 from memtune.device import platform_of
 from memtune.errors import EnvironmentFault, UsageError
-from memtune.executors import Executor, Trial, TrialResult, check_gpus, local_slots, probe, visible_gpu_ids
+from memtune.executors import (
+    Executor,
+    Progress,
+    Trial,
+    TrialResult,
+    check_gpus,
+    local_slots,
+    probe,
+    visible_gpu_ids,
+)
 from memtune.hardware import Device
+from memtune.progress import advance
 
+_STEP = re.compile(r"step (\d+)/(\d+)")
 ExecutorName = Literal["auto", "local", "ray", "simulated"]
 
 
@@ -146,5 +158,7 @@ def _wait_for(executor: Executor, trial: Trial) -> TrialResult:
     executor.submit(trial)
     while True:
         for event in executor.wait(1.0):
+            if isinstance(event, Progress) and (step := _STEP.match(event.stage)):
+                advance(int(step[1]), "steps", int(step[2]))
             if isinstance(event, TrialResult) and event.number == trial.number:
                 return event

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -63,6 +64,17 @@ def clip(text: str, width: int) -> str:
     """Return the first line of `text`, with an ellipsis if it is longer than `width`."""
     first = text.splitlines()[0] if text else ""
     return first if len(first) <= width else first[: max(0, width - 1)] + "…"
+
+
+def wrapped(text: str, width: int, indent: int = 0) -> list[str]:
+    """Return `text` as lines of at most `width`, longer only where a word is; the second and later ones are
+    indented.
+    """
+    blanks = " " * indent
+    lines = textwrap.wrap(
+        text, width, subsequent_indent=blanks, break_long_words=False, break_on_hyphens=False
+    )
+    return lines or [""]
 
 
 def bar(fraction: float, width: int, empty: str = "░") -> str:

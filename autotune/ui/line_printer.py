@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TextIO, TypeVar
 
@@ -29,7 +29,7 @@ from memtune.autotune.search import (
 )
 from memtune.autotune.ui import formatting
 from memtune.autotune.ui.view import STATUS_TEXT, SearchView, TrialView
-from memtune.progress import SILENT_S, Progress, StatusLine, drain, reported_to
+from memtune.progress import SILENT_S, Progress, StatusLine, columns, drain, reported_to
 from memtune.units import format_bytes, format_seconds
 
 T = TypeVar("T")
@@ -44,10 +44,14 @@ _ANSI = {
     "cyan": "36",
     "bright_black": "90",
 }
-_HEAD = (
-    f"{'#':>4}  {'trial':<15}  {'result':<13}  {'batch':>6}  {'step':>8}  {'samples/s':>9}  {'peak':>9} "
-    f" {'predicted':>9}  setting"
-)
+_HEAD = ("#", "trial", "result", "batch", "step", "samples/s", "peak", "predicted")
+_CELLS = (">4", "<15", "<13", ">6", ">8", ">9", ">9", ">9")
+_ONE_LINE = 150
+"""Columns of a terminal from which on a trial and its setting share a line."""
+_TWO_BLANKS = 88
+"""Columns from which on cells have two blanks between them."""
+_BELOW = 6
+"""Indent of a setting below its trial."""
 
 
 def use_color(stream: TextIO) -> bool:
@@ -82,6 +86,11 @@ class LinePrinter:
         self._idle_since_s = 0.0
         self._status = StatusLine(self._stream)
 
+    @property
+    def _width(self) -> int | None:
+        """Columns of the terminal; None off a terminal, where lines are as long as they are."""
+        return columns(self._stream) if self._status.redraws else None
+
     def apply(self, event: Event | Unknown) -> None:
         """Apply the next event, and print its line if it has one."""
         self.view.apply(event)
@@ -94,7 +103,7 @@ class LinePrinter:
                 workload, facts = formatting.title(self.view)
                 size = f"{event.n_parameters / 1e6:.4g}M parameters · " if event.n_parameters else ""
                 batch = f" · {event.global_batch} samples a step" if event.global_batch else ""
-                self._print(f"{self._paint(workload, 'bold')} · {size}{facts}{batch}")
+                self._print(f"{workload} · {size}{facts}{batch}", "bold")
             case Recorded():
                 how = f" in {format_seconds(event.record_s)} ({event.rung})" if self._verbose else ""
                 blocks = formatting.plural(event.blocks, "repeated block")
@@ -108,9 +117,7 @@ class LinePrinter:
                     f" {event.n_unfit:,} refused, {event.n_merged:,} the same as another"
                 )
                 if event.not_used and self._verbose:
-                    self._print(
-                        self._paint(f"not used: {_by_slot(event.not_used)} (`memtune plan` says why)", "dim")
-                    )
+                    self._print(f"not used: {_by_slot(event.not_used)} (memtune plan --why)", "dim")
             case TrialFinished() | TrialCancelled() if event.number in self.view.trials:
                 self._trial(self.view.trials[event.number])
             case Paused() | Resumed():
@@ -120,7 +127,7 @@ class LinePrinter:
                     else "resumed"
                 )
             case Note() if event.level != "detail" or self._verbose:
-                self._print(self._paint(event.text, "yellow") if event.level == "warning" else event.text)
+                self._print(event.text, "yellow" if event.level == "warning" else "")
 
     def tick(self, elapsed_s: float) -> None:
         """Show the present on the status line, and print a heartbeat if nothing was printed for a minute.
@@ -148,7 +155,7 @@ class LinePrinter:
             facts.append(f"best #{best.number} {formatting.outcome(best)}")
         if (eta_s := self.view.eta_s(elapsed_s)) is not None:
             facts.append(f"~{formatting.clock(eta_s)} left")
-        self._print(self._paint(f"… {formatting.clock(elapsed_s)}  {' · '.join(facts)}", "dim"), elapsed_s)
+        self._print(f"… {formatting.clock(elapsed_s)}  {' · '.join(facts)}", "dim", elapsed_s)
 
     def close(self) -> None:
         """Print pending lines."""
@@ -173,23 +180,42 @@ class LinePrinter:
     def _trial(self, trial: TrialView) -> None:
         if not self._headed:
             self._headed = True
-            self._print(self._paint(_HEAD, "dim"))
+            self._print_row(_HEAD, "setting", lambda cell, text: self._paint(text, "dim"))
         result = trial.result
-        peak = result.peak_allocated_bytes if result else None
-        status = self._paint(f"{STATUS_TEXT[trial.status]:<13}", formatting.STATUS_COLOR[trial.status])
-        error = formatting.percent(trial.peak_error, signed=True)
-        sentence = self.view.setting(trial)
-        detail = (
-            sentence
-            if trial.status == "ok" or not trial.reason
-            else f"{sentence} – {formatting.clip(trial.reason, 100)}"
+        cells = (
+            str(trial.number),
+            formatting.clip(trial.label or "search", 15),
+            STATUS_TEXT[trial.status],
+            trial.micro_batches,
+            formatting.maybe_seconds(result.step_s if result else None),
+            formatting.rate(result.samples_per_s if result else None),
+            formatting.maybe_bytes(result.peak_allocated_bytes if result else None),
+            formatting.percent(trial.peak_error, signed=True),
         )
-        self._print(
-            f"{trial.number:>4}  {formatting.clip(trial.label or 'search', 15):<15}  {status} "
-            f" {trial.micro_batches:>6}  {formatting.maybe_seconds(result.step_s if result else None):>8} "
-            f" {formatting.rate(result.samples_per_s if result else None):>9} "
-            f" {formatting.maybe_bytes(peak):>9}  {error:>9}  {detail}"
+        color = formatting.STATUS_COLOR[trial.status]
+        reason = f" – {formatting.clip(trial.reason, 100)}" if trial.status != "ok" and trial.reason else ""
+        self._print_row(
+            cells,
+            f"{self.view.setting(trial)}{reason}",
+            lambda cell, text: self._paint(text, color) if cell == _HEAD.index("result") else text,
         )
+
+    def _print_row(self, cells: Sequence[str], setting: str, paint: Callable[[int, str], str]) -> None:
+        """Print the cells of a row and its setting: behind them, or below where a terminal is narrow."""
+        gap = "  " if self._width is None or self._width >= _TWO_BLANKS else " "
+        texts = [f"{text:{cell}}" for text, cell in zip(cells, _CELLS, strict=True)]
+        row = gap.join(paint(cell, text) for cell, text in enumerate(texts))
+        indent = len(gap.join(texts)) + 2
+        if self._width is None:
+            lines = [f"{row}  {setting}"]
+        elif self._width >= _ONE_LINE:
+            first, *more = formatting.wrapped(setting, self._width - indent)
+            lines = [f"{row}  {first}", *(" " * indent + each for each in more)]
+        else:
+            lines = [row, *formatting.wrapped(" " * _BELOW + setting, self._width, _BELOW)]
+        self._last_line_s = self.view.elapsed_s
+        for line in lines:
+            self._status.print(line)
 
     def _flush_pruned(self) -> None:
         if not self._pruned:
@@ -209,9 +235,10 @@ class LinePrinter:
     def _paint(self, line: str, color: str) -> str:
         return f"\x1b[{_ANSI[color]}m{line}\x1b[0m" if self._color else line
 
-    def _print(self, line: str, elapsed_s: float | None = None) -> None:
+    def _print(self, text: str, color: str = "", elapsed_s: float | None = None) -> None:
         self._last_line_s = self.view.elapsed_s if elapsed_s is None else elapsed_s
-        self._status.print(line)
+        for line in [text] if self._width is None else formatting.wrapped(text, self._width):
+            self._status.print(self._paint(line, color) if color else line)
 
 
 def with_lines(
@@ -244,7 +271,9 @@ def with_lines(
         thread.join()
 
 
-def summary_lines(view: SearchView, see_why: str = "", color: bool = False, *, go_on: str = "") -> list[str]:
+def summary_lines(
+    view: SearchView, see_why: str = "", color: bool = False, *, go_on: str = "", width: int | None = None
+) -> list[str]:
     """Return the last lines of a finished search: the config written, its gain, and the next commands.
 
     Args:
@@ -252,6 +281,7 @@ def summary_lines(view: SearchView, see_why: str = "", color: bool = False, *, g
         see_why: The command that shows more; omitted if empty.
         go_on: The command that resumes a search which was interrupted; omitted if empty.
         color: Whether to use ANSI colours.
+        width: Columns of the terminal; commands, which are copied, are not wrapped.
     """
     finished, best = view.finished, view.best
     if finished is None:
@@ -279,12 +309,17 @@ def summary_lines(view: SearchView, see_why: str = "", color: bool = False, *, g
     ]
     facts += [wear] if (wear := formatting.wear(best.result)) else []
     facts += ["checked in a fresh process"] if finished.confirmed else []
-    lines = [f"{sign} {_partly(view)} {out} is the best so far"] if partial else []
-    lines += [f"{' ' if partial else sign} {' · '.join(facts)}", f"  setting    {best.sentence}"]
+    lines = _folded(f"{sign} {_partly(view)} {out} is the best so far", width, 2) if partial else []
+    lines += _folded(f"{' ' if partial else sign} {' · '.join(facts)}", width, 2)
+    lines += _folded(f"  setting    {best.sentence}", width, 13)
     lines += [f"  go on      {go_on}"] if go_on and partial else []
-    lines += [f"  {finished.message}"] if finished.message and not partial else []
+    lines += _folded(f"  {finished.message}", width, 2) if finished.message and not partial else []
     lines.append(f'  use it     model, optimizer = memtune.apply(model, optimizer, "{out}")')
     return lines + ([f"  see why    {see_why}"] if see_why else [])
+
+
+def _folded(text: str, width: int | None, indent: int) -> list[str]:
+    return [text] if width is None else formatting.wrapped(text, width, indent)
 
 
 def _is_partial(view: SearchView) -> bool:

@@ -23,12 +23,14 @@ _REASONS = 12
 """Groups of refusals to show."""
 _NOTICEABLE = 0.03
 """Relative difference of two predictions below which they count as equal."""
+_LEAST_COST = 1 << 20
+"""Bytes of host memory below which it is no cost: the batch alone needs some."""
 _BAR = 8
 _KIND_BAR = 20
 _NAMES = {"plain": "yours"}
 _PLAN_OPTIONS = ("--gpu-type", "--nodes", "--top", "--row", "--why-not")
 _PLAN_FLAGS = ("--exact", "--why", "--verbose", "-v")
-"""Options of `memtune plan` that `memtune search` does not have."""
+"""Options of `memtune plan` that a search does not need."""
 _EXACTNESS = {
     "bitwise": "results are bitwise those of your script",
     "reordered": "results are equal up to the order of summation",
@@ -66,6 +68,7 @@ def render(
         elif report.config.status == "tight":
             parts.append(Text(f"tight: {report.config.reason}", "bold"))
             parts += [Text(_setting_line(each)) for each in report.config.allocators]
+        parts += _written(report, command)
     else:
         parts += _advice(report, command)
         parts += [Text(""), _table([*report.baselines, *report.front], report.facts)]
@@ -106,8 +109,7 @@ def _advice(report: PlanReport, command: Sequence[str]) -> Iterator[Text]:
     yield _labelled("gains", Text(_gains(first, plain, report.baselines, facts["budget_bytes"])))
     yield _labelled("costs", Text(_costs(first)))
     if report.out is not None:
-        yield _labelled("written", Text(f"{report.out}, predicted and not measured"))
-        yield _labelled("measure", Text(f"memtune trial {_model(command)} --config {report.out}", "cyan"))
+        yield from _written(report, command)
     else:
         yield _labelled(
             "write it",
@@ -123,6 +125,12 @@ def _advice(report: PlanReport, command: Sequence[str]) -> Iterator[Text]:
         )
 
 
+def _written(report: PlanReport, command: Sequence[str]) -> Iterator[Text]:
+    if report.out is not None:
+        yield _labelled("written", Text(f"{report.out}, predicted and not measured"))
+        yield _labelled("measure", Text(f"memtune trial {_model(command)} --config {report.out}", "cyan"))
+
+
 def _labelled(label: str, text: Text) -> Text:
     return Text(f"{label:<10}", "bold").append_text(text)
 
@@ -136,20 +144,9 @@ def _as_search(command: Sequence[str]) -> list[str]:
     kept, skip = [], False
     for each in command:
         name = each.partition("=")[0]
-        if not skip and name not in (
-            "--gpu-type",
-            "--nodes",
-            "--top",
-            "--row",
-            "--why-not",
-            "--exact",
-            "--why",
-            "--verbose",
-        ):
+        if not skip and name not in (*_PLAN_OPTIONS, *_PLAN_FLAGS):
             kept.append(each)
-        skip = (
-            not skip and "=" not in each and name in ("--gpu-type", "--nodes", "--top", "--row", "--why-not")
-        )
+        skip = not skip and "=" not in each and name in _PLAN_OPTIONS
     return ["search" if each == "plan" else each for each in kept]
 
 
@@ -181,7 +178,7 @@ def _gains(first: PlanRow, plain: PlanRow | None, rows: Sequence[PlanRow], budge
 
 def _costs(first: PlanRow) -> str:
     host, written = first.details.get("host_peak_bytes") or 0, first.details.get("ssd_written_bytes") or 0
-    facts = [f"{format_bytes(host)} of host memory per rank"] if host else []
+    facts = [f"{format_bytes(host)} of host memory per rank"] if host >= _LEAST_COST else []
     facts += [f"{format_bytes(written)} written to SSD a step and rank"] if written else []
     return "; ".join([*facts, _EXACTNESS[first.exactness]])
 
@@ -321,8 +318,9 @@ def _place(row: PeakRow) -> str:
 
 def _improvements(report: PlanReport) -> Iterator[str]:
     for each in report.improvements:
-        gain = f"{each.speedup - 1:.0%}" if each.speedup < 2 else f"{each.speedup:.2g} times"
-        yield f"  {gain} more samples/s, {format_bytes(each.peak_bytes)}: {each.change}"
+        more = each.speedup - 1
+        gain = f"{more:.0%} more samples/s" if more < 1 else f"{each.speedup:.2g} × the samples/s"
+        yield f"  {gain}, {format_bytes(each.peak_bytes)}: {each.change}"
 
 
 def _omissions(report: PlanReport, why: bool) -> Iterator[str]:

@@ -149,6 +149,7 @@ class SearchApp(App[None]):
     #table:focus { background-tint: $foreground 0%; }
     #table > .datatable--header { background: $background; color: $text-muted; text-style: none; }
     #scatter { width: 39; height: 100%; padding: 0 1; }
+    #selected { height: 2; padding: 0 1; }
     #machine { height: 1; padding: 0 1; color: $text-muted; }
     #filter { display: none; height: 1; border: none; padding: 0 1; }
     #note { height: 1; padding: 0 1; color: $text-muted; }
@@ -208,6 +209,7 @@ class SearchApp(App[None]):
         with Horizontal(id="body"):
             yield DataTable[Text](id="table", cursor_type="row", zebra_stripes=False, cell_padding=1)
             yield Static(id="scatter")
+        yield Static(id="selected")
         yield Input(placeholder="show only trials with this word", id="filter")
         yield Static(id="machine")
         yield Static(id="note")
@@ -250,6 +252,8 @@ class SearchApp(App[None]):
         self._put("running", tui_panels.running(self.view, width, phase=phase))
         graph_size = self.screen_stack[0].query_one("#scatter", Static).size
         self._put("scatter", tui_panels.scatter(self.view, graph_size.width, graph_size.height))
+        self._draw_table(self.screen_stack[0].query_one("#table", DataTable))
+        self._put("selected", tui_panels.selected(self.view, self._selected(), width))
         self._put("machine", Text(formatting.clip(self._machine.text, width), DIM, no_wrap=True))
         shown = [each for each in self.view.notes if each.level != "detail"]
         text, is_warning = (shown[-1].text, shown[-1].level == "warning") if shown else ("", False)
@@ -259,7 +263,6 @@ class SearchApp(App[None]):
         line.truncate(width, overflow="ellipsis")
         self._put("note", line)
         self._put("keys", self._keys())
-        self._draw_table(self.screen_stack[0].query_one("#table", DataTable))
 
     def _put(self, part: str, drawn: Text) -> None:
         # Most ticks change one line of one part: what is equal is not sent again, and the layout only moves
@@ -369,6 +372,10 @@ class SearchApp(App[None]):
             number = trial.number
             draw = lambda width: tui_details.details(self.view, self.view.trials[number], width)  # noqa: E731
             self.push_screen(Page(f"trial {number}", draw))
+
+    def on_data_table_row_highlighted(self) -> None:
+        """Show the whole setting of the trial under the cursor."""
+        self._put("selected", tui_panels.selected(self.view, self._selected(), self.size.width - 2))
 
     def action_move(self, rows: int) -> None:
         """Move the cursor in the table."""

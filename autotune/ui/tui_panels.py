@@ -15,6 +15,7 @@ from memtune.autotune.search import TrialPruned
 from memtune.autotune.ui import formatting
 from memtune.autotune.ui.view import STATUS_TEXT, Point, SearchView, TrialView
 from memtune.config import flow
+from memtune.executors import TrialResult
 from memtune.units import format_bytes, format_seconds
 
 NARROW = 90
@@ -42,6 +43,17 @@ def running(view: SearchView, width: int, rows: int = 4, phase: str = "") -> Tex
     if len(trials) > rows:
         lines.append(Text(f"and {len(trials) - rows} more", DIM))
     return _join(lines, width)
+
+
+def selected(view: SearchView, trial: TrialView | None, width: int) -> Text:
+    """Return why the trial under the cursor failed, and its whole setting, on at most two lines."""
+    if trial is None:
+        return Text("")
+    head = f"#{trial.number}  "
+    reason = f"{trial.reason} – " if trial.reason else ""
+    first, *more = formatting.wrapped(f"{head}{reason}{view.setting(trial)}", width, len(head))
+    rest = " " * len(head) + " ".join(line.strip() for line in more)
+    return Text.assemble((head, LABEL), first[len(head) :], "\n", formatting.clip(rest, width))
 
 
 def scatter(view: SearchView, width: int, height: int) -> Text:
@@ -268,11 +280,12 @@ def _gain(view: SearchView, width: int) -> str:
 
 
 def _errors(view: SearchView) -> Text:
-    line = Text("model    ", LABEL)
+    line = _label("errors")
     if view.peak_error is None and view.step_error is None:
-        return line.append("uncalibrated", DIM)
+        return line.append("of predictions not known yet", DIM)
     line.append(
-        f"error of peak {formatting.percent(view.peak_error)} · of step {formatting.percent(view.step_error)}"
+        f"of predicted peaks {formatting.percent(view.peak_error)}, of step times"
+        f" {formatting.percent(view.step_error)}"
     )
     return line.append(" (median)", DIM)
 
@@ -320,6 +333,8 @@ def details(view: SearchView, trial: TrialView, width: int) -> Text:
     sections.append(_section("predicted against measured", _comparison(view, trial)))
     if trial.result and trial.result.memory_by_kind:
         sections.append(_section("memory by kind, at the peak of the heaviest rank", _kinds(trial, width)))
+    if trial.result and (links := _links(trial.result)):
+        sections.append(_section("moved in each step, by the rank that moved most", Text("\n".join(links))))
     if trial.result and trial.result.losses:
         losses = ", ".join(f"{loss:.4g}" for loss in trial.result.losses)
         sections.append(_section("losses", Text(losses)))
@@ -464,6 +479,16 @@ def _comparison(view: SearchView, trial: TrialView) -> Text:
     facts += [f"limit {format_bytes(view.budget_bytes)}"] if view.budget_bytes else []
     facts += [f"took {format_seconds(result.wall_s)}"] if result.wall_s else []
     return table.append("\n" + " · ".join(facts), DIM)
+
+
+def _links(result: TrialResult) -> list[str]:
+    """Return the bytes of a step on each link, and their mean rate over the step."""
+    return [
+        f"{link.replace('_', ' '):<16} {format_bytes(n_bytes):>9}"
+        + (f"  {format_bytes(round(n_bytes / result.step_s)):>9}/s" if result.step_s else "")
+        for link, n_bytes in sorted(result.link_bytes.items())
+        if n_bytes
+    ]
 
 
 def _percent(error: float | None) -> str:

@@ -15,12 +15,13 @@ import typer.main
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from memtune.autotune.report import curve
+from memtune.autotune.report import technique as drawing
 from memtune.cli._app import app
-from memtune.config import schema
+from memtune.config import flow, schema
 from memtune.device import PLATFORMS, Capability
 from memtune.hardware import find, names
 from memtune.search_spaces import SLOTS, all_techniques
+from memtune.units import format_bytes, format_seconds
 
 ROOT = Path(__file__).parents[2]
 DRAWINGS = ROOT / "docs" / "hooks" / "technique_curves.json"
@@ -53,40 +54,51 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def catalogue() -> Iterator[str]:
     """Yield the catalogue: one section per technique, with its drawing, knobs and source."""
-    curves = json.loads(DRAWINGS.read_text(encoding="utf-8"))
+    drawn = json.loads(DRAWINGS.read_text(encoding="utf-8"))
     yield "# Catalogue of techniques\n"
     yield (
-        "One section per technique, in the order of the axes. Each drawing is a simulated step of"
-        f" {curves['model']}: device memory by kind over time, and host memory below it where the technique"
-        " uses any. `memtune techniques --matrix` prints which of them work together."
+        "One section per technique, in the order of the axes. Each drawing is one micro-batch and the"
+        f" optimizer step of one rank, simulated for {drawn['model']}: bytes by kind in device memory, and in"
+        " host memory and on SSD where the technique uses them, then what each resource does meanwhile. The"
+        " dashed line is device memory without the technique. `memtune techniques --matrix` prints which of"
+        " them work together."
     )
-    yield f"\n{curve(curves['curves']['none'], 'Without any technique').svg}\n"
     by_slot: dict[str, list[Any]] = {slot: [] for slot in SLOTS}
     for each in all_techniques():
         by_slot[each.slot].append(each)
     for slot, techniques in by_slot.items():
         yield f"\n## {slot}\n"
         for each in techniques:
-            yield from _technique(each, curves)
+            yield from _technique(each, drawn)
 
 
-def _technique(technique: Any, curves: dict[str, Any]) -> Iterator[str]:
+def _technique(technique: Any, drawn: dict[str, Any]) -> Iterator[str]:
     kind = technique.model_fields["kind"].default
     name = f"{technique.slot}: {kind}"
     yield f"\n### `{kind}`: {technique.title} {{ #{technique.slot}-{kind} }}\n"
     yield " ".join((technique.__doc__ or "").split("Distinguishing test")[0].split())
     yield f"\nSource: {technique.source}. Exactness: {technique.exactness}.\n"
-    drawn = curves["curves"].get(name)
-    if drawn is not None:
-        yield f"{curve(drawn, name).svg}\n"
-    elif reason := curves["reasons"].get(name):
-        yield f"No drawing: {reason}.\n"
+    if (data := drawn["techniques"].get(name)) is not None:
+        without = drawn["scenes"][str(data["scene"])]
+        yield f"{_caption(technique.slot, data, without)}\n"
+        yield f"{drawing(data, without, name).svg}\n"
     knobs = [(knob, field) for knob, field in technique.model_fields.items() if knob != "kind"]
     if knobs:
         yield "| knob | default | |\n|---|---|---|"
         for knob, field in knobs:
             text = " ".join((field.description or "").split()).replace("|", "\\|")
             yield f"| `{knob}` | `{field.get_default(call_default_factory=True)!r}` | {text} |"
+
+
+def _caption(slot: str, data: dict[str, Any], without: dict[str, Any]) -> str:
+    """Return the drawn setting, its machine, and its figures against those without it."""
+    times = [format_seconds(each["step_s"]) for each in (data, without)]
+    text = f"`{slot}: {flow(data['setting'])}` on {without['text']}: {times[0]}"
+    text += f" instead of {times[1]}" if times[0] != times[1] else ", as without it"
+    if slot == "allocator":
+        reserved = [format_bytes(each["reserved_kib"] * 1024) for each in (data, without)]
+        text += f"; {reserved[0]} reserved instead of {reserved[1]}, for the same tensors"
+    return f"{text}."
 
 
 def gallery() -> Iterator[str]:

@@ -114,7 +114,7 @@ def head(cpus: int, folder: str) -> None:
     A cluster without its control store or raylet answers no request, and Ray would end the driver for it
     after a minute.
     """
-    ray = require("ray", extra="ray")
+    ray = require("ray")
     ray.init(
         address="local",  # never another cluster, whatever the environment or an address file says
         num_cpus=cpus,

@@ -60,7 +60,7 @@ class RankActor:
 
     def where(self) -> tuple[str, str, int]:
         """Return the id of the node, its address, and a free port on it."""
-        ray = require("ray", extra="ray")
+        ray = require("ray")
         with socket.socket() as probe:
             probe.bind(("", 0))
             return (
@@ -270,8 +270,8 @@ class RayExecutor(PoolExecutor):
         # Ray prints the death of a worker to standard output, log_to_driver or not; it reads how when it is
         # imported.
         with _environment({"RAY_DEDUP_LOGS": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}):
-            self.ray = require("ray", extra="ray")
-        require("ray.util.scheduling_strategies", extra="ray")
+            self.ray = require("ray")
+        require("ray.util.scheduling_strategies")
         self._temporary = RunFolder.temporary() if log_dir is None else None
         self.log_dir = make_log_dir(self._temporary.path if self._temporary else log_dir or "").resolve()
         self.command, self._silence_s = tuple(command), silence_s
@@ -328,7 +328,7 @@ class RayExecutor(PoolExecutor):
         with _environment(access()):
             # Ray reads the mode when it is imported, and reads it again just so when it starts a cluster
             # itself.
-            require("ray._raylet", extra="ray").Config.initialize("")
+            require("ray._raylet").Config.initialize("")
             self._join(self.cluster.address)
 
     def _join(self, address: str) -> None:

@@ -51,6 +51,12 @@ Model = Annotated[
     str,
     typer.Argument(metavar="MODEL.PY[:NAME]", help="File with model(), batch(size) and loss(model, batch)."),
 ]
+StudyName = Annotated[
+    str | None,
+    typer.Argument(
+        help="Name of a study below .memtune/, or the path of its events.jsonl; default: the last."
+    ),
+]
 ConfigPath = Annotated[Path, typer.Argument(metavar="TUNED.YAML", help="A config that a search wrote.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 Device = Annotated[
@@ -97,6 +103,28 @@ Verbose = Annotated[
 MicroBatch = Annotated[
     int | None, typer.Option(min=1, help="Samples per micro-batch, instead of the config's.")
 ]
+
+
+@app.command()
+def init(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help=(
+                "Hugging Face id, config.json or class (LlamaForCausalLM), or your own class or function:"
+                " package.module:Name, file.py:Name."
+            ),
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="File to write.")] = Path("model.py"),
+    force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Write a model.py for a model; needs no weights. Lines that hold a guess are marked CHECK."""
+    from memtune.cli import _commands
+
+    return _commands.init(target, out, force, as_json)
 
 
 @app.command()
@@ -227,34 +255,10 @@ def trial(
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def run(context: typer.Context, config: ConfigPath) -> int:
-    """Run a training command with the environment that the config needs: memtune run tuned.yaml -- python
-    train.py.
-    """
+    """Run a training command, given after --, with the environment that the config needs."""
     from memtune.cli import _commands
 
     return _commands.run(config, [*context.args])
-
-
-@app.command()
-def init(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="TARGET",
-            help=(
-                "Hugging Face id, config.json or class (LlamaForCausalLM), or your own class or function:"
-                " package.module:Name, file.py:Name."
-            ),
-        ),
-    ],
-    out: Annotated[Path, typer.Option(help="File to write.")] = Path("model.py"),
-    force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
-    as_json: AsJson = False,
-) -> int:
-    """Write a model.py for a model; needs no weights. Lines that hold a guess are marked CHECK."""
-    from memtune.cli import _commands
-
-    return _commands.init(target, out, force, as_json)
 
 
 @app.command()
@@ -295,9 +299,7 @@ def explain(
     ] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Explain each setting of a config: its reason, its cost and its savings, by simulating the config
-    without it.
-    """
+    """Explain each setting of a config: its reason, its costs and its savings."""
     given = dict(locals())
     from memtune.cli import _explain
 
@@ -354,9 +356,7 @@ def replay(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Replay a recorded run under other allocator settings, and name the settings that reserve the least
-    memory.
-    """
+    """Replay a recorded run under other allocator settings; name those that reserve least."""
     from memtune.cli import _replay
 
     return _replay.replay_snapshot(snapshot, settings or [], device, capacity, as_json)
@@ -364,9 +364,7 @@ def replay(
 
 @app.command()
 def watch(
-    study: Annotated[
-        str, typer.Argument(help="Name of a study below .memtune/, or the path of its events.jsonl.")
-    ],
+    study: StudyName = None,
 ) -> int:
     """Attach the search screen to a running or finished search."""
     from memtune.cli import _commands
@@ -376,9 +374,7 @@ def watch(
 
 @app.command()
 def report(
-    study: Annotated[
-        str, typer.Argument(help="Name of a study below .memtune/, or the path of its events.jsonl.")
-    ],
+    study: StudyName = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")] = Path("report.html"),
     force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
     as_json: AsJson = False,

@@ -11,8 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memtune.cli._output import emit, results
+from memtune._optional import install_command
+from memtune.cli._output import emit, results, say
 from memtune.errors import EnvironmentFault, UsageError
+from memtune.progress import Progress, shown
 from memtune.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -36,24 +38,29 @@ def trial(given: dict[str, Any]) -> int:
     executor: Any = _options.launcher(given)
     device, ranks = _options.place(given, for_trials=True)
     _options.offload_dir(given, for_trials=True)
-
-    from memtune.autotune.search import run_trial
+    workload, progress = _options.workload(given["model"]), Progress()
+    say(f"memtune trial {given['model']} with {given['config']}")
+    progress.phase("loading torch")
+    with shown(progress, sys.stderr):
+        from memtune.autotune.search import run_trial
     from memtune.executors import CAPACITY_ERRORS
     from memtune.technique import Reason
 
     def run(config: TunedConfig) -> TrialResult:
-        return run_trial(
-            _options.workload(given["model"]),
-            config,
-            device=device,
-            ranks=ranks,
-            budget_bytes=_options.memory(given["max_memory"]),
-            micro_batch=given["micro_batch"],
-            steps=given["steps"],
-            seed=given["seed"],
-            executor=executor,
-            ray_address=given["ray_address"],
-        )
+        progress.phase("running the trial")
+        with shown(progress, sys.stderr):
+            return run_trial(
+                workload,
+                config,
+                device=device,
+                ranks=ranks,
+                budget_bytes=_options.memory(given["max_memory"]),
+                micro_batch=given["micro_batch"],
+                steps=given["steps"],
+                seed=given["seed"],
+                executor=executor,
+                ray_address=given["ray_address"],
+            )
 
     with results() as stream:
         result = run(tuned)
@@ -111,17 +118,20 @@ def _planned(tuned: TunedConfig, given: dict[str, Any], device: Any, ranks: int)
     from memtune.cli import _options
     from memtune.technique import Reason
 
-    print("the config has no plan: recording one training step to make one", file=sys.stderr)
-    setup = prepare(
-        PlanOptions(
-            workload=given["model"],
-            device=device,
-            ranks=ranks,
-            budget_bytes=_options.memory(given["max_memory"]),
-            config=given["config"],
-            micro_batch=given["micro_batch"],
+    say("the config has no plan: recording one training step to make one")
+    progress = Progress()
+    with shown(progress, sys.stderr):
+        setup = prepare(
+            PlanOptions(
+                workload=given["model"],
+                device=device,
+                ranks=ranks,
+                budget_bytes=_options.memory(given["max_memory"]),
+                config=given["config"],
+                micro_batch=given["micro_batch"],
+            ),
+            say=progress.phase,
         )
-    )
     assert setup.only is not None  # because `config` is given
     found = setup.scorer.rewriter.candidate(setup.only)
     return found if isinstance(found, Reason) else tuned.model_copy(update={"plan": dict(found.plans)})
@@ -129,10 +139,13 @@ def _planned(tuned: TunedConfig, given: dict[str, Any], device: Any, ranks: int)
 
 def init(target: str, out: Path, force: bool, as_json: bool) -> int:
     """Run `memtune init`: write the file, record a step of it, list the lines to check."""
+    progress = Progress()
+    progress.phase("loading torch")
     with results() as stream:
-        from memtune.scaffold import write_model_file
+        with shown(progress, sys.stderr):
+            from memtune.scaffold import write_model_file
 
-        written = write_model_file(target, out, force=force)
+            written = write_model_file(target, out, force=force, say=progress.phase)
         if as_json:
             document = {
                 "schema": SCHEMA,
@@ -228,7 +241,7 @@ def doctor(as_json: bool) -> int:
         print(f"{device}: {source}")
     print(
         "Ray: "
-        + ("installed" if facts["ray"] else "not installed; for several GPUs  pip install 'memtune[ray]'")
+        + ("installed" if facts["ray"] else f"not installed; for several GPUs  {install_command('ray')}")
     )
     return 0
 
@@ -327,7 +340,7 @@ def _rate(name: str, value: float) -> str:
     return f"{value / 1e9:,.2f} GB/s" if name.endswith("bytes_per_s") else format_seconds(value)
 
 
-def watch(study: str) -> int:
+def watch(study: str | None) -> int:
     """Run `memtune watch`: show the search screen over an event log."""
     from memtune.autotune.search import read_events
     from memtune.autotune.ui import SearchView, run_tui, summary_lines
@@ -343,29 +356,40 @@ def watch(study: str) -> int:
     return 0
 
 
-def _event_log(study: str) -> Path:
-    """Return the event log of a study, given by its name, folder or log."""
-    places = (Path(study), Path(study) / "events.jsonl", Path(".memtune") / study / "events.jsonl")
+def _event_log(study: str | None) -> Path:
+    """Return the event log of a study, given by its name, folder or log; by default the one written last."""
+    logs = sorted(Path(".memtune").glob("*/events.jsonl"), key=lambda path: path.stat().st_mtime)
+    places = (
+        logs[-1:]
+        if study is None
+        else [Path(study), Path(study) / "events.jsonl", Path(".memtune") / study / "events.jsonl"]
+    )
     path = next((place for place in places if place.is_file()), None)
     if path is None:
-        known = sorted(p.parent.name for p in Path(".memtune").glob("*/events.jsonl"))
         raise EnvironmentFault(
-            f"There is no study {study} here.",
-            evidence=f"Known: {', '.join(known) or 'none'}.",
-            fix="give its name or the path of its events.jsonl",
+            "There is no study here." if study is None else f"There is no study {study} here.",
+            evidence=f"Known: {', '.join(sorted(each.parent.name for each in logs))}." if logs else "",
+            fix=(
+                "give its name or the path of its events.jsonl"
+                if logs
+                else "run in the folder of the search, or begin one: memtune search model.py"
+            ),
             code="MT404",
         )
     return path
 
 
-def report(study: str, out: Path, force: bool, as_json: bool) -> int:
+def report(study: str | None, out: Path, force: bool, as_json: bool) -> int:
     """Run `memtune report`: write the page and print its path."""
     from memtune.autotune.report import write_report
     from memtune.autotune.search import check_writable
 
     path = _event_log(study)
     check_writable(out, force=force)
-    write_report(path, out)
+    progress = Progress()
+    progress.phase(f"drawing {path.parent.name}")
+    with shown(progress, sys.stderr):
+        write_report(path, out)
     if as_json:
         emit({"schema": SCHEMA, "out": str(out), "bytes": out.stat().st_size})
     else:

@@ -67,7 +67,7 @@ def _figures(tuned: TunedConfig, budget: int | None) -> Iterator[str]:
     for name in ("measured", "predicted"):
         part = getattr(tuned, name)
         rate, step_s, peak = (part.get(key) for key in ("samples_per_s", "step_s", "peak_bytes"))
-        facts = [f"{rate:.4g} samples/s"] if isinstance(rate, int | float) else []
+        facts = [f"{rate:#.3g} samples/s"] if isinstance(rate, int | float) else []
         facts += [f"{format_seconds(step_s)} a step"] if isinstance(step_s, int | float) else []
         facts += [f"peak {format_bytes(peak)}{limit}"] if isinstance(peak, int) else []
         if facts:

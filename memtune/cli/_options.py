@@ -15,6 +15,7 @@ from memtune.units import format_bytes, parse_bytes, parse_seconds
 
 _MOST_FIXES = 5
 _GOALS = ("throughput", "memory", "batch")
+_NO_FILE = "give the path of your model.py, or write one: memtune init TARGET"
 _SHORT = ("batch", "alloc", "shard")
 _EXECUTORS = ("auto", "local", "ray", "simulated")
 
@@ -23,7 +24,7 @@ def workload(target: str) -> str:
     """Return `target` if its file exists; its content is checked later."""
     path = Path(target)
     if not path.is_file() and not Path(target.rpartition(":")[0] or target).is_file():
-        raise missing_file(target, "give the path of your model.py")
+        raise missing_file(target, _NO_FILE)
     return target
 
 

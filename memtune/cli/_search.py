@@ -16,7 +16,7 @@ from memtune.cli import _options
 from memtune.cli._crash_report import report_crashes
 from memtune.cli._output import emit, results, say
 from memtune.config import load_config
-from memtune.progress import Progress, shown
+from memtune.progress import Progress, columns, shown
 from memtune.search_spaces import matching
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ def _summary(log: Path, out: str, go_on: str) -> None:
     for event in read_events(log):
         view.apply(event)
     color, why = use_color(sys.stderr), f"memtune explain {os.path.relpath(out)}" if out else ""
-    for line in summary_lines(view, see_why=why, color=color, go_on=go_on):
+    width = columns(sys.stderr) if sys.stderr.isatty() else None
+    for line in summary_lines(view, see_why=why, color=color, go_on=go_on, width=width):
         say(line)
 
 

@@ -55,7 +55,7 @@ def is_hub_target(target: str) -> bool:
     path = Path(target)
     if path.name == "config.json" or (path / "config.json").is_file():
         return True
-    if target.count("/") == 1 and not path.exists() and path.suffix != ".py":
+    if target.count("/") == 1 and ":" not in target and not path.exists() and path.suffix != ".py":
         return True
     return target.isidentifier() and _known(target)
 
@@ -64,8 +64,10 @@ def _known(name: str) -> bool:
     if not name.endswith(tuple(_HEADS)) and name != name.lower():
         return False
     try:
-        transformers = require("transformers", extra="hf")
+        transformers = require("transformers")
     except EnvironmentFault:
+        if name.endswith(tuple(_HEADS)):  # nothing else is called so
+            raise
         return False
     return name in transformers.CONFIG_MAPPING or hasattr(transformers, name)
 
@@ -77,7 +79,7 @@ def hub_draft(target: str) -> Draft:
         EnvironmentFault: transformers is missing, or the config of an id can neither be downloaded nor found.
         UsageError: The config has no model with a head that memtune can make a loss for.
     """
-    transformers = require("transformers", extra="hf")
+    transformers = require("transformers")
     config = _config(transformers, target)
     name, is_guess = _architecture(transformers, config, target)
     head = next((each for each in _HEADS if name.endswith(each)), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,13 +29,16 @@ class WrittenFile:
     """Lines that hold a guess, each with its number."""
 
 
-def write_model_file(target: str, out: Path, *, force: bool = False) -> WrittenFile:
+def write_model_file(
+    target: str, out: Path, *, force: bool = False, say: Callable[[str], None] = lambda text: None
+) -> WrittenFile:
     """Write a `model.py` for `target` and record one training step of it.
 
     Args:
         target: A Hugging Face id, config or class, or the dotted path or file of a class or function.
         out: The file to write.
         force: Whether an existing file may be replaced.
+        say: Called with one line about each phase as it begins.
 
     Raises:
         UsageError: `target` cannot be used, or `out` exists.
@@ -43,10 +47,13 @@ def write_model_file(target: str, out: Path, *, force: bool = False) -> WrittenF
     """
     if out.exists() and not force:
         raise existing_file(out, "--out another.py, or --force to replace it")
+    say(f"reading {target}")
     draft = hub_draft(target) if is_hub_target(target) else python_draft(target, out)
     text = draft.text(str(out))
     save_text(out, text)
+    say(f"looking at {out}")
     probe(out, batches=True)
+    say("recording one training step")
     recorded = record(Workload.load(out))
     parameters = int(columns_of(recorded.step.parameters).numel.sum())
     return WrittenFile(out, parameters, recorded.record_s, tuple(marked(text)))

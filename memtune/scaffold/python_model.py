@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
+from memtune.autotune.record import fake_errors_unlogged
 from memtune.errors import UsageError, missing_file
 from memtune.scaffold.draft import MARK, Draft
 from memtune.workload import summary
@@ -33,7 +34,22 @@ _SIZES = (
 )
 _TARGETS = ("labels", "targets", "target", "y")
 """Names of optional arguments of `forward` that make it return the loss."""
-_TAKEN = ("model", "batch", "size", "loss", "output", "targets", "optimizer", "torch", "args", "kwargs")
+_TAKEN = (
+    *(
+        "model",
+        "batch",
+        "size",
+        "loss",
+        "output",
+        "targets",
+        "optimizer",
+        "params",
+        "torch",
+        "args",
+        "kwargs",
+    ),
+    "global_batch",
+)
 """Names that a file uses itself."""
 _IMAGES = (224, 32, 64, 28, 256, 384, 512, 112, 96)
 _LENGTHS = (128, 64, 32, 512, 1024)
@@ -48,6 +64,11 @@ class _Target:
     module: str
     paths: tuple[str, ...]
     """Folders that `sys.path` needs."""
+
+    @property
+    def alias(self) -> str:
+        """Name in the written file, which has functions of its own."""
+        return f"build_{self.name}" if self.name in _TAKEN else self.name
 
 
 @dataclass(frozen=True)
@@ -77,8 +98,7 @@ def python_draft(target: str, out: Path) -> Draft:
     """
     found = _find(target, out)
     call, notes = _call(found)
-    mode = FakeTensorMode()
-    with mode:
+    with fake_errors_unlogged(), FakeTensorMode():
         model = _build(found, call)
         inputs, labels, output = _inputs(model, found.name)
     loss, batch_more = _loss(output, inputs, labels)
@@ -100,7 +120,9 @@ def python_draft(target: str, out: Path) -> Draft:
             *(("import sys", "") if found.paths else ()),
             "import torch",
             *(("", f"sys.path[:0] = {list(found.paths)!r}") if found.paths else ()),
-            f"from {found.module} import {found.name}" + ("  # noqa: E402" if found.paths else ""),
+            f"from {found.module} import {found.name}"
+            + (f" as {found.alias}" if found.alias != found.name else "")
+            + ("  # noqa: E402" if found.paths else ""),
         ),
         settings=notes,
         model=(f"return {call}",),
@@ -236,7 +258,7 @@ def _call(found: _Target) -> tuple[str, tuple[str, ...]]:
         constant = each.name.upper()
         notes.append(f"{constant} = {value}  {MARK} {each.name} of {found.name}")
         arguments.append(f"{each.name}={constant}")
-    return f"{found.name}({', '.join(arguments)})", tuple(notes)
+    return f"{found.alias}({', '.join(arguments)})", tuple(notes)
 
 
 def _required(function: Any) -> list[inspect.Parameter]:

@@ -31,7 +31,7 @@ def test_phase_has_its_work_and_the_time_left(clock: list[float]):
     clock[0] += 5
     assert progress.detail() == " · 250 of 1,000 settings · 5 s, about 15 s left"
     progress.phase("starting")
-    assert progress.finished == ["scoring settings · 250 of 1,000 settings · 5 s"]
+    assert progress.finished == ["scoring settings · 250 of 1,000 settings · 5.0 s"]
     assert progress.detail() == " · 0 s"
 
 
@@ -51,6 +51,16 @@ def test_log_gets_one_line_per_subject_and_a_sign_of_life_every_two_seconds(cloc
     status.finish("recording · 3 s")
     status.print("done")
     assert out.getvalue() == "recording · 2 s · 3 s\ndone\n"
+
+
+def test_log_gets_each_detail_once_and_dots_while_it_is_the_same(clock: list[float]):
+    out = io.StringIO()
+    status = StatusLine(out)
+    for stage in ("starting", "starting", "starting", "starting", "step 1", "step 1"):
+        status.show("#3", f" · {stage}")
+        clock[0] += 2
+    status.print("done")
+    assert out.getvalue() == "#3 · starting.. · step 1.\ndone\n"
 
 
 def test_terminal_gets_one_line_that_is_redrawn_without_escapes():

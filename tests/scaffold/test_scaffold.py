@@ -17,6 +17,7 @@ from memtune.scaffold.hub_model import hub_draft, is_hub_target
 from memtune.scaffold.python_model import python_draft
 from memtune.workload import Workload
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 NETS = """
 import torch
 from torch import nn
@@ -95,7 +96,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     importlib.invalidate_caches()
     yield tmp_path
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("project", "others", "parts", "constants"):
+        if name.partition(".")[0] in ("project", "others", "parts", "constants", "vit"):
             del sys.modules[name]
 
 
@@ -123,12 +124,18 @@ def trained(text: str) -> Workload:
         ("others:Denoiser", ["timestep = torch.randint(1000, (size,))", "square().mean()"]),
         ("others.py:Tagger", ["torch.randint(5, (size, 128))", "flatten(0, 1)"]),
         ("others:build", ["return build()", "torch.randn(size, 6)"]),
+        pytest.param(
+            f"{EXAMPLES / 'vit.py'}:model",
+            ["from vit import model as build_model", "return build_model()"],
+            id="vit.py:model",
+        ),
     ],
 )
-def test_own_code_becomes_a_file_that_trains(target, words, folder):
+def test_own_code_becomes_a_file_that_trains(target, words, folder, capfd):
     text = python_draft(target, Path("model.py")).text("model.py")
     assert [each for each in words if each not in text] == []
     assert f"{MARK} shape and values" in text
+    assert capfd.readouterr().err == ""  # of guesses that failed on fake tensors
     trained(text)
 
 
@@ -201,6 +208,7 @@ def test_hugging_face_config_becomes_a_file_that_trains_without_network(config, 
         ),
         ("config.json", UsageError, "no config that transformers"),
         ("LlamaForSpeaking", None, ""),
+        ("folder/nets.py:GPT", None, ""),
     ],
 )
 def test_unusable_hub_target_is_one_message(target, kind, words, folder):
@@ -212,6 +220,13 @@ def test_unusable_hub_target_is_one_message(target, kind, words, folder):
             hub_draft(target)
         assert words in str(caught.value)
         assert isinstance(caught.value, MemtuneError)
+
+
+def test_class_of_transformers_without_transformers_names_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(EnvironmentFault, match="transformers is needed"):
+        is_hub_target("LlamaForCausalLM")
+    assert not is_hub_target("build")
 
 
 def test_init_writes_checks_and_lists_the_guesses(folder, capsys):

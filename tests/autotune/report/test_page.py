@@ -107,7 +107,7 @@ def test_page_is_complete_offline_small_and_well_formed(tmp_path):
         "not alone: needs two ranks",
         "crash: rank 1: RuntimeError: shapes differ",
         "Of 214 candidates 2 cannot fit",
-        "41.7 s571 MiB",  # trial 4: the median of its 1.69 s and the 1.70 s of its confirmation
+        "41.70 s571 MiB",  # trial 4: the median of its 1.69 s and the 1.70 s of its confirmation
     ):
         assert words in page.text
 

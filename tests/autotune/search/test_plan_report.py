@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -157,7 +158,12 @@ def test_plan_of_an_unknown_technique_costs_nothing(monkeypatch: pytest.MonkeyPa
 def test_plan_of_config_is_one_object(tmp_path: Path):
     config = tmp_path / "c.yaml"
     config.write_text(FULL)
-    document = plan(asked(config=config, gpu_type=None, device="cpu")).to_dict()
+    report = plan(asked(config=config, gpu_type=None, device="cpu", out=tmp_path / "tuned.yaml"))
+    assert load_config(tmp_path / "tuned.yaml").predicted
+    console = Console(record=True, width=160, file=io.StringIO())
+    console.print(render(report))
+    assert "memtune trial model.py --config" in console.export_text()
+    document = report.to_dict()
     assert document["status"] == "ok"
     assert document["settings"]["recompute"] == {"kind": "full"}
     assert document["micro_batch"] == 4

@@ -94,7 +94,7 @@ def without(**values: Any) -> AblatedSetting:
         (
             without(step_s=2.0, host_bytes=0),
             "the step is faster with it",
-            "saves 1 s a step (50.0% of what it takes without); costs 1.00 GiB of host memory",
+            "saves 1.00 s a step (50.0% of what it takes without); costs 1.00 GiB of host memory",
         ),
         (
             without(reserved_bytes=7 * 2**30),

@@ -18,7 +18,7 @@ from support.search import event_stream as stream  # noqa: E402
 from memtune.autotune.search.control import Control  # noqa: E402
 from memtune.autotune.search.search_events import EventLog, TrialProgress, TrialStarted  # noqa: E402
 from memtune.autotune.ui import tui_panels  # noqa: E402
-from memtune.autotune.ui.machine_line import gpu_parts, memory_part  # noqa: E402
+from memtune.autotune.ui.machine_line import gpu_parts, link_bytes, memory_part  # noqa: E402
 from memtune.autotune.ui.tui import SearchApp, with_tui  # noqa: E402
 from memtune.autotune.ui.view import SearchView  # noqa: E402
 from memtune.config import load_config  # noqa: E402
@@ -72,15 +72,22 @@ def test_screen_shows_counts_best_baselines_and_trials(tmp_path, size):
     assert "6/10 done · 1 running · 2 pruned · 3 o" in whole
     assert "#4 18.9 samples/s (+56 %" in whole
     assert "plain: out of memory" in whole
-    assert "error of peak 3.1 % · of step 6.8 %" in whole
+    assert "of predicted peaks 3.1 %, of step times 6.8 %" in whole
     bar = next(line for line in lines if line.startswith(" #6"))
     assert bar.count("█") == (10 if size[0] == 100 else 5)  # 300 of 600 MiB
     assert "step 1/4" in bar
     assert any("★ 18.9" in line and " 571 MiB" in line for line in lines)
     assert ("◆ baseline" in whole) == (size[0] == 100)
-    assert any("▁▄" in line or "▄" in line for line in lines) == (
-        size[0] == 100
-    )  # bytes of the running trial
+    assert ("▄" in bar) == (size[0] == 100)  # bytes of the running trial
+
+
+def test_screen_shows_the_whole_setting_of_the_trial_under_the_cursor(tmp_path):
+    shown = show(tmp_path, stream.all_events(), (80, 30), keys=["k", "k"])
+    first = next(index for index, line in enumerate(shown) if line.strip().startswith("#7"))
+    text = " ".join(line.strip() for line in shown[first : first + 2])
+    assert text.startswith("#7  rank 1: RuntimeError: shapes differ – recomputes one block in 2 in backward")
+    assert "divides weights, gradients and optimizer" in text
+    assert text.endswith("…")
 
 
 def test_screen_counts_repeats_separately(tmp_path):
@@ -97,11 +104,11 @@ def test_screen_shows_empty_log(tmp_path, size):
 
 
 def test_scatter_starts_at_zero_and_shows_numbers_front_and_limit(tmp_path):
-    lines = show(tmp_path, running_search(), (60, 24), keys=["g"])
+    lines = show(tmp_path, running_search(), (60, 26), keys=["g"])
     top = next(line for line in lines if line.startswith(" 18.9 │"))
     baseline = next(line for line in lines if "◆1" in line)
     assert any(line.startswith(" 0.00 │") for line in lines)
-    assert "0 B" in lines[-4]
+    assert "0 B" in lines[-6]
     assert top.index("★4") < top.index("┊")
     assert baseline.index("◆1") < top.index("★4")
     assert "·●3" in baseline  # the front goes on from the baseline to the next trial
@@ -153,7 +160,23 @@ def test_machine_line_reads_what_is_there():
         memory_part("MemTotal: 2048 kB\nMemFree: 1 kB\nMemAvailable: 1024 kB\n") == "host 1.00 MiB/2.00 MiB"
     )
     assert memory_part("") is None
-    assert list(gpu_parts("97, 40960, 81559, 61\n[N/A], 1, 2, 3\n")) == ["gpu0 97% 40.0 GiB/79.6 GiB 61 °C"]
+    pcie = "# gpu  rxpci  txpci\n# Idx   MB/s   MB/s\n    0   1288     12\n    1      -      -\n"
+    assert list(gpu_parts("97, 40960, 81559, 61\n[N/A], 1, 2, 3\n", pcie)) == [
+        "gpu0 97% 40.0 GiB/79.6 GiB PCIe in 1.20 GiB/s out 11.4 MiB/s 61 °C",
+        "gpu1 1.00 MiB/2.00 MiB 3 °C",
+    ]
+    assert list(gpu_parts("[N/A], [N/A], [N/A], [N/A]\n")) == []
+
+
+def test_machine_line_counts_bytes_of_links():
+    interfaces = "Inter-| Receive\n face |bytes packets\n    lo: 1000 4 0\n  eth0: 500 2 0\n"
+    disks = " 259 0 nvme0n1 1 0 10 0 1 0 20 0 0 0 0\n 259 1 nvme0n1p1 1 0 10 0 1 0 20 0 0 0 0\n"
+    assert link_bytes(interfaces, disks, {"nvme0n1"}) == {
+        "network": 1500,
+        "drives read": 5120,
+        "drives write": 10240,
+    }
+    assert link_bytes("", "", set()) == {}
 
 
 def test_trial_view_shows_settings_reason_and_memory(tmp_path):

@@ -21,7 +21,7 @@ from memtune.autotune.search.search_events import (
     TrialStarted,
     Unknown,
 )
-from memtune.autotune.ui import formatting, tui_panels
+from memtune.autotune.ui import formatting, line_printer, tui_panels
 from memtune.autotune.ui import tui_panels as tui_details
 from memtune.autotune.ui.line_printer import LinePrinter, summary_lines, with_lines
 from memtune.autotune.ui.view import SearchView
@@ -146,6 +146,24 @@ def test_printer_prints_one_aligned_line_per_trial():
     assert "\x1b" not in out
 
 
+@pytest.mark.parametrize("width", [80, 100, 130, 200])
+def test_printer_wraps_no_line_of_a_terminal(width, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(line_printer, "columns", lambda stream: width)
+    out = Terminal()
+    printer = LinePrinter(out, color=False)
+    for event in stream.all_events():
+        printer.apply(event)
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    fourth = next(index for index, line in enumerate(lines) if line.startswith("   4 "))
+    setting = "recomputes one block in 2 in backward"
+    assert setting in lines[fourth if width == 200 else fourth + 1]
+
+
 def test_printer_prints_no_negative_zero():
     assert [formatting.percent(each, signed=True) for each in (-0.0004, 0.0, -0.0006, None)] == [
         "+0.0 %",
@@ -163,7 +181,7 @@ def test_printer_prints_unused_techniques_by_slot():
     }
     lines = printed([CandidatesScored(n_candidates=3, not_used=reasons)], verbose=True).splitlines()
     assert len(printed([CandidatesScored(n_candidates=3, not_used=reasons)]).splitlines()) == 1
-    assert lines[1:] == ["not used: recompute coop, dtr · allocator async (`memtune plan` says why)"]
+    assert lines[1:] == ["not used: recompute coop, dtr · allocator async (memtune plan --why)"]
     assert len(printed([CandidatesScored(n_candidates=3)]).splitlines()) == 1
 
 
