@@ -264,4 +264,4 @@ class TestAngelPtm(LayersSuite):
         program = plain_program(ZOO["gpt"])
         assert "whole on each, or gathered" in str(SMALL.fits(program, replace(target_of(), ranks=2)))
         assert "compiled" in str(SMALL.fits(program, replace(target_of(), compiled="blocks")))
-        assert "outside of the blocks" in str(SMALL.fits(plain_program(ZOO["lora"]), target_of()))
+        assert SMALL.fits(plain_program(ZOO["lora"]), target_of()) is None  # blocks alone are trained

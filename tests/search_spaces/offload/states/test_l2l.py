@@ -74,9 +74,9 @@ class TestL2L(LayersSuite):
         self.check_drift(model, DEFAULT)
         self.check_training(model, DEFAULT)
 
-    @pytest.mark.parametrize(("model", "why"), [("lora", "outside of the blocks"), ("tobf16", "float32")])
-    def test_fits_refuses_by_name(self, model: str, why: str) -> None:
-        assert why in str(DEFAULT.fits(plain_program(ZOO[model]), target_of()))
+    def test_fits_refuses_by_name(self) -> None:
+        assert "float32" in str(DEFAULT.fits(plain_program(ZOO["tobf16"]), target_of()))
+        assert DEFAULT.fits(plain_program(ZOO["lora"]), target_of()) is None  # blocks alone are trained
 
     @pytest.mark.parametrize(
         "model", ["gpt", *(pytest.param(each, marks=pytest.mark.slow) for each in ("tied", "hf_llama"))]

@@ -244,4 +244,4 @@ class TestPatrickStar(LayersSuite):
         tiny = PatrickStar(kind="patrickstar", chunk_bytes=1000)
         assert "parameter of 65536 bytes" in str(tiny.fits(program, target_of()))
         assert "whole on each" in str(DEFAULT.fits(program, replace(target_of(), ranks=2)))
-        assert "outside of the blocks" in str(DEFAULT.fits(plain_program(ZOO["lora"]), target_of()))
+        assert DEFAULT.fits(plain_program(ZOO["lora"]), target_of()) is None  # blocks alone are trained
