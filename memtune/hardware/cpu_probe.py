@@ -43,6 +43,10 @@ class CpuRates:
     measured_s: float
     is_given: bool = False
     """The rates are constants, not measurements: they are neither checked nor replaced."""
+    new_bytes_per_s: float = 0.0
+    """Bytes that one thread copies per second into new memory, whose pages the system hands out meanwhile; 0
+    if not measured.
+    """
 
 
 def host_memory_bytes() -> int:
@@ -119,7 +123,7 @@ def cache_dir() -> Path:
 
 
 def _cache_file() -> Path:
-    key = f"{title()}|{usable_cores()}|{torch.__version__}|2"
+    key = f"{title()}|{usable_cores()}|{torch.__version__}|3"
     return cache_dir() / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
 
 
@@ -156,6 +160,7 @@ def _measure() -> CpuRates:
         source = torch.zeros(8 * 2**20)  # beyond most caches
         target = torch.zeros_like(source)
         copied = 2 * source.nbytes / best_s(lambda: target.copy_(source), 0.04)
+        new = source.nbytes / best_s(source.clone, 0.04)
         op_s = _op_s()
     return CpuRates(
         title=title(),
@@ -166,6 +171,7 @@ def _measure() -> CpuRates:
         memory_bytes_per_s=copied * min(n_cores, _MEMORY_CORES),
         op_s=op_s,
         measured_s=time.perf_counter() - began,
+        new_bytes_per_s=new,
     )
 
 
