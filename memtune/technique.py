@@ -348,8 +348,8 @@ class Technique(BaseModel):
                 f"{self.slot}: {{kind: {self.kind}}} needs a plan, and the config has none.",
                 evidence=f"plan: {{{self.slot}: …}} would hold {missing}.",
                 fix=(
-                    "memtune search  writes one with the config, memtune trial --config  makes one; "
-                    f"or choose {self.slot}: {{kind: none}}"
+                    "memtune plan model.py --config CONFIG --out tuned.yaml  writes the config with one; or"
+                    f" choose {self.slot}: {{kind: none}}"
                 ),
                 code="MT316",
             ) from error

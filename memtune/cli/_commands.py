@@ -381,14 +381,13 @@ def _event_log(study: str | None) -> Path:
 
 def report(study: str | None, out: Path, force: bool, as_json: bool) -> int:
     """Run `memtune report`: write the page and print its path."""
-    from memtune.autotune.report import write_report
-    from memtune.autotune.search import check_writable
-
-    path = _event_log(study)
-    check_writable(out, force=force)
-    progress = Progress()
+    path, progress = _event_log(study), Progress()
     progress.phase(f"drawing {path.parent.name}")
     with shown(progress, sys.stderr):
+        from memtune.autotune.report import write_report
+        from memtune.autotune.search import check_writable
+
+        check_writable(out, force=force)
         write_report(path, out)
     if as_json:
         emit({"schema": SCHEMA, "out": str(out), "bytes": out.stat().st_size})
