@@ -42,10 +42,11 @@ def start(
         backend_registration.rename_privateuse1_backend("sim")
     torch.ops.memtune_sim.start(n_devices, capacity_bytes, pace, seed, raises)
     if not _started:
-        from memtune.testing.simulated_device import torch_module
+        from memtune.testing.simulated_device import process_group, torch_module
 
         torch._register_device_module("sim", torch_module)
         backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
+        process_group.register()
         _started = True
 
 

@@ -1,0 +1,165 @@
+"""Collectives of simulated devices: gloo's, on a stream of their own as NCCL's are.
+
+The host runs a collective when it is issued; only its place in the order is that of the stream. A missing
+`wait` is a race between the collective and the op that uses its tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+NAME = "simulated"
+_Group: Any = dist.ProcessGroup  # its stub has overloads that are never called on a subclass
+
+
+class _Work(dist.Work):
+    """A collective that has been issued; `wait` orders the current stream after it."""
+
+    def __init__(self, event: torch.Event | None, results: list[Tensor]) -> None:
+        super().__init__()
+        self._event = event
+        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        self._future.set_result(results)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Make the current stream wait; the host goes on."""
+        if self._event is not None:
+            self._event.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether the collective is over for the host."""
+        return self._event is None or self._event.query()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Return the results, ordered by `wait`."""
+        self.wait()
+        return self._future
+
+
+class SimulatedGroup(_Group):  # type: ignore[misc]
+    """Group of ranks on simulated devices; tensors on the host go to gloo as they are."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._streams: dict[int, torch.Stream] = {}
+        self._name = ""
+
+    def getBackendName(self) -> str:
+        """Return the name under which `init_process_group` knows it."""
+        return NAME
+
+    # Torch keeps a name with a group's backends, of which this group has none.
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        """Return the name under which torch finds the group."""
+        return self._name
+
+    @property
+    def pg_name(self) -> str:
+        """Return `group_name`."""
+        return self._name
+
+    def _issue(
+        self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], run: Callable[..., Any]
+    ) -> dist.Work:
+        """Run `run`, a call of gloo that takes a function from tensors to the ones it uses."""
+        device = next((each.device for each in (*reads, *writes) if each.device.type == "sim"), None)
+        if device is None:
+            run(lambda tensor: tensor).wait()
+            return _Work(None, list(writes))
+        stream = self._streams.setdefault(device.index, torch.Stream(device))
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        before = torch.accelerator.current_stream(device)
+        torch.accelerator.set_stream(stream)
+        try:
+            torch.ops.memtune_sim.use(list(reads), list(writes), f"{NAME}::{name}")
+        finally:
+            torch.accelerator.set_stream(before)
+        run(torch.ops.memtune_sim.kernel_view).wait()
+        return _Work(stream.record_event(), list(writes))
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Sum, or another reduction, in place."""
+        opts = dist.AllreduceOptions() if opts is None else opts
+        return self._issue(
+            "allreduce", tensors, tensors, lambda view: self._gloo.allreduce([*map(view, tensors)], opts)
+        )
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Send the tensors of `opts.rootRank` to all ranks."""
+        opts = dist.BroadcastOptions() if opts is None else opts
+        reads, writes = (tensors, []) if opts.rootRank == self.rank() else ([], tensors)
+        return self._issue(
+            "broadcast", reads, writes, lambda view: self._gloo.broadcast([*map(view, tensors)], opts)
+        )
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        """Gather the inputs of all ranks into each rank's list of outputs."""
+        return self._issue(
+            "allgather",
+            inputs,
+            [each for row in outputs for each in row],
+            lambda view: self._gloo.allgather([[*map(view, row)] for row in outputs], [*map(view, inputs)]),
+        )
+
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
+        """Gather the inputs of all ranks into one tensor."""
+        return self._issue(
+            "allgather",
+            [source],
+            [output],
+            lambda view: self._gloo.allgather(
+                [[*view(output).view(self.size(), -1).unbind()]], [view(source).view(-1)]
+            ),
+        )
+
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
+        """Reduce the inputs of all ranks, of which each rank gets its part."""
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        return self._issue(
+            "reduce_scatter",
+            [source],
+            [output],
+            lambda view: self._gloo._reduce_scatter_base(view(output), view(source), opts),
+        )
+
+    # The stream of the collectives keeps their order, so the last one's work covers them all.
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Gather several tensors."""
+        pairs = zip(outputs, inputs, strict=True)
+        return [self.all_gather_single(output, source) for output, source in pairs][-1]
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Reduce and scatter several tensors."""
+        pairs = zip(outputs, inputs, strict=True)
+        return [self.reduce_scatter_single(output, source, opts) for output, source in pairs][-1]
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Wait for all ranks, and for this rank's devices."""
+        torch.accelerator.synchronize()
+        self._gloo.barrier().wait()
+        return _Work(None, [])
+
+
+def register() -> None:
+    """Make it the backend of `sim`, and of the host in groups that have both."""
+
+    def make(store: Any, rank: int, size: int, timeout: timedelta) -> SimulatedGroup:
+        return SimulatedGroup(store, rank, size, timeout)
+
+    dist.Backend.register_backend(NAME, make, devices=["sim"])
