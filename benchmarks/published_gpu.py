@@ -314,7 +314,9 @@ def main(arguments: Sequence[str] | None = None, *, say: Callable[[str], None] =
     if args.plot:
         args.plot.write_text(plot(rows))
     if args.markdown:
-        args.markdown.write_text(markdown(rows, found, args.plot.name if args.plot else ""))
+        there = {row.case.id for row in rows}
+        left = [case.id for case in every if case.id not in there]
+        args.markdown.write_text(markdown(rows, found, args.plot.name if args.plot else "", left))
     return 0
 
 

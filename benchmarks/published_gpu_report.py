@@ -13,8 +13,8 @@ _COLOURS = {"allocated": "#1f77b4", "reserved": "#ff7f0e", "device": "#2ca02c", 
 _SIZE, _EDGE = 420, 46
 
 
-def markdown(rows: Sequence[Any], summary: dict[str, Any], plot_name: str) -> str:
-    """Return the page: bars, sources, cases by error, excluded ones."""
+def markdown(rows: Sequence[Any], summary: dict[str, Any], plot_name: str, left: Sequence[str] = ()) -> str:
+    """Return the page: bars, sources, cases by error, excluded ones, those `left` out of the run."""
     lines = ["# Predictions for GPUs against published measurements", ""]
     lines += [f"![predicted against measured]({plot_name})", ""] if plot_name else []
     lines += [
@@ -73,6 +73,8 @@ def markdown(rows: Sequence[Any], summary: dict[str, Any], plot_name: str) -> st
     unfit = [row for row in rows if row.status in ("unfit", "error")]
     if unfit:
         lines += ["", "## not predicted", "", *(f"- {row.case.id}: {row.reason}" for row in unfit)]
+    if left:
+        lines += ["", "## not in this run", "", f"{len(left)} cases: {', '.join(left)}"]
     apart = [row for row in rows if row.case.excluded]
     if apart:
         lines += ["", "## not counted", "", *(f"- {row.case.id}: {row.case.excluded}" for row in apart)]
