@@ -163,7 +163,7 @@ bench-order: setup  ## operator orders of whole training steps over the tests' m
 
 PUBLISHED := benchmarks/results/published-gpu
 
-bench-published: setup  ## predictions for GPUs against published measurements, without a GPU (MEMTUNE_GPU_PUBLISHED names a folder of further cases; about 15 minutes on 2 cores)
+bench-published: setup  ## predictions for GPUs against published measurements, without a GPU (MEMTUNE_GPU_PUBLISHED names a folder of further cases; about half an hour on 2 cores)
 	mkdir -p benchmarks/results
 	$(BIN)/python benchmarks/published_gpu.py --json $(PUBLISHED).json --markdown $(PUBLISHED).md --plot $(PUBLISHED).svg
 
