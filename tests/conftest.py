@@ -43,6 +43,7 @@ os.environ |= {
 # Tests share the cores: a thread that spins while it waits for its team takes them from the one that it waits
 # for.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads spin always
 
 
 # The same examples everywhere, however long each takes; --hypothesis-profile=default draws others.
