@@ -178,6 +178,18 @@ def test_help_lists_the_commands_and_exit_codes_and_loads_nothing_heavy(folder: 
     assert loaded.stdout.splitlines()[-1] == "[]"
 
 
+def test_search_multiplies_on_one_thread_and_leaves_the_environment_to_trials():
+    code = (
+        "import os\nfrom memtune.cli._search import loading\nwith loading():\n    import numpy\n"
+        "print(len(os.listdir('/proc/self/task')), 'OPENBLAS_NUM_THREADS' in os.environ)"
+    )
+    for threads, found in ((None, "1 False\n"), ("2", "True\n")):
+        env = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
+        env |= {"PYTHONPATH": str(ROOT)} | ({"OPENBLAS_NUM_THREADS": threads} if threads else {})
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+        assert done.stdout.endswith(found), done.stderr
+
+
 def test_no_color_means_no_escape_sequences(folder: Path):
     assert "\x1b" in memtune(folder, "--help", FORCE_COLOR="1").stdout
     assert "\x1b" not in memtune(folder, "--help", NO_COLOR="1").stdout
