@@ -36,7 +36,7 @@ from memtune.search_spaces.recompute.megtaichi import Megtaichi
 from memtune.search_spaces.recompute.planned import Planned
 from memtune.search_spaces.recompute.selective import Selective
 from memtune.technique import NO_PLAN, Reason, Target, Technique
-from memtune.testing import TechniqueSuite
+from memtune.testing import TechniqueSuite, drift
 from memtune.testing.drift_check import compare, fresh_program, plain_program, recording_of
 from memtune.testing.drift_check import target_of as costly_target_of
 from memtune.testing.training import build, config_of, settings_of
@@ -335,3 +335,9 @@ def rewritten_by(program: Program, planned: Planned, target: Target | None = Non
 def seconds(step: Step, target: Target) -> float:
     costs = op_costs(step, target.hardware)
     return float(costs.op_s.clip(min=costs.issue_s).sum())
+
+
+@pytest.mark.slow
+def test_memory_bank_and_average_of_the_encoder_are_predicted_to_the_byte() -> None:
+    path = Path(__file__).parents[2] / "support" / "models" / "recompute" / "moco.py"
+    assert drift(path, Planned(share=0.0)) == ""
