@@ -90,9 +90,9 @@ def advance(done: int, noun: str, total: int = 0) -> None:
 class StatusLine:
     """One line about the present, below lines that stay.
 
-    On a terminal it is redrawn in place. Elsewhere its subject begins a line, to which a detail is appended
-    within two seconds, or a dot while the detail is the same, so that a log shows life without a line per
-    sign of it.
+    On a terminal it is redrawn in place. Elsewhere its subject begins a line, to which the new parts of the
+    detail are appended within two seconds, or a dot if there are none, so that a log shows life without a
+    line per sign of it.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -111,7 +111,9 @@ class StatusLine:
             self._write(subject)
             self._open, self._written_s, self._detail = True, now_s, ""
         elif now_s - self._written_s >= SILENT_S:
-            self._write("." if detail == self._detail else detail)
+            known = self._detail.split(" · ")
+            new = [each for each in detail.split(" · ") if each and each not in known]
+            self._write("".join(f" · {each}" for each in new) or ".")
             self._written_s, self._detail = now_s, detail
         self._subject = subject
 
