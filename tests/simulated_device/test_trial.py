@@ -1,0 +1,34 @@
+"""`memtune trial --device sim`: its worker processes start the simulated accelerator too."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.zoo_paths import ZOO
+
+pytestmark = pytest.mark.device
+SITE = Path(__file__).parents[1] / "support" / "simulated_site"
+
+
+def test_trial_measures_reserved_bytes(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "memtune: 1\nsettings:\n  execution: {micro_batch: 4}\n"
+        "  offload: {activations: {kind: copy_out, min_bytes: 0}}\n"
+    )
+    command = [sys.executable, "-m", "memtune", "trial", str(ZOO["gpt"]), "--config", str(config)]
+    done = subprocess.run(
+        [*command, "--device", "sim", "--executor", "local", "--json"],
+        env=os.environ | {"PYTHONPATH": str(SITE)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["peak_reserved_bytes"] >= found["peak_allocated_bytes"] > 0
+    assert found["peak_reserved_bytes"] % (2 << 20) == 0
