@@ -189,6 +189,7 @@ def markdown(found: dict[str, Any], rows: list[Row]) -> str:
         "`ratio`: step time over the peer's, with quartiles; below 1 is cheaper. Counts are memtune's,",
         "then the peer's: ops below autograd, calls of Python, of these entered from C++ (hooks, nodes), ops",
         "seen by dispatch modes, modes entered.",
+        *(["", found["note"]] if found["note"] else []),
         "",
         "| group | mechanism | peer | added, ms | peer's | ratio | quartiles | ops | Python calls |"
         " from C++ | dispatched | modes |",
@@ -220,6 +221,7 @@ def main() -> int:
         "--json", type=Path, metavar="FILE", help="file for all figures; known groups are kept"
     )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="file for the table")
+    parser.add_argument("--note", default="", help="sentences for the page, on how its groups were measured")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     groups, rows = asked.groups.split(","), list[Row]()
@@ -242,6 +244,7 @@ def main() -> int:
         "sources": sources(),
         "machine": machine(),
         "rounds": asked.rounds,
+        "note": asked.note,
         "dearer": [f"{row.mechanism} than {row.peer}" for row in rows if row.over_peer.ratio_low > 1.0],
     }
     text = markdown(found, rows)
