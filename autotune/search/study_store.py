@@ -264,7 +264,7 @@ def check_writable(path: Path, *, force: bool, evidence: str = "") -> None:
     if path.is_dir():
         raise EnvironmentFault(f"{path} is a folder.", fix="name a file with --out", code="MT407")
     if path.exists() and not force:
-        raise existing_file(path, "add --force to replace it, or --out another.yaml", evidence)
+        raise existing_file(path, f"add --force to replace it, or --out another{path.suffix}", evidence)
     folder = path.parent
     probe = folder / f".{path.name}.{os.getpid()}.probe"
     try:

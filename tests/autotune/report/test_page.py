@@ -157,8 +157,8 @@ def test_report_command_finds_the_study_and_keeps_files(tmp_path, monkeypatch, c
     assert cli.run(["report", "s", "-o", "report.html", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document == {"schema": 1, "out": "report.html", "bytes": Path("report.html").stat().st_size}
-    assert cli.run(["report", "s"]) == 2
-    assert "--force" in capsys.readouterr().err
+    assert cli.run(["report"]) == 2  # the last study; its page exists
+    assert "--force to replace it, or --out another.html" in capsys.readouterr().err
     assert cli.run(["report", "other"]) == 3
     assert "Known: s." in capsys.readouterr().err
 
