@@ -62,9 +62,10 @@ class ClippedGradients:
             total = self._norm_over_ranks(held, order)
             if how.get("error_if_nonfinite") and not math.isfinite(float(total)):
                 raise RuntimeError(f"The total norm of order {order} of the gradients is non-finite.")
-            factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-            for gradient in (local(each.grad) for each in held if each.grad is not None):
-                gradient.mul_(factor.to(gradient.device))
+            factor = float((max_norm / (total + 1e-6)).clamp(max=1.0))
+            for each in held:
+                if each.grad is not None:
+                    each.grad.mul_(factor)  # not its local rows, whose changes are not counted
         self._note(given, held)
         return total.to(self._device)
 
