@@ -204,10 +204,10 @@ def _frames_not_freed(technique: type[Technique]) -> AbstractContextManager[Any]
 
 
 def _source_not_freed(technique: type[Technique]) -> AbstractContextManager[Any]:
-    def arrive(self: Any) -> None:
+    def complete_offload(self: Any) -> None:
         transfer.wait(self._host)
 
-    return patch.object(offloaded_tensor.SavedStorage, "arrive", arrive)
+    return patch.object(offloaded_tensor.SavedStorage, "complete_offload", complete_offload)
 
 
 # -- of copies -----------------------------------------------------------------------------------------------

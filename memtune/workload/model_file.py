@@ -30,6 +30,8 @@ OPTIONAL: dict[str, tuple[int, str]] = {
     "blocks": (1, "def blocks(model): return list(model.layers)"),
     "worst_batch": (1, "def worst_batch(size): ...   # the largest batch of `size` samples, on the CPU"),
 }
+OPENED_AS = "memtune_user_"
+"""Start of the names under which these files stand in `sys.modules`."""
 _serial = itertools.count()
 
 
@@ -188,7 +190,7 @@ def _import(path: Path, source: bytes) -> ModuleType:
         sys.path.insert(0, str(path.parent))
     package = _package_of(path)
     # In a package `from . import layers` needs the package's name in the module's, and the folder above it.
-    module_name = f"{package and f'{package}.'}memtune_user_{path.stem}_{next(_serial)}"
+    module_name = f"{package and f'{package}.'}{OPENED_AS}{path.stem}_{next(_serial)}"
     if package and (root := str(path.parents[package.count(".") + 1])) not in sys.path:
         sys.path.append(root)
     spec = importlib.util.spec_from_file_location(module_name, path)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memtune.device import is_out_of_memory
 from memtune.errors import MemtuneError, WorkloadError
 from memtune.workload.batches import batch_size_of, map_tensors, shapes_of, split_batch, tensors_of, to_device
-from memtune.workload.model_file import UserFile, load_user_file, raised_in_user_code
+from memtune.workload.model_file import OPENED_AS, UserFile, load_user_file, raised_in_user_code
 from memtune.workload.repeated_blocks import find_blocks
 
 __all__ = ["Workload", "batch_size_of", "map_tensors", "shapes_of", "split_batch", "tensors_of", "to_device"]
@@ -320,6 +320,8 @@ class Workload:
             file = getattr(module, "__file__", None)
             if not isinstance(file, str) or name.partition(".")[0] == "memtune":
                 continue
+            if name.rpartition(".")[2].startswith(OPENED_AS):
+                continue  # the `model.py` of another search in this process
             path = Path(os.path.abspath(file))
             if path == self.path or not path.is_relative_to(folder) or "site-packages" in path.parts:
                 continue

@@ -330,6 +330,13 @@ def test_batch_size_of_is_most_frequent_first_dimension():
     assert batch_size_of([1, "a"]) is None
 
 
+def test_imports_are_not_the_model_files_of_other_searches(tmp_path):
+    for name in ("first", "second"):
+        written(tmp_path, GOOD, f"{name}.py")
+    first, second = (Workload.load(tmp_path / f"{name}.py") for name in ("first", "second"))
+    assert first.imports() == second.imports() == {}
+
+
 def test_load_allows_relative_and_sibling_imports_in_a_package(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", sys.path.copy())
     inner = tmp_path / "package_with_sizes" / "nets"

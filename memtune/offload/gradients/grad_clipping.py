@@ -22,14 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from memtune.errors import ApplyError
 from memtune.offload.gradients.grad_scaler import Gradients
 from memtune.runtime import Context, local
 
-_OWNERS: Any = WeakTensorKeyDictionary()
-"""Model parameter → weak reference to the `ClippedGradients` of its training."""
+_OWNERS: weakref.WeakSet[ClippedGradients] = weakref.WeakSet()
+"""Those of all trainings. Not by parameter: `module.to` swaps no tensor that has a weak reference."""
 
 
 class ClippedGradients:
@@ -135,20 +134,15 @@ def clip_everywhere(context: Context, gradients: Gradients) -> None:
         return  # a pipeline shows the norms of other stages itself
     clipped: Any = ClippedGradients(context, gradients)
     vars(context.optimizer)["_memtune_clipping"] = clipped  # keeps it alive
-    for parameter in clipped.chains:
-        _OWNERS[parameter] = weakref.ref(clipped)
+    _OWNERS.add(clipped)
     _replace(clip_grad.clip_grad_norm_, _clip_grad_norm)
     _replace(clip_grad.clip_grad_value_, _clip_grad_value)
 
 
 def _owner_of(parameters: Sequence[Any]) -> ClippedGradients | None:
     """Return the training that one of `parameters` belongs to; None if none does."""
-    for each in parameters:
-        found = _OWNERS.get(each) if isinstance(each, Tensor) else None
-        if found is not None and found() is not None:
-            owner: ClippedGradients = found()
-            return owner
-    return None
+    tensors = [each for each in parameters if isinstance(each, Tensor)]
+    return next((owner for owner in _OWNERS if any(each in owner.chains for each in tensors)), None)
 
 
 def _clip_grad_norm(

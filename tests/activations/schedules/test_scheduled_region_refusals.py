@@ -17,7 +17,7 @@ from memtune.activations.capture.tape import COLLECTIVE_INSIDE
 from memtune.activations.schedules.scheduled_region import ScheduledRegion
 from memtune.errors import ApplyError
 from memtune.program.op_schedule import OpGraph, Schedule, build_schedule, find_schedule_error, plain_schedule
-from memtune.search_spaces.recompute._schedule_planner.block_schedules import instead_of_schedule
+from memtune.search_spaces.recompute._schedule_planner.block_schedules import _instead_of_schedule
 
 
 @pytest.mark.parametrize(
@@ -286,10 +286,10 @@ def test_warning_names_autocast_that_the_schedule_lacks() -> None:
 
 
 def test_fix_for_a_collective_names_no_recompute() -> None:
-    assert instead_of_schedule(
+    assert _instead_of_schedule(
         f"it cannot be captured: c10d.allreduce_.default: {COLLECTIVE_INSIDE}", "selective"
     ).endswith("recompute: {kind: none}")
-    assert instead_of_schedule("it runs other ops", "selective").endswith("recompute: {kind: selective}")
+    assert _instead_of_schedule("it runs other ops", "selective").endswith("recompute: {kind: selective}")
 
 
 SIZES: list[int] = []

@@ -211,8 +211,7 @@ def test_state_in_host_memory_already_is_not_counted_again(monkeypatch: pytest.M
         "predicted": {"host_peak_bytes": 10 + weights + STATE_BYTES},
         "made_for": {"model": ""},
     }
-    with pytest.raises(ApplyError, match="clipping by norm"):  # looked for when the memory is there
-        tuned("l2l", stepped=True, **more)
+    tuned("l2l", stepped=True, **more)
     with pytest.raises(
         EnvironmentFault, match=f"at least {format_bytes(10 + weights)} are needed"
     ):  # weights stay
