@@ -59,20 +59,6 @@ def test_suggestions_combine_two_changes_if_needed(rewriter: Rewriter) -> None:
     assert all(" and " in each.change and each.peak_bytes < smallest for each in found[:-1])
 
 
-def test_suggestions_prefer_two_changes_to_more_ranks() -> None:
-    """Frozen weights, which most optimizer-state stores cannot free: no single change is as good as more
-    ranks.
-    """
-    rewriter = Rewriter(record(Workload.load(ZOO["lora"])), Target(hardware.find("h100-80g")))
-    scorer, start = Scorer(rewriter), closest(rewriter, 1)
-    smallest = min(each.peak_bytes for each in _one_change(scorer, start))
-    assert min(each.peak_bytes for each in _wider(scorer, start.choice, start, "")) < smallest
-    assert any(
-        " and " in each.change and "ranks" not in each.change
-        for each in remedies(rewriter, start, smallest - 1)
-    )
-
-
 def test_suggestions_raise_limit_if_no_change_suffices(rewriter: Rewriter) -> None:
     assert len(remedies(rewriter, closest(rewriter, 2), 1000)) == 1
 

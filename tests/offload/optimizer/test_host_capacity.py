@@ -19,7 +19,7 @@ from torch import nn
 import memtune
 from memtune.autotune.search.preparation import parameter_bytes
 from memtune.autotune.space.candidates import Candidate, Choice
-from memtune.errors import ApplyError, EnvironmentFault
+from memtune.errors import EnvironmentFault
 from memtune.offload.optimizer import host_capacity
 from memtune.offload.optimizer.host_capacity import Limit, available_bytes, least_state_bytes, limits
 from memtune.program.step import Tier
