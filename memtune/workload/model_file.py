@@ -31,7 +31,7 @@ OPTIONAL: dict[str, tuple[int, str]] = {
     "worst_batch": (1, "def worst_batch(size): ...   # the largest batch of `size` samples, on the CPU"),
 }
 OPENED_AS = "memtune_user_"
-"""Start of the names under which these files stand in `sys.modules`."""
+"""Prefix of the names of these files in `sys.modules`."""
 _serial = itertools.count()
 
 
