@@ -4,7 +4,7 @@
     memtune search examples/lora.py --device cpu --trials 4
 
 With few trained parameters nearly all memory is activations and frozen weights. memtune sees that,
-because it records which parameters have gradients: `memtune plan` lists what is left at the peak.
+because it records which parameters have gradients: `memtune plan` lists the memory at the peak.
 """
 
 import torch

@@ -78,12 +78,13 @@ def batch_is_lossless(
 def takes_too_long(recording: Recording) -> bool:
     """Return whether a comparison of gradients has too many FLOPs for a search or plan to wait for it."""
     step = recording.step
+    is_short = parameter_bytes(recording) > _LARGE_BYTES
     seen: Counter[str] = Counter()
     kept = np.ones(len(step.blocks) + 1, bool)  # the last entry is for ops outside of the blocks
     for i, name in enumerate(step.blocks):
         parent = name.rpartition(".")[0]
         seen[parent] += 1
-        kept[i] = seen[parent] <= _OF_A_CLASS or parameter_bytes(recording) <= _LARGE_BYTES
+        kept[i] = not is_short or seen[parent] <= _OF_A_CLASS
     per_sample = float(step.ops.flops[kept[step.ops.block]].sum()) / recording.small
     return 2 * SAMPLES * per_sample > _MOST_FLOPS
 
@@ -137,7 +138,9 @@ def _short_model(workload: Workload, blocks: Sequence[str]) -> nn.Module:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
-                module._parameters[name] = memo.setdefault(id(parameter), _drawn(parameter))
+                if id(parameter) not in memo:
+                    memo[id(parameter)] = _drawn(parameter)
+                module._parameters[name] = memo[id(parameter)]
     return model
 
 

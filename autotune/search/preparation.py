@@ -100,7 +100,7 @@ class Setup:
 
     @property
     def parameter_bytes(self) -> int:
-        """True if micro-batches were checked to add up to the batch, even if the search does not split it."""
+        """Bytes of the model's parameters on the device, each storage once."""
         return parameter_bytes(self.recording)
 
     @cached_property

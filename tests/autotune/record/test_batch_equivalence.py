@@ -11,6 +11,7 @@ from support import zoo_paths
 
 from memtune.autotune.record import batch_equivalence
 from memtune.autotune.record.batch_equivalence import batch_is_lossless
+from memtune.autotune.record.recorder import record
 from memtune.program import Kind
 from memtune.workload.workload import Workload
 
@@ -200,3 +201,9 @@ def test_comparison_is_long_by_the_flops_of_two_blocks(dim: int, layers: int, is
     )
     recording: Any = SimpleNamespace(step=step, small=1)
     assert batch_equivalence.takes_too_long(recording) is is_long
+
+
+@pytest.mark.parametrize(("name", "couples"), [("cnn_bn", True), ("gpt", False)])
+def test_coupled_samples_names_batch_norm(name: str, couples: bool):
+    found = batch_equivalence.coupled_samples(record(Workload.load(zoo_paths.ZOO[name])))
+    assert (found is not None and "batch_norm" in str(found)) is couples
