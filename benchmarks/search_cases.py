@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 
 from memtune.autotune.predict import simulation
-from memtune.autotune.predict.time_breakdown import RESOURCES
+from memtune.autotune.predict.breakdown import RESOURCES
 from memtune.autotune.search.baselines import baselines
 from memtune.autotune.search.preparation import Setup, prepare
 from memtune.autotune.space import (

@@ -35,8 +35,8 @@ from typing import Any, NamedTuple
 from search_quality import SEARCHERS, TRIALS, Trials, shipped
 
 from memtune.autotune.predict import Prediction
+from memtune.autotune.predict.breakdown import OpTime
 from memtune.autotune.predict.simulation import Interval
-from memtune.autotune.predict.time_breakdown import OpTime
 from memtune.autotune.search.baselines import baselines
 from memtune.autotune.search.driver import trial_config
 from memtune.autotune.search.preparation import Setup, prepare

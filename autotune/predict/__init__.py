@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
+    from memtune.autotune.predict.breakdown import PeakRow, at_peak, time_lines
     from memtune.autotune.predict.caching_allocator import AllocatorResult, AllocatorSettings, replay
     from memtune.autotune.predict.calibration import (
         SearchErrors,
@@ -19,12 +20,10 @@ if TYPE_CHECKING:
     from memtune.autotune.predict.host_memory_check import host_memory_shortage, ssd_shortage
     from memtune.autotune.predict.machine_calibration import calibrate
     from memtune.autotune.predict.parallel_map import ParallelMap
-    from memtune.autotune.predict.peak_breakdown import PeakRow, at_peak
     from memtune.autotune.predict.python_work import PythonWork
     from memtune.autotune.predict.simulation import Calibration, Prediction, simulate
     from memtune.autotune.predict.snapshot import Trace, read_trace
     from memtune.autotune.predict.tight_memory import TightSetting, rank_settings
-    from memtune.autotune.predict.time_breakdown import time_lines
     from memtune.autotune.predict.timeline import StepTimeline, step_timeline
 else:
     __getattr__ = open_door(__name__)

@@ -17,9 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune import _native
-from memtune.autotune.predict.caching_allocator import AllocatorSettings, event_stream, replay
-from memtune.autotune.predict.python_work import NO_PYTHON, PythonWork, python_s
-from memtune.autotune.predict.time_breakdown import (
+from memtune.autotune.predict.breakdown import (
     OPTIMIZER,
     RECOMPUTE,
     RESOURCES,
@@ -29,6 +27,8 @@ from memtune.autotune.predict.time_breakdown import (
     critical_path,
     exposed_by_op,
 )
+from memtune.autotune.predict.caching_allocator import AllocatorSettings, event_stream, replay
+from memtune.autotune.predict.python_work import NO_PYTHON, PythonWork, python_s
 from memtune.device import Capability
 from memtune.hardware import Hardware, op_costs
 from memtune.program import (

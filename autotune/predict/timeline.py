@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from memtune import _native
-from memtune.autotune.predict.peak_breakdown import kind_of
+from memtune.autotune.predict.breakdown import kind_of
 from memtune.autotune.predict.python_work import PythonWork
 from memtune.autotune.predict.simulation import scheduled, step_columns
 from memtune.hardware import Hardware, op_costs

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from memtune.device import generators
+from memtune.device import accelerator
 from memtune.errors import ApplyError, MemtuneError
 from memtune.runtime import DEVICE, HOST, local, mutated, tensors_in, tier
 
@@ -669,14 +669,14 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _generators() -> list[Any]:
-    return [None, *generators.in_use()]
+    return [None, *accelerator.started_devices()]
 
 
 def _state(which: Any) -> Tensor:
     with tier(HOST):
         if isinstance(which, torch.Generator):
             return which.get_state()
-        return torch.get_rng_state() if which is None else generators.get_state(which)
+        return torch.get_rng_state() if which is None else accelerator.get_rng_state(which)
 
 
 def _set_state(which: Any, state: Tensor) -> None:
@@ -685,4 +685,4 @@ def _set_state(which: Any, state: Tensor) -> None:
     elif which is None:
         torch.set_rng_state(state)
     else:
-        generators.set_state(which, state)
+        accelerator.set_rng_state(which, state)

@@ -8,7 +8,6 @@ from memtune._door import open_door
 
 if TYPE_CHECKING:
     from memtune.device import accelerator as accelerator
-    from memtune.device import generators as generators
     from memtune.device import memory_statistics as memory_statistics
     from memtune.device import streams as streams
     from memtune.device.accelerator import platform_of
@@ -43,7 +42,6 @@ __all__ = [
     "backends_of",
     "device_of",
     "explained",
-    "generators",
     "is_lost",
     "is_out_of_memory",
     "lost_error",

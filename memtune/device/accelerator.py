@@ -1,4 +1,4 @@
-"""The accelerator that torch has in this process: its platform, its devices and its module.
+"""The accelerator that torch has in this process: its platform, devices, module and random generators.
 
 A process has at most one accelerator type (`torch.accelerator`). One that is not in `PLATFORMS`, from a
 package that registers a PrivateUse1 backend, may describe itself: `torch.<name>.memtune_platform` is a
@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from memtune.device.platforms import ACCELERATOR, DEFAULT_ACCELERATOR, PLATFORMS, Capability, Platform
 from memtune.errors import EnvironmentFault, UsageError
@@ -239,3 +240,28 @@ def named_platform(name: str) -> Platform:
 def runs_triton(device: torch.device) -> bool:
     """Return whether Triton is installed and compiles for `device`."""
     return Capability.TRITON in platform_of(device).capabilities and find_spec("triton") is not None
+
+
+def get_rng_state(device: torch.device) -> Tensor:
+    """Return the state of the generator of `device`, an accelerator: uint8 on the host."""
+    state: Tensor = module_of(device).get_rng_state(device)
+    return state
+
+
+def set_rng_state(device: torch.device, state: Tensor) -> None:
+    """Set the state of the generator of `device`, an accelerator."""
+    module_of(device).set_rng_state(state, device)
+
+
+def fork_rng(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context that restores the generators of CPU and of `device` at its end."""
+    # Torch takes the type from the accelerator, or assumes CUDA; of no devices it needs none.
+    if platform_of(device).is_host:
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
+
+
+def started_devices() -> list[torch.device]:
+    """Return the devices of an accelerator that has started; generators of others have drawn nothing."""
+    kind = device_type() if is_started() else None
+    return [] if kind is None else [torch.device(kind, index) for index in range(count())]

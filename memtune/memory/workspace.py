@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from memtune.device import accelerator, generators, memory_statistics, platform_of, streams
+from memtune.device import accelerator, memory_statistics, platform_of, streams
 from memtune.errors import EnvironmentFault
 from memtune.memory import cpu_allocator
 from memtune.runtime import WatchingMode
@@ -148,7 +148,7 @@ def measure(key: Signature, device: torch.device | str = "cpu") -> Measured:
     op = _resolve(name)
     args, kwargs = _decode(args, device), {k: _decode(v, device) for k, v in kwargs.items()}
     # Workspace is measured in the middle of a user's process, whose random numbers must not change.
-    with generators.forked(device), torch.autocast(device.type, enabled=False), torch.enable_grad():
+    with accelerator.fork_rng(device), torch.autocast(device.type, enabled=False), torch.enable_grad():
         op(*args, **kwargs)
         # The first run has filled oneDNN's primitive cache and the library handles' buffers.
         before = _start(device)

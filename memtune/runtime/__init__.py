@@ -9,18 +9,12 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
-    from memtune.runtime import grouped_copies as grouped_copies
     from memtune.runtime import memory_tiers as memory_tiers
     from memtune.runtime import node_topology as node_topology
     from memtune.runtime import rng_state as rng_state
+    from memtune.runtime import seam as seam
     from memtune.runtime import training_step as training_step
     from memtune.runtime import transfer as transfer
-    from memtune.runtime.backward_callbacks import (
-        BackwardEnd,
-        EarlyUpdates,
-        PartialStep,
-        unfinished_step_error,
-    )
     from memtune.runtime.context import Context, Snapshot
     from memtune.runtime.data_alias import (
         is_data_used,
@@ -31,12 +25,6 @@ if TYPE_CHECKING:
     )
     from memtune.runtime.dropout import no_dropout
     from memtune.runtime.events import GradReady
-    from memtune.runtime.grouped_copies import (
-        copy_to_device_together,
-        groups,
-        is_observed,
-        to_host_together,
-    )
     from memtune.runtime.memory_tiers import (
         DEVICE,
         HOST,
@@ -53,17 +41,6 @@ if TYPE_CHECKING:
         tier,
         tier_of,
         tier_of_storage,
-    )
-    from memtune.runtime.module_hooks import (
-        ForwardWrapper,
-        ReplacedForward,
-        UncopiedHook,
-        after_step,
-        before_step,
-        keep_groups,
-        replace_step,
-        weakly,
-        with_hooks,
     )
     from memtune.runtime.node_topology import Nodes, count_collective, ranks_per_node
     from memtune.runtime.op_schema import (
@@ -104,10 +81,29 @@ if TYPE_CHECKING:
         SEAM,
         SeamOp,
         all_gather_single,
+        copy_to_device_together,
         fake_to_host,
+        groups,
+        is_observed,
         link_of,
         reduce_scatter_single,
         register,
+        to_host_together,
+    )
+    from memtune.runtime.training_hooks import (
+        BackwardEnd,
+        EarlyUpdates,
+        ForwardWrapper,
+        PartialStep,
+        ReplacedForward,
+        UncopiedHook,
+        after_step,
+        before_step,
+        keep_groups,
+        replace_step,
+        unfinished_step_error,
+        weakly,
+        with_hooks,
     )
     from memtune.runtime.training_step import (
         LossFunction,
@@ -168,7 +164,6 @@ __all__ = [
     "generators_of",
     "grad_mode_on",
     "group_size",
-    "grouped_copies",
     "groups",
     "host_like",
     "in_huge_pages",
@@ -202,6 +197,7 @@ __all__ = [
     "register",
     "replace_step",
     "rng_state",
+    "seam",
     "seed_generators",
     "storages_of",
     "tensors_in",

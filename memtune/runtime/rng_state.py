@@ -18,7 +18,6 @@ from torch import Generator, Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memtune.device import accelerator, platform_of
-from memtune.device import generators as device_generators
 from memtune.runtime.memory_tiers import HOST, tier
 from memtune.runtime.op_schema import WatchingMode, draws, without_modes
 
@@ -104,13 +103,13 @@ class RandomState:
     def _set(self) -> None:
         torch.set_rng_state(self.cpu)
         if self.on_device is not None and self.device is not None:
-            device_generators.set_state(self.device, self.on_device)
+            accelerator.set_rng_state(self.device, self.on_device)
         for generator, state in self.own:
             generator.set_state(state)
 
 
 def _state_on(device: torch.device | None) -> Tensor | None:
-    return None if device is None else device_generators.get_state(device)
+    return None if device is None else accelerator.get_rng_state(device)
 
 
 def seed_generators(seed: int) -> None:

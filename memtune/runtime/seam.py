@@ -4,8 +4,10 @@ and tier.
 On real tensors an operator moves bytes or calls native code; on fake tensors it does nothing but make the
 output. So a recorder, a dry run and a byte counter see the same operators as the training step.
 
-This file has the registry, the copies between host and device (`runtime.transfer`) and the collectives. Each
-other mechanism registers its own operators in the module of their kernels, which its callers import:
+This file has the registry, the copies between host and device (`runtime.transfer`) and the collectives.
+Copies of many tensors (`to_host_together`) group small neighbours into one call, unless a dispatch mode or a
+recording must see the operator of each. Each other mechanism registers its own operators in the module of
+their kernels, which its callers import:
 
 | operator | registered in | resource | its output lives on |
 |---|---|---|---|
@@ -42,7 +44,7 @@ compute | – |
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Final
@@ -50,11 +52,13 @@ from typing import Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memtune.device import DISPATCH_KEYS
 from memtune.program import Resource
 from memtune.program import Tier as TierId
 from memtune.runtime import transfer
+from memtune.runtime.memory_tiers import HOST, mark
 from memtune.runtime.node_topology import count_collective, is_between_nodes
 
 _SPIN_S: Final = 2e-4
@@ -62,6 +66,8 @@ _NAP_S: Final = 2e-4
 _LITTLE_PATIENCE_S: Final = 0.01
 _patience_s = 10.0
 """Timeout of `_wait_released`."""
+GROUP_BYTES: Final = 1 << 20
+"""Bytes that one call copies; both ends of a group exist at once, as those of one large tensor do."""
 
 
 @dataclass(frozen=True)
@@ -360,3 +366,55 @@ for _schema, _kernel in (
     ),
 ):
     register(_schema, _COLLECTIVE, _below_autograd(_kernel))
+
+
+def is_observed(tensor: Tensor) -> bool:
+    """Return whether a dispatch mode, or a recording, must see the operators on `tensor`, no DTensor."""
+    return bool(torch._C._len_torch_dispatch_stack()) or isinstance(tensor, FakeTensor)
+
+
+def groups(tensors: list[Tensor]) -> Iterator[slice]:
+    """Yield the consecutive parts of `tensors` that are copied together; single ones if they are observed.
+
+    Holds none of them while it yields, so that the caller can free a part before the next one.
+    """
+    n_bytes = [each.nbytes for each in tensors]
+    room_bytes = 0 if tensors and is_observed(tensors[0]) else GROUP_BYTES
+    del tensors
+    first, held = 0, 0
+    for i, size in enumerate(n_bytes):
+        if i > first and held + size > room_bytes:
+            yield slice(first, i)
+            first, held = i, 0
+        held += size
+    if n_bytes:
+        yield slice(first, len(n_bytes))
+
+
+def to_host_together(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Start the copies of `tensors`, no DTensors, to new host tensors; see `transfer.to_host`."""
+    if not tensors:
+        return []
+    if not is_observed(tensors[0]):
+        return transfer.to_host_together(tensors)
+    hosts = [torch.ops.memtune.to_host(each) for each in tensors]
+    for host in hosts:
+        mark(host, HOST)
+    return hosts
+
+
+def copy_to_device_together(tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
+    """Copy each of `hosts` into the one of `tensors`, no DTensors, at its place."""
+    if tensors and not is_observed(tensors[0]):
+        transfer.copy_to_device_together(tensors, hosts)
+        return
+    for tensor, host in zip(tensors, hosts, strict=True):
+        torch.ops.memtune.copy_to_device_(tensor, host)
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """Return a new tensor on `device` with the values of `host`; see `transfer.to_device`."""
+    if is_observed(host):
+        found: Tensor = torch.ops.memtune.to_device(host, device)
+        return found
+    return transfer.to_device(host, device)

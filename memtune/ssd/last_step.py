@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
-from memtune.device import generators, platform_of
+from memtune.device import accelerator, platform_of
 from memtune.errors import EnvironmentFault
 from memtune.runtime import HOST, Context, local, tier
 from memtune.ssd import offload_dir, ssd_tensors
@@ -246,7 +246,7 @@ class LastStep:
                     local(buffer).copy_(values[name])
         torch.set_rng_state(values[_CPU_RANDOM])
         if _DEVICE_RANDOM in values:
-            generators.set_state(self._context.device, values[_DEVICE_RANDOM])
+            accelerator.set_rng_state(self._context.device, values[_DEVICE_RANDOM])
 
     def _key_of(self) -> str:
         context = self._context
@@ -267,7 +267,7 @@ def _level_of_caller() -> int:
 def _random(context: Context) -> dict[str, Tensor]:
     found = {_CPU_RANDOM: torch.get_rng_state()}
     if not platform_of(context.device).is_host:
-        found[_DEVICE_RANDOM] = generators.get_state(context.device)
+        found[_DEVICE_RANDOM] = accelerator.get_rng_state(context.device)
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from memtune.device import generators, memory_statistics, streams
+from memtune.device import accelerator, memory_statistics, streams
 from memtune.errors import EnvironmentFault
 
 CPU = torch.device("cpu")
@@ -81,7 +81,7 @@ def test_on_restores_streams_after_an_error(there: Accelerator) -> None:
 
 def test_forked_generators_continue_where_they_were() -> None:
     torch.manual_seed(3)
-    with generators.forked(CPU):
+    with accelerator.fork_rng(CPU):
         torch.rand(5)
     inside = torch.rand(1)
     torch.manual_seed(3)

@@ -13,7 +13,6 @@ from memtune import apply
 from memtune.device import (
     Capability,
     accelerator,
-    generators,
     is_out_of_memory,
     memory_statistics,
     platform_of,
@@ -87,13 +86,13 @@ def test_copies_between_tiers_arrive_in_order() -> None:
 
 
 def test_generators_repeat_and_are_restored() -> None:
-    state = generators.get_state(HERE)
+    state = accelerator.get_rng_state(HERE)
     first = torch.rand(4, device=HERE).cpu()
-    generators.set_state(HERE, state)
-    with generators.forked(HERE):
+    accelerator.set_rng_state(HERE, state)
+    with accelerator.fork_rng(HERE):
         assert torch.equal(torch.rand(4, device=HERE).cpu(), first)
     assert torch.equal(torch.rand(4, device=HERE).cpu(), first)
-    assert generators.in_use() == [HERE, THERE]
+    assert accelerator.started_devices() == [HERE, THERE]
 
 
 def test_ledger_counts_device_and_pinned_bytes_and_has_a_budget() -> None:

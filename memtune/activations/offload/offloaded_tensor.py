@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import memtune.ssd.ssd_tensors  # noqa: F401  (defines torch.ops.memtune, to_ssd and from_ssd there too)
-from memtune.runtime import grouped_copies, to_host_together, transfer
+from memtune.runtime import seam, to_host_together, transfer
 
 
 class EntryOwner(Protocol):
@@ -130,7 +130,7 @@ class SavedStorage:
             self._moves.take(self)
         assert self._host is not None
         if self._kept is None:
-            self._back = grouped_copies.to_device(self._host, self.device)
+            self._back = seam.to_device(self._host, self.device)
         else:
             self._back = torch.ops.memtune.to_device_with_tail(self._host, self._kept, self.device)
         self._host = self._ssd = self._kept = None

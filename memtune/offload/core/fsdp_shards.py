@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 from memtune.device import streams
 from memtune.errors import ApplyError
 from memtune.offload.core.parameter_layout import aligned
-from memtune.parallel.ranks import SeamAllGather
 from memtune.runtime import Context, local
 
 _FIX = "sharding: {states: {kind: fsdp}} with its defaults, communication: {kind: plain}"
@@ -122,7 +121,7 @@ def _unit(context: Context, name: str) -> Any:
         why = "is not divided over all ranks"
     elif module._get_fsdp_state()._states_to_backward_prefetch:
         why = "has a custom order of backward prefetch"
-    elif type(unit._all_gather_comm) is not SeamAllGather:
+    elif not getattr(unit._all_gather_comm, "is_one_message", False):
         why = "is not gathered by one plain message"
     if why:
         raise ApplyError(f"{name} {why}, so its rows cannot be offloaded.", fix=_FIX, code="MT364")

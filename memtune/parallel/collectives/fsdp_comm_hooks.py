@@ -136,6 +136,8 @@ class Gather(SeamAllGather):
         forward: Tells if a backward follows; None: no copy is kept.
     """
 
+    is_one_message = False
+
     def __init__(self, group: Any, how: Communication, place: Nodes | None, forward: Forward | None) -> None:
         self._group, self._how, self._place, self._forward = group, how, place, forward
         self._secondary: tuple[Tensor, tuple[int, ...]] | None = None

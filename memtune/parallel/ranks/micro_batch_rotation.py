@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from memtune.device import generators
+from memtune.device import accelerator
 from memtune.errors import ApplyError
 from memtune.runtime import HOST, seed_generators, tier, upload
 from memtune.workload import map_leaves, map_tensors, to_device
@@ -109,5 +109,5 @@ class MicroBatchRotation:
         """
         with ExitStack() as numbers:
             with tier(HOST):  # the generator's state is a host tensor, which the device ledger must not count
-                numbers.enter_context(generators.forked(device))
+                numbers.enter_context(accelerator.fork_rng(device))
             yield

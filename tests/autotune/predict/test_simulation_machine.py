@@ -14,8 +14,8 @@ from reference.machine import Deadlock, Machine, Ranks, uncovered
 from support.synthetic_steps import columns_of, make_step
 
 from memtune import _native, hardware
+from memtune.autotune.predict.breakdown import time_lines
 from memtune.autotune.predict.simulation import places, simulate
-from memtune.autotune.predict.time_breakdown import time_lines
 from memtune.program.step import FOREVER, Kind, Phase, Program, RankClass, Resource, Step, Tier
 from memtune.units import format_seconds
 

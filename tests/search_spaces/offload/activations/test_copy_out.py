@@ -12,8 +12,8 @@ from support.zoo_paths import ZOO
 
 from memtune import hardware
 from memtune.api import apply
+from memtune.autotune.predict.breakdown import time_lines
 from memtune.autotune.predict.simulation import simulate
-from memtune.autotune.predict.time_breakdown import time_lines
 from memtune.errors import ApplyError, EnvironmentFault
 from memtune.program.residency import WRITES_IN_FLIGHT
 from memtune.program.step import Resource, Tier

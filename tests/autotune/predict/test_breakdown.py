@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.zoo_paths import ZOO
 
-from memtune.autotune.predict.peak_breakdown import OUTSIDE, at_peak, folded
+from memtune.autotune.predict.breakdown import OUTSIDE, at_peak, folded
 from memtune.program.step import Kind
 from memtune.testing.drift_check import plain_program
 

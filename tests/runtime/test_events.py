@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from memtune.runtime.events import Event, Events
-from memtune.runtime.module_hooks import weakly
+from memtune.runtime.training_hooks import weakly
 
 
 class _Counter:

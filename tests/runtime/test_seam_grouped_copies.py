@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memtune.runtime import copy_to_device_together, grouped_copies, groups, to_host_together, transfer
+from memtune.runtime import copy_to_device_together, groups, seam, to_host_together, transfer
 
 LARGE = torch.arange(float(1 << 18))  # 1 MiB, which is `GROUP_BYTES`
 
@@ -57,7 +57,7 @@ def test_mode_sees_each_copy() -> None:
     with Names() as names:
         assert list(groups(tensors)) == [slice(0, 1), slice(1, 2)]
         copy_to_device_together(tensors, to_host_together(tensors))
-        grouped_copies.to_device(tensors[0], torch.device("cpu"))
+        seam.to_device(tensors[0], torch.device("cpu"))
     assert names.found == [
         "memtune.to_host.default",
         "memtune.to_host.default",

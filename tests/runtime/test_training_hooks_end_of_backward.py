@@ -33,8 +33,8 @@ from memtune.errors import ApplyError
 from memtune.offload.optimizer import native_update
 from memtune.parallel.model.tensor_parallel import Average
 from memtune.parallel.replicas.grad_buckets import Buckets
-from memtune.runtime.backward_callbacks import BackwardEnd
 from memtune.runtime.context import Context
+from memtune.runtime.training_hooks import BackwardEnd
 from memtune.ssd import offload_dir
 
 EARLY = ("l2l", "stronghold", "late", "per_gradient", "one by one")
