@@ -184,6 +184,15 @@ def shown(progress: Progress, stream: TextIO) -> Iterator[None]:
         status.close()
 
 
+@contextlib.contextmanager
+def shown_phase(text: str, stream: TextIO) -> Iterator[None]:
+    """Show one phase on `stream` while this context lasts, such as imports that take seconds."""
+    progress = Progress()
+    progress.phase(text)
+    with shown(progress, stream):
+        yield
+
+
 def drain(progress: Progress) -> list[str]:
     """Return the lines of phases that finished since the last call."""
     lines = []

@@ -92,6 +92,11 @@ def format_seconds(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
 
 
+def format_rate(per_s: float) -> str:
+    """Return a number per second with three significant digits: `2.00`, `18.9`, `1,240`."""
+    return f"{per_s:,.0f}" if per_s >= 99.95 else f"{per_s:#.3g}"
+
+
 def format_ranks(degree: int | None) -> str:
     """Return `4 ranks`, or `all ranks` for None."""
     return "all ranks" if degree is None else f"{degree} ranks"

@@ -51,12 +51,13 @@ def run_page(text: str, folder: Path) -> Iterator[tuple[str, subprocess.Complete
                         stdin=subprocess.DEVNULL,
                         capture_output=True,
                         text=True,
-                        timeout=600,
+                        timeout=1800,
                         check=False,
                     ),
                 )
 
 
+@pytest.mark.timeout(3600)  # searches and plans of large models: minutes on an idle machine
 @pytest.mark.parametrize(
     "page", [pytest.param(each, marks=[pytest.mark.slow] * (each != QUICK)) for each in PAGES]
 )

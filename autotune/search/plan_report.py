@@ -43,7 +43,7 @@ from memtune.executors import Probing
 from memtune.progress import advance
 from memtune.search_spaces import find, is_null, matching
 from memtune.technique import Reason, Technique
-from memtune.units import format_bytes
+from memtune.units import format_bytes, format_rate
 
 SCHEMA = 1
 EXACT_ROWS = 5
@@ -528,7 +528,7 @@ def _reason(setup: Setup, scores: Scores, pruner: Pruner, first: Scored | None, 
 
 def _slower(setup: Setup, best: Scored, first: Scored | None) -> str:
     refined = setup.scorer.refined(best)
-    facts = f"its best setting reaches {refined.prediction.samples_per_s:.3g} samples/s"
+    facts = f"its best setting reaches {format_rate(refined.prediction.samples_per_s)} samples/s"
     if first is not None and first.prediction.samples_per_s:
         share = 1 - refined.prediction.samples_per_s / first.prediction.samples_per_s
         facts += f", {share:.0%} less than row 1" if share >= 0.005 else ", the same as row 1"

@@ -11,7 +11,7 @@ from pathlib import Path
 from memtune.autotune.ui.view import STATUS_TEXT, SearchView, TrialView
 from memtune.executors import TrialResult
 from memtune.search_spaces import SLOTS, kinds
-from memtune.units import format_bytes, format_seconds, parse_bytes
+from memtune.units import format_bytes, format_rate, format_seconds, parse_bytes
 
 STATUS_COLOR = {
     "running": "cyan",
@@ -30,9 +30,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 def rate(samples_per_s: float | None) -> str:
     """Format samples per second with three significant digits: `18.9`, `1,240`, `2.00`; a dash if unknown."""
-    if samples_per_s is None:
-        return "–"
-    return f"{samples_per_s:,.0f}" if samples_per_s >= 100 else f"{samples_per_s:#.3g}"
+    return "–" if samples_per_s is None else format_rate(samples_per_s)
 
 
 def maybe_bytes(n_bytes: int | None) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from memtune._optional import install_command
 from memtune.cli._output import emit, results, say
 from memtune.errors import EnvironmentFault, UsageError
-from memtune.progress import Progress, shown
+from memtune.progress import Progress, shown, shown_phase
 from memtune.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -32,16 +32,15 @@ def trial(given: dict[str, Any]) -> int:
         0 if the trial ran, 1 if it ran out of memory, timed out or crashed, 3 if the storage failed.
     """
     from memtune.cli import _options
-    from memtune.config import load_config
 
-    tuned = load_config(given["config"])
+    _options.config_file(given["config"])
     executor: Any = _options.launcher(given)
     device, ranks = _options.place(given, for_trials=True)
     _options.offload_dir(given, for_trials=True)
     workload, progress = _options.workload(given["model"]), Progress()
     say(f"memtune trial {given['model']} with {given['config']}")
-    progress.phase("loading torch")
-    with shown(progress, sys.stderr):
+    tuned = _options.config(given["config"])
+    with shown_phase("loading the search", sys.stderr):
         from memtune.autotune.search import run_trial
     from memtune.executors import CAPACITY_ERRORS
     from memtune.technique import Reason
@@ -168,17 +167,18 @@ def init(target: str, out: Path, force: bool, as_json: bool) -> int:
 
 def run(config: Path, command: list[str]) -> int:
     """Run `memtune run`: replace this process by the command, with the config's environment."""
-    from memtune.config import environment, load_config
+    from memtune.cli import _options
+    from memtune.config import environment
 
     command = command[1:] if command[:1] == ["--"] else command
     if not command:
         raise UsageError(
             "memtune run needs a command.", fix=f"memtune run {config} -- python train.py", code="MT100"
         )
-    wanted = environment(load_config(config).settings)
     program = shutil.which(command[0])
     if program is None:
         raise UsageError(f"There is no command {command[0]}.", fix="give it with its path", code="MT100")
+    wanted = environment(_options.config(config).settings)
     sys.stdout.flush()  # execve drops what is still in Python's buffer
     os.execve(program, command, {**os.environ, **wanted})
 
@@ -193,19 +193,20 @@ def techniques(as_json: bool) -> int:
         return 0
     width = max(len(each.axis) for each in found)
     for each in found:
-        paper = f" ({each.paper})" if each.paper else ""
+        paper = f" ({each.paper})" if each.paper and each.paper not in each.title else ""
         print(f"{each.axis:<{width}}  {each.kind:<20}  {each.exactness:<9}  {each.title}{paper}")
     return 0
 
 
 def doctor(as_json: bool) -> int:
     """Run `memtune doctor`: print the hardware and software, and the commands that add missing parts."""
-    import torch
+    with shown_phase("loading torch", sys.stderr):
+        import torch
 
-    import memtune
-    from memtune.device import accelerator
-    from memtune.hardware import calibration_cache, usable_cores
-    from memtune.memory import cpu_allocator
+        import memtune
+        from memtune.device import accelerator
+        from memtune.hardware import calibration_cache, usable_cores
+        from memtune.memory import cpu_allocator
 
     known = {
         device: found.source for device in accelerator.types() if (found := calibration_cache.load(device))
@@ -342,12 +343,12 @@ def _rate(name: str, value: float) -> str:
 
 def watch(study: str | None) -> int:
     """Run `memtune watch`: show the search screen over an event log."""
-    from memtune.autotune.search import read_events
-    from memtune.autotune.ui import SearchView, run_tui, summary_lines
-
     path = _event_log(study)
     if not sys.stdout.isatty():
         raise UsageError("watch needs a terminal.", fix=f"read {path} instead", code="MT100")
+    with shown_phase("loading the screen", sys.stderr):
+        from memtune.autotune.search import read_events
+        from memtune.autotune.ui import SearchView, run_tui, summary_lines
     run_tui(path)
     view = SearchView()
     for event in read_events(path):
@@ -398,9 +399,9 @@ def report(study: str | None, out: Path, force: bool, as_json: bool) -> int:
 
 def config_check(config: Path, as_json: bool) -> int:
     """Run `memtune config check`."""
-    from memtune.config import load_config
+    from memtune.cli import _options
 
-    tuned = load_config(config)
+    tuned = _options.config(config)
     if as_json:
         emit({"schema": SCHEMA, "ok": True, "settings": tuned.settings.dump()})
     else:
@@ -414,9 +415,10 @@ def config_check(config: Path, as_json: bool) -> int:
 
 def config_show(config: Path, as_json: bool) -> int:
     """Run `memtune config show`."""
-    from memtune.config import dump_yaml, load_config
+    from memtune.cli import _options
+    from memtune.config import dump_yaml
 
-    tuned = load_config(config)
+    tuned = _options.config(config)
     if as_json:
         emit({"schema": SCHEMA, **tuned.document()})
     else:
@@ -426,7 +428,9 @@ def config_show(config: Path, as_json: bool) -> int:
 
 def config_schema() -> int:
     """Run `memtune config schema`."""
-    from memtune.config import schema
+    with shown_phase("loading the techniques", sys.stderr):
+        from memtune.config import schema
 
-    emit(schema())
+        document = schema()
+    emit(document)
     return 0

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from memtune.cli import _options
 from memtune.cli._crash_report import report_crashes
-from memtune.cli._output import emit, results
-from memtune.config import TunedConfig, load_config
+from memtune.cli._output import emit, results, say
+from memtune.config import TunedConfig
 from memtune.errors import UsageError
 from memtune.progress import Progress, shown
 from memtune.search_spaces import matching
-from memtune.units import format_bytes, format_seconds
+from memtune.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from memtune.autotune.search import Absence
@@ -29,7 +29,7 @@ _INDENT = 21
 
 def explain(given: dict[str, Any]) -> int:
     """Print the explanation; with a model, simulate the config again without each setting."""
-    tuned = load_config(given["config"])
+    _options.config_file(given["config"])
     if given["why_not"] is not None:
         matching(given["why_not"])
         if given["model"] is None:
@@ -42,6 +42,8 @@ def explain(given: dict[str, Any]) -> int:
         results() as stream,
     ):
         progress = Progress()
+        say(f"memtune explain {given['config']}")
+        tuned = _options.config(given["config"])
         with shown(progress, sys.stderr):
             found, origin = _ablation(tuned, given, progress)
             absent = _absences(tuned, given, progress)
@@ -67,7 +69,7 @@ def _figures(tuned: TunedConfig, budget: int | None) -> Iterator[str]:
     for name in ("measured", "predicted"):
         part = getattr(tuned, name)
         rate, step_s, peak = (part.get(key) for key in ("samples_per_s", "step_s", "peak_bytes"))
-        facts = [f"{rate:#.3g} samples/s"] if isinstance(rate, int | float) else []
+        facts = [f"{format_rate(rate)} samples/s"] if isinstance(rate, int | float) else []
         facts += [f"{format_seconds(step_s)} a step"] if isinstance(step_s, int | float) else []
         facts += [f"peak {format_bytes(peak)}{limit}"] if isinstance(peak, int) else []
         if facts:
@@ -128,7 +130,7 @@ def _target(tuned: TunedConfig, given: dict[str, Any]) -> PlanOptions:
 
 def _simulated(tuned: TunedConfig, given: dict[str, Any], progress: Progress) -> tuple[Ablation | None, str]:
     """Record the model and simulate."""
-    progress.phase("loading torch")
+    progress.phase("loading the search")
     from memtune.autotune.search import prepare
     from memtune.autotune.space import ablate
     from memtune.technique import Reason

@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from string import ascii_letters
 
 from memtune.cli._output import emit
+from memtune.progress import shown_phase
 from memtune.search_spaces._support import catalogue, matrix
 from memtune.technique import Reason, Technique
 
@@ -20,10 +22,12 @@ def show(as_json: bool) -> int:
     """Print the matrix: a row and a column per technique, and a letter for the reason of each refused
     pair.
     """
+    with shown_phase("loading the techniques", sys.stderr):
+        found = _rows() if as_json else _lines()
     if as_json:
-        emit(_rows())
+        emit(found)
     else:
-        print("\n".join(_lines()))
+        print(*found, sep="\n")
     return 0
 
 

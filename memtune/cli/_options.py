@@ -7,11 +7,15 @@ import os
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memtune.device import DEFAULT_ACCELERATOR, PLATFORMS
 from memtune.errors import EnvironmentFault, UsageError, missing_file
+from memtune.progress import shown_phase
 from memtune.units import format_bytes, parse_bytes, parse_seconds
+
+if TYPE_CHECKING:
+    from memtune.config import TunedConfig
 
 _MOST_FIXES = 5
 _GOALS = ("throughput", "memory", "batch")
@@ -26,6 +30,23 @@ def workload(target: str) -> str:
     if not path.is_file() and not Path(target.rpartition(":")[0] or target).is_file():
         raise missing_file(target, _NO_FILE)
     return target
+
+
+def config(path: Path) -> TunedConfig:
+    """Return the config in a file, with a sign of life: its techniques import torch, which takes seconds."""
+    from memtune.config import load_config
+
+    with shown_phase(f"loading torch, reading {path}", sys.stderr):
+        return load_config(config_file(path))
+
+
+def config_file(path: Path) -> Path:
+    """Return `path` if it can be read; its content is checked later."""
+    if not path.exists() or path.is_dir():
+        from memtune.config import load_config
+
+        load_config(path)  # raises
+    return path
 
 
 def one_of(name: str, value: str, known: tuple[str, ...]) -> str:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from memtune.cli import _options
 from memtune.cli._crash_report import report_crashes
 from memtune.cli._output import emit, results, say
-from memtune.config import load_config
 from memtune.progress import Progress, columns, shown
 from memtune.search_spaces import matching
 
@@ -123,7 +122,7 @@ def plan(given: dict[str, Any]) -> int:
     """Print the ranking, or one config's prediction; return 1 if nothing is predicted to fit."""
     common = _options.common(given, for_trials=False)
     if given["config"] is not None:
-        load_config(given["config"])  # reports a typo before the workload is recorded
+        _options.config_file(given["config"])
     if given["why_not"] is not None:
         matching(given["why_not"])
     if given["out"] is not None:
@@ -146,6 +145,8 @@ def plan(given: dict[str, Any]) -> int:
             from memtune.autotune.search import plan as make_plan
             from memtune.autotune.space import PlanOptions
 
+        if given["config"] is not None:
+            _options.config(given["config"])  # a typo ends the command before the workload is recorded
         options = PlanOptions(
             **common,
             nodes=given["nodes"],

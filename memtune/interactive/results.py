@@ -11,7 +11,7 @@ from typing import Any, Literal
 from memtune.autotune.report import Picture, Point, front
 from memtune.autotune.search import PlanReport, PlanRow, SearchOutcome
 from memtune.config import TunedConfig
-from memtune.units import format_bytes, format_seconds
+from memtune.units import format_bytes, format_rate, format_seconds
 
 _COLUMNS = ("#", "trial", "result", "step", "samples/s", "peak", "settings")
 
@@ -105,7 +105,7 @@ class SearchResult:
                 row["name"] or row["role"],
                 row.get("status", "not run"),
                 format_seconds(step) if step else "",
-                f"{rate:.3g}" if rate else "",
+                format_rate(rate) if rate else "",
                 format_bytes(peak) if peak else "",
                 row["summary"],
             )

@@ -526,3 +526,13 @@ def test_trial_of_settings_alone_makes_a_plan_or_names_the_least_budget(tmp_path
         assert done.returncode == code, done.stderr
         assert re.search(said, done.stderr), done.stderr
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "line", ["explain gpu.yaml", "trial model.py --config c.yaml --device cpu", "plan model.py"]
+)
+def test_header_is_printed_before_torch_loads(line: str, folder: Path):
+    (folder / "torch.py").write_text("import sys\nsys.exit('torch loads')\n")
+    said = memtune(folder, *line.split()).stderr.splitlines()
+    assert said[0].startswith(f"memtune {' '.join(line.split()[:2])}")
+    assert said[-1] == "torch loads"
