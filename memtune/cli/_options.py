@@ -36,8 +36,9 @@ def config(path: Path) -> TunedConfig:
     """Return the config in a file, with a sign of life: its techniques import torch, which takes seconds."""
     from memtune.config import load_config
 
+    config_file(path)
     with shown_phase(f"loading torch, reading {path}", sys.stderr):
-        return load_config(config_file(path))
+        return load_config(path)
 
 
 def config_file(path: Path) -> Path:
