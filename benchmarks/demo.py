@@ -1,7 +1,8 @@
 """Repeat `make demo`: correctness, duration and speed-up of each run.
 
-    python benchmarks/demo.py [--runs 10] [--json FILE]
+    python benchmarks/demo.py [--runs 10] [--json FILE] [--readme]
 
+`--readme` writes results/demo-cpu.json, then its picture and the README's part about it, by demo_picture.py.
 Each run has a study of its own; the machine should be idle otherwise. A run is right if the plain setting
 does not fit, at least eight trials ran, the tuned setting fits the limit, no measured setting that fits is
 faster by more than the spread, the loss fell, and it took under five minutes. Ratios are of samples per
@@ -22,6 +23,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import demo_picture
+
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S, LEAST_TRIALS = 300.0, 8
 
@@ -41,7 +44,18 @@ def one_run(place: Path) -> dict[str, Any]:
     events = [json.loads(line) for line in (place / "study" / "events.jsonl").read_text().splitlines()]
     fell = re.search(r"loss ([\d.]+) → ([\d.]+) over", done.stdout)
     losses = [float(each) for each in fell.groups()] if fell else [0.0, 0.0]
-    return judged(events, losses, wall_s)
+    return {
+        **judged(events, losses, wall_s),
+        "tuned": settings_and_measured((place / "tuned.yaml").read_text()),
+    }
+
+
+def settings_and_measured(tuned: str) -> str:
+    """Return the sections `settings` and `measured` of a config, with the comments of the settings."""
+    lines = tuned.splitlines()
+    first = lines.index("settings:")
+    last = next(number for number, line in enumerate(lines) if line.startswith("measured:"))
+    return "\n".join([*lines[first:last], lines[last].partition("  #")[0]])
 
 
 def judged(events: list[dict[str, Any]], losses: list[float], wall_s: float) -> dict[str, Any]:
@@ -93,7 +107,10 @@ def main() -> None:
     )
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--json", type=Path, help="write the rows there as well")
+    parser.add_argument("--readme", action="store_true", help="write the committed result, picture and text")
     options = parser.parse_args()
+    if options.readme:
+        options.json = demo_picture.RESULT
     rows = []
     for number in range(options.runs):
         with tempfile.TemporaryDirectory() as place:
@@ -104,6 +121,8 @@ def main() -> None:
                 json.dumps({"right": right(rows), "runs": rows}, indent=1, ensure_ascii=False) + "\n"
             )
     print(f"{right(rows)} right")
+    if options.readme:
+        demo_picture.main()
     raise SystemExit(any(row["wrong"] for row in rows))
 
 

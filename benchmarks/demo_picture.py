@@ -1,11 +1,16 @@
-"""Draw the result of `benchmarks/demo.py`: the gain of each search over the settings that need none.
+"""Draw the result of `benchmarks/demo.py`, the gain of each search over settings that need none, and write
+its figures into the README.
 
-Run `python benchmarks/demo_picture.py`; it reads benchmarks/results/demo-cpu.json and writes demo-cpu.svg.
+Run `python benchmarks/demo_picture.py`; it reads benchmarks/results/demo-cpu.json and writes demo-cpu.svg and
+the part of README.md between two comments.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +18,9 @@ from typing import Any
 from memtune.autotune.report.svg import BLUE, GREY, ORANGE, Canvas, Picture, Scale
 
 RESULTS = Path(__file__).parent / "results"
+RESULT = RESULTS / "demo-cpu.json"
+README = Path(__file__).parent.parent / "README.md"
+_BEGIN, _END = "<!-- written by benchmarks/demo_picture.py -->\n", "<!-- until here -->\n"
 _MARKS = {"full recompute": ("circle", BLUE), "plain fsdp": ("square", ORANGE)}
 
 
@@ -39,11 +47,53 @@ def drawn(runs: Sequence[Mapping[str, Any]]) -> Picture:
     )
 
 
+def readme(text: str, runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return the README's `text` with the config of the first run and the figures of all."""
+    before, _, rest = text.partition(_BEGIN)
+    part, _, after = rest.partition(_END)
+    # Results from before demo.py stored the config leave that of the README.
+    block = f"```yaml\n{runs[0]['tuned']}\n```\n" if "tuned" in runs[0] else part[: part.index("```\n") + 4]
+    writer = "The first of them" if "tuned" in runs[0] else "An earlier run"
+    winners = Counter(run["winner"] for run in runs).most_common()
+    shipped = ", ".join(f"`{name}` {_times(count)}" for name, count in winners)
+    minutes = _range([run["wall_s"] / 60 for run in runs], 1)
+    full, fsdp = (_range([run["times_as_fast_as"][name] for run in runs], 2) for name in _MARKS)
+    prose = (
+        "`make demo` searches for a GPT of 28.5M parameters on two CPU ranks under 540 MiB each, where it"
+        " does not fit unchanged; full recompute and FSDP fit without a search."
+        f" {len(runs)} runs on otherwise idle cores shipped {shipped}."
+        f" {writer} wrote the config above. Search and training took {minutes} minutes a run"
+        " ([demo-cpu.json](benchmarks/results/demo-cpu.json); `python benchmarks/demo.py --readme` repeats it"
+        f" and writes these lines). Each was {full} times as fast as full recompute:"
+    )
+    gains = f"{full} times as fast as full recompute, {fsdp} times as fast as plain FSDP"
+    picture = f"![{len(runs)} searches: {gains}](benchmarks/results/demo-cpu.svg)\n"
+    lines = [block, *wrapped(prose), "", picture]
+    return before + _BEGIN + "\n".join(lines) + _END + after
+
+
+def wrapped(text: str) -> list[str]:
+    """Return lines of the README's width; code is not divided."""
+    glued = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
+    lines = textwrap.wrap(glued, 130, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\0", " ") for line in lines]
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
+
+
+def _range(values: Sequence[float], digits: int) -> str:
+    low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
+    return low if low == high else f"{low} to {high}"
+
+
 def main() -> None:
-    """Write the picture next to the result."""
-    runs = json.loads((RESULTS / "demo-cpu.json").read_text())["runs"]
+    """Write the picture next to the result, and the README's part."""
+    runs = json.loads(RESULT.read_text())["runs"]
     picture = drawn(runs)
     print(picture.save(RESULTS / "demo-cpu.svg"), picture.description)
+    README.write_text(readme(README.read_text(encoding="utf-8"), runs), encoding="utf-8")
 
 
 if __name__ == "__main__":

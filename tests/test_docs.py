@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -49,3 +50,12 @@ def test_compile_table_equals_the_techniques_effects() -> None:
     assert {(slot, kind) for slot, kind in eager if slot not in in_text and kind != NULL_KINDS[slot]} <= set(
         said
     )
+
+
+def test_planning_times_are_the_measured_ones() -> None:
+    results = json.loads((ROOT / "benchmarks/results/plan-speed.json").read_text())
+    took = {row["case"]: f"{row['wall_s']:.0f} s" for row in results["rows"]}
+    many, one, largest = (took[case] for case in ("7b", "7b-one-gpu", "405b"))
+    readme, index = (" ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/index.md"))
+    assert f"took {many} for 7B parameters on 64 GPUs, {one} on one, and {largest}" in readme
+    assert f"took {one} for 7B parameters on one GPU and {many} on 64" in index
