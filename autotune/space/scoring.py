@@ -30,6 +30,7 @@ from memtune.effects import DISPATCH_MODE
 from memtune.hardware import Hardware, OpTime, usable_cores
 from memtune.program import Program
 from memtune.progress import advance
+from memtune.search_spaces.execution import Execution
 from memtune.technique import Reason
 
 Goal = Literal["throughput", "memory", "batch"]
@@ -42,6 +43,10 @@ _MOST_EVENTS = 4 * EVENTS_FOR
 _ALL = ("all",)
 _SMALL = tuple(("small", place) for place in range(4))
 """The neighbourhoods of this many candidates with the smallest peaks are explored too."""
+_EXECUTIONS = 3
+"""Number of executions (micro-batches) whose best candidates' neighbourhoods are explored: one technique is
+best with most micro-batches, and its neighbours differ as little as its own times.
+"""
 _SLOWER = 2.0
 """The neighbourhood of a technique is not explored if its best candidate is slower than the best of all by
 this factor: no other slot makes up for it.
@@ -376,13 +381,14 @@ class _ScoredSet:
         """
         budget = self._scorer.rewriter.target.budget_bytes
         best: dict[Hashable, Scored] = {}
+        executions: set[Execution] = set()
         for each in sorted(self.by_key.values(), key=lambda each: each.rank(goal)):
             if budget is None or each.prediction.peak_allocated_bytes <= budget:
-                for part in (
-                    each.choice.execution,
-                    *((one.slot, one.kind) for one in each.choice.techniques),
-                    _ALL,
-                ):
+                parts: list[Hashable] = [_ALL, *((one.slot, one.kind) for one in each.choice.techniques)]
+                if len(executions) < _EXECUTIONS:
+                    executions.add(each.choice.execution)
+                    parts.append(each.choice.execution)
+                for part in parts:
                     best.setdefault(part, each)
         small = heapq.nsmallest(len(_SMALL), self.by_key.values(), key=lambda each: each.rank("memory"))
         return best | dict(zip(_SMALL, small, strict=False))

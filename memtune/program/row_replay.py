@@ -59,6 +59,36 @@ class RowRun:
     numbers: list[I32] = field(default_factory=list)  # the same storages in the new step
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A position in a step under construction: counts of everything that was appended so far."""
+
+    n_ops: int
+    n_storages: int
+    op_parts: int
+    storage_parts: int
+    use_parts: int
+    new_uses: int
+    holds: int
+
+
+class _Strides:
+    """Distance of each op or storage number to its counterpart in the next equal iteration; 0: none."""
+
+    def __init__(self) -> None:
+        self._begin, self._end, self._stride = (np.empty(0, np.int64) for _ in range(3))
+
+    def add(self, begin: int, end: int, stride: int) -> None:
+        """Add the numbers in [begin, end), which are above all earlier ones."""
+        columns = (self._begin, begin), (self._end, end), (self._stride, stride)
+        self._begin, self._end, self._stride = (np.append(column, value) for column, value in columns)
+
+    def of(self, numbers: Any) -> Any:
+        """Return the stride of each of `numbers`."""
+        at = np.searchsorted(self._begin, numbers, side="right") - 1
+        return np.where((at >= 0) & (numbers < self._end[at]), self._stride[at], 0)
+
+
 class RowReplay:
     """A step under construction from the rows of another one.
 
@@ -96,6 +126,7 @@ class RowReplay:
         self._kinds: list[tuple[int, int]] = []
         self._emptied = _NONE
         self.first_position = np.full(step.ops.n, -1, np.int32)
+        self._op_strides, self._storage_strides = _Strides(), _Strides()
 
     def add_storages(self, n_bytes: Any, tier: Any, kind: Any, producer: Any, owner: Any, held: Any) -> I32:
         """Add storages; each argument is a column or one value for all. Return their numbers."""
@@ -200,6 +231,74 @@ class RowReplay:
         run.positions.append(positions)
         run.storages.append(new.astype(np.int32))
         run.numbers.append(numbers)
+
+    def mark(self) -> Mark:
+        """Return the current position, for `repeat`."""
+        self._flush()
+        self._flush_storages()
+        lists = self._ops, self._storages, self._op_uses, self._new_uses, self._holds
+        return Mark(self.n_ops, self.n_storages, *(len(each) for each in lists))
+
+    def repeat(self, first: Mark, second: Mark, count: int) -> None:
+        """Append `count` copies of everything since `second`, an iteration equal to the one since `first`.
+
+        A copy refers to its own ops and storages where the original does, to those of the iteration before it
+        where the original refers to that one, and to those of its own earlier iterations (of earlier repeats)
+        likewise; all else is shared.
+        """
+        end = self.mark()
+        ops, storages = end.n_ops - second.n_ops, end.n_storages - second.n_storages
+        assert (ops, storages) == (second.n_ops - first.n_ops, second.n_storages - first.n_storages)
+        self._op_strides.add(first.n_ops, end.n_ops, ops)
+        self._storage_strides.add(first.n_storages, end.n_storages, storages)
+
+        def copies(column: Any, strides: _Strides | None = None) -> Any:
+            column = np.asarray(column)
+            repeated = np.tile(column, count)
+            if strides is None or not len(column):
+                return repeated
+            nth = np.repeat(np.arange(1, count + 1), len(column))
+            return (repeated + nth * np.tile(strides.of(column), count)).astype(column.dtype)
+
+        def joined(parts: Sequence[Any]) -> Any:
+            return np.concatenate(parts) if parts else _NONE
+
+        op_parts = self._ops[second.op_parts :]
+        if op_parts:
+            self._ops.append(
+                {
+                    name: copies(
+                        np.concatenate([part[name] for part in op_parts]),
+                        self._op_strides if name == "copy_of" else None,
+                    )
+                    for name in op_parts[0]
+                }
+            )
+        if storage_parts := self._storages[second.storage_parts :]:
+            n_bytes, tier, kind, producer, owner, held = map(joined, zip(*storage_parts, strict=True))
+            self._storages.append(
+                (
+                    *(copies(each) for each in (n_bytes, tier, kind)),
+                    copies(producer, self._op_strides),
+                    copies(owner),
+                    copies(held, self._op_strides),
+                )
+            )
+        new_uses = np.asarray(self._new_uses[second.new_uses :], np.int32).reshape(-1, 3).T
+        parts = [*self._op_uses[second.use_parts :], tuple(new_uses)]
+        op, storage, mode = map(joined, zip(*parts, strict=True))
+        self._op_uses.append(
+            (copies(op, self._op_strides), copies(storage, self._storage_strides), copies(mode))
+        )
+        if holds := self._holds[second.holds :]:
+            numbers, until = map(joined, zip(*holds, strict=True))
+            self._holds.append((copies(numbers, self._storage_strides), copies(until, self._op_strides)))
+        self.n_ops += count * ops
+        self.n_storages += count * storages
+
+    def counterpart(self, number: int, count: int) -> int:
+        """Return the storage that takes the place of `number` in the `count`th copy of an iteration."""
+        return number + count * int(self._storage_strides.of(number))
 
     def number(self, storages: I32, made: I32, kept: I32, from_kept: RowMask) -> I32:
         """Return the numbers of old `storages`; `made`, `kept` and `from_kept` as in `append_rows`."""

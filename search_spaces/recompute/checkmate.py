@@ -113,7 +113,7 @@ class Checkmate(Technique):
             place = placement_of(program, target)
             if (place.plain_live_bytes if by_blocks else place.plain_bytes) <= budget:
                 return refusals.fits_already("recompute: {kind: none}")
-            if program.ranks > 1 and not by_blocks and (reason := place.below(budget)) is not None:
+            if not by_blocks and (reason := place.below(budget)) is not None:
                 return reason
         found = self._found(program, target)
         if isinstance(found, str):

@@ -9,6 +9,7 @@ next and handles parameters outside of the blocks.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -120,6 +121,10 @@ class _Boundaries:
         if self._in_flight >= 0:
             self._new.hold(self._in_flight, self._new.n_ops - 1)
             self._in_flight = -1
+
+    def advance(self, count: int) -> None:
+        """Continue after `count` copies of the last iteration (`RowReplay.repeat`)."""
+        self._in_flight = self._new.counterpart(self._in_flight, count)
 
     def start(self, block: int, index: int, made: I32) -> None:
         """Add the H2D copies of the arguments of `block`."""
@@ -245,28 +250,46 @@ class _StepWriter:
     def _group(self, group: range) -> None:
         packs, total = self._packs, self._total
         if packs.forward:
-            for index in group:
-                self._prologue(index)
+            self._run_each(group, self._prologue)
         for number, pack in enumerate(packs.uses):
             following = packs.uses[number + 1] if packs.prefetch and number + 1 < len(packs.uses) else None
             turnaround = len(packs.forward)
             self._weights.begin(pack, following, Phase.FORWARD if number <= turnaround else Phase.BACKWARD)
-            for index in group:
-                if number < turnaround:
-                    self._forward(pack, index)
-                elif number == turnaround:
-                    self._turnaround(index, group)
-                else:
-                    self._backward(pack, index, group)
+            if number < turnaround:
+                self._run_each(group, functools.partial(self._forward, pack))
+            elif number == turnaround:
+                self._run_each(group, functools.partial(self._turnaround, group))
+            else:
+                self._run_each(group, functools.partial(self._backward, pack, group))
             self._boundaries.wait()
             self._gradients.wait()
             self._weights.end(pack)
             if number >= turnaround and group.stop == self._count:
                 self._gradients.update(pack, self._weights.hosts)
-        for index in group:
-            self._prologue_backward(index, group)
+        self._run_each(group, functools.partial(self._prologue_backward, group))
         if total >= 0:
             self._new.hold(total, self._new.n_ops - 1)
+
+    def _run_each(self, group: range, run: Callable[[int], None]) -> None:
+        """Call `run` for each micro-batch of `group`; those in the middle, which are alike, become copies.
+
+        The first starts sums and the last ends them. The third is copied; the second, its equal, shows which
+        numbers advance. Tables of copied micro-batches stay empty: every stage copies the same ones.
+        """
+        copied = len(group) - 4
+        if copied <= 0:
+            for index in group:
+                run(index)
+            return
+        run(group[0])
+        first = self._new.mark()
+        run(group[1])
+        second = self._new.mark()
+        run(group[2])
+        self._new.repeat(first, second, copied)
+        self._boundaries.advance(copied)
+        self._total = self._new.counterpart(self._total, copied)
+        run(group[-1])
 
     # -- runs of one micro-batch -----------------------------------------------------------------------------
 
@@ -295,7 +318,7 @@ class _StepWriter:
             self._new, run, (_EMPTY, _EMPTY), int(rows[-1]), self._new.n_ops - 1, ignore=self._ignore
         )
 
-    def _turnaround(self, index: int, group: range) -> None:
+    def _turnaround(self, group: range, index: int) -> None:
         parts, run, (first, last) = self._parts, self._turnaround_runs[index], self._packs.turnaround
         made, forward_made, from_forward = (
             self._made[index],
@@ -372,7 +395,7 @@ class _StepWriter:
             _SUM, 3 * n_bytes, reads=(self._total, number), makes=(n_bytes, Tier.DEVICE, Kind.TEMPORARY, -1)
         )
 
-    def _backward(self, pack: Span, index: int, group: range) -> None:
+    def _backward(self, pack: Span, group: range, index: int) -> None:
         run, made, forward_made = RowRun(), self._made[index], self._forward_made[index]
         from_forward, forward = self._from_forward(pack), self._parts.forward_of(pack)
         self._boundaries.start(pack[0], index, forward_made)
@@ -384,7 +407,7 @@ class _StepWriter:
         saved = self._saved((self._saved_in >= pack[0]) & (self._saved_in < pack[1]), index, from_forward)
         set_lifetimes(self._new, run, saved, int(forward[-1]), returned, ignore=self._ignore)
 
-    def _prologue_backward(self, index: int, group: range) -> None:
+    def _prologue_backward(self, group: range, index: int) -> None:
         first, run = self._packs.turnaround[0], self._turnaround_runs[index]
         from_forward = self._from_forward(self._packs.turnaround)
         if first:

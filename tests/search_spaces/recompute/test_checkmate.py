@@ -243,7 +243,7 @@ def least_peak(path: Path) -> int:
 REFUSED = {
     "moe": (Checkmate(share=0.5), "aten.nonzero.default"),
     "gpt": (Checkmate(), "no budget"),
-    "tied": (Checkmate(budget_bytes=1), "the smallest needs"),
+    "tied": (Checkmate(budget_bytes=1), "no recompute gets below"),
     "lora": (Checkmate(budget_bytes=2**40), "fits into the budget"),
     "cnn_bn": (Checkmate(budget_bytes=1, share=0.5), "both set the budget"),
 }

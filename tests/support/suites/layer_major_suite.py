@@ -32,6 +32,14 @@ CHAIN = Path(__file__).parents[1] / "models" / "chain_model.py"
 NATIVE = OptimizerCpu(kind="optimizer_cpu", update="native")
 
 
+def tied_chain(path: Path) -> Path:
+    """Write to `path` the chain whose head has the embedding's weight; return `path`."""
+    head = "        self.ln_f, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCAB, bias=False)\n"
+    assert head in CHAIN.read_text()
+    path.write_text(CHAIN.read_text().replace(head, f"{head}        self.head.weight = self.wte.weight\n"))
+    return path
+
+
 @cache
 def planned(
     technique: Technique, micro_batches: int, budget_bytes: int | None = None, path: Path = CHAIN

@@ -11,7 +11,16 @@ import pytest
 import torch
 from support.gloo import run_ranks
 from support.suites.block_offload_suite import block_bytes, total
-from support.suites.layer_major_suite import CHAIN, PacksSuite, config, drifts, in_place, planned, trained
+from support.suites.layer_major_suite import (
+    CHAIN,
+    PacksSuite,
+    config,
+    drifts,
+    in_place,
+    planned,
+    tied_chain,
+    trained,
+)
 from support.zoo_paths import ZOO
 
 from memtune.api import Tuned, apply
@@ -219,12 +228,7 @@ def test_fits_refuses_sharded_ranks() -> None:
 )
 def test_tied_head_gets_the_sum_of_both_uses(technique: Harmony, tmp_path: Path) -> None:
     """One sum of each use: equal up to rounding, op by op as in the pass."""
-    path, head = (
-        tmp_path / "tied.py",
-        "        self.ln_f, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCAB, bias=False)\n",
-    )
-    assert head in CHAIN.read_text()
-    path.write_text(CHAIN.read_text().replace(head, f"{head}        self.head.weight = self.wte.weight\n"))
+    path = tied_chain(tmp_path / "tied.py")
     assert not drifts(technique, 3, path)
     found = differences(trained(technique, 3, path=path), in_place(3, path=path), 1e-5)
     assert all(
