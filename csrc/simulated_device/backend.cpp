@@ -9,6 +9,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <cstring>
 #include <iomanip>
 #include <sstream>
 
@@ -80,7 +81,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void destroyEvent(void* event, DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* begin, void* end, DeviceIndex) const override {
-    return static_cast<Event*>(end)->at_ms - static_cast<Event*>(begin)->at_ms;
+    return *static_cast<Event*>(end)->at_ms - *static_cast<Event*>(begin)->at_ms;
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override {
     if (data.get_context() != nullptr) devices().record_stream(static_cast<Block*>(data.get_context()), timeline_of(stream));
@@ -119,6 +120,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
   // Without a raw deleter: the context of a block is not its address.
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* target, const void* source, std::size_t bytes) const override {
+    devices().run_all();
     default_copy_data(devices().open(target), devices().open(source), bytes);
   }
 
@@ -280,8 +282,10 @@ void Hooks::resizePrivateUse1Bytes(const c10::Storage& storage, std::size_t byte
     const auto begin = [](const void* data) { return reinterpret_cast<std::uintptr_t>(data); };
     const std::uintptr_t from = begin(impl->data()), to = begin(grown.get());
     devices().issue(current_timeline(device.index()), devices().name("resize_"), {{{from, from + kept}, false}, {{to, to + kept}, true}},
-                    false);
-    device_allocator()->copy_data(grown.get(), impl->data(), kept);
+                    [target = devices().open(grown.get()), source = devices().open(impl->data()), kept] {
+                      std::memcpy(target, source, kept);
+                      return std::string();
+                    });
   }
   impl->set_data_ptr_noswap(std::move(grown));
   impl->set_nbytes(bytes);

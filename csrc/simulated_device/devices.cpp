@@ -137,76 +137,82 @@ std::vector<std::string> Devices::take_races() {
 
 // Ops
 
-template <typename Chosen>
-void Devices::complete_copies(Chosen chosen, bool may_raise) {
-  std::string wrong;
-  for (std::size_t i = 0; i < copies_.size();) {
-    if (!chosen(copies_[i])) {
-      ++i;
-      continue;
-    }
-    Copy copy = std::move(copies_[i]);
-    copies_.erase(copies_.begin() + static_cast<std::ptrdiff_t>(i));
-    const std::string found = copy.work.complete();
-    if (!found.empty()) wrong = "race: " + found + " before " + *copy.use.op + " on " + place(copy.use.timeline) + " was over";
-  }
-  release_pinned();
-  if (!wrong.empty()) report(wrong, may_raise);
-}
-
-template <typename Chosen>
-void Devices::read_copies(Range range, Chosen chosen) {
-  for (Copy& copy : copies_) {
-    if (!range.overlaps(copy.source) || !chosen(copy)) continue;
-    copy.work.read();
-    copy.source = {0, 0};
-  }
-}
-
-void Devices::begin(int timeline, const std::string* op, const std::vector<Access>& accesses, Use& use) {
+void Devices::begin(int timeline, const std::string* op, const std::vector<Access>& accesses) {
   raise_unreported();
-  use = {timeline, order_->issue(timeline), op, false};
-  const Clock& clock = order_->clock(timeline);
+  const Tick tick = order_->issue(timeline);
   std::vector<Race> races;
   for (const Access& access : accesses) {
     if (access.range.begin == access.range.end) continue;
-    order_->use(access.range, {timeline, use.tick, op, access.writes}, races);
+    order_->use(access.range, {timeline, tick, op, access.writes}, races);
   }
   for (const Race& race : races) report(describe(race), true);
-  const auto before = [&](const Copy& copy) { return Order::covers(clock, copy.use); };
-  for (const Access& access : accesses) {
-    if (access.writes) read_copies(access.range, before);
+}
+
+template <typename Due>
+void Devices::run_tasks(Due due) {
+  std::deque<Task> chosen, rest;
+  for (Task& task : tasks_) (due(task) ? chosen : rest).push_back(std::move(task));
+  tasks_ = std::move(rest);
+  std::string wrong;
+  std::exception_ptr error;  // of a kernel; the ones after it run all the same
+  for (const Task& task : chosen) {
+    try {
+      const std::string found = task.run();
+      if (!found.empty()) wrong = "race: " + found + " before " + *task.after[0].op + " on " + place(task.after[0].timeline) + " was over";
+    } catch (...) {
+      if (error == nullptr) error = std::current_exception();
+    }
   }
-  complete_copies([&](const Copy& copy) {
-    if (!before(copy)) return settings_.pace == Pace::kRandom && random_() % 4 == 0;
-    return std::any_of(accesses.begin(), accesses.end(), [&](const Access& access) { return access.range.overlaps(copy.target); });
+  release_pinned();
+  if (error != nullptr) std::rethrow_exception(error);
+  if (!wrong.empty()) report(wrong, true);
+}
+
+void Devices::run_until(const Clock& clock) {
+  run_tasks([&](const Task& task) {
+    return std::all_of(task.after.begin(), task.after.end(), [&](const Use& use) { return Order::covers(clock, use); });
   });
 }
 
-void Devices::issue(int timeline, const std::string* op, const std::vector<Access>& accesses, bool host_waits) {
+void Devices::run_all() {
   const Section section(*this);
-  Use use;
-  begin(timeline, op, accesses, use);
-  if (host_waits) host_waits_clock(order_->clock(timeline));
+  run_tasks([](const Task&) { return true; });
 }
 
-void Devices::issue_copy(int timeline, const std::string* op, Range source, Range target,
-                         const std::function<CopyWork()>& prepare) {
+void Devices::issue(int timeline, const std::string* op, const std::vector<Access>& accesses, Run run, Range pinned) {
   const Section section(*this);
-  Use use;
-  begin(timeline, op, {{source, false}, {target, true}}, use);
-  copies_.push_back({use, source, target, prepare()});
+  begin(timeline, op, accesses);
+  const Clock& clock = order_->clock(timeline);
+  tasks_.push_back({{{timeline, clock[timeline], op, false}}, std::move(run), pinned, clock});
   if (settings_.pace == Pace::kImmediate) {
-    complete_copies([&](const Copy& copy) { return copy.use.timeline == use.timeline && copy.use.tick == use.tick; });
+    run_until(clock);
+  } else if (settings_.pace == Pace::kRandom && random_() % 4 == 0) {
+    const Clock drawn = tasks_[random_() % tasks_.size()].clock;
+    if (!drawn.empty()) run_until(drawn);
   }
+  if (tasks_.size() > kQueuedOps) {
+    std::size_t first = 0;
+    run_tasks([&](const Task&) { return first++ < kQueuedOps / 2; });
+  }
+}
+
+void Devices::issue_now(int timeline, const std::string* op, const std::vector<Access>& accesses, bool host_waits) {
+  const Section section(*this);
+  begin(timeline, op, accesses);
+  if (host_waits) return host_waits_clock(order_->clock(timeline));
+  run_until(order_->clock(timeline));
+}
+
+bool Devices::is_queued(Range pinned) {
+  const Section section(*this);
+  return std::any_of(tasks_.begin(), tasks_.end(), [&](const Task& task) { return pinned.overlaps(task.pinned); });
 }
 
 // Order
 
 void Devices::host_waits_clock(const Clock& clock) {
   order_->wait(kHost, clock);
-  const Clock& host = order_->clock(kHost);
-  complete_copies([&](const Copy& copy) { return Order::covers(host, copy.use); });
+  run_until(order_->clock(kHost));
 }
 
 void Devices::record(Event& event, int timeline) {
@@ -215,7 +221,9 @@ void Devices::record(Event& event, int timeline) {
   event.use = {timeline, event.clock[timeline], nullptr, false};
   event.recorded = true;
   event.questions = 0;
-  event.at_ms = now_ms();
+  event.at_ms = std::make_shared<double>(now_ms());
+  if (Order::covers(order_->clock(kHost), event.use)) return;
+  tasks_.push_back({{event.use}, [at_ms = event.at_ms] { return *at_ms = now_ms(), std::string(); }, {0, 0}, {}});
 }
 
 void Devices::wait(int timeline, const Event& event) {
@@ -310,7 +318,10 @@ Block* Devices::allocate(int device, std::int64_t stream, std::int64_t bytes) {
   const auto begin = reinterpret_cast<std::uintptr_t>(guarded_ + kAddressBytes * device + found.address);
   auto* block = new Block{device, static_cast<int>(stream), index, bytes, found.bytes,
                           {begin, begin + static_cast<std::uintptr_t>(found.bytes)}, {}, found.small};
-  std::memset(open(reinterpret_cast<void*>(begin)), kFill, static_cast<std::size_t>(block->bytes));
+  if (const std::int64_t end = found.address + found.bytes; end > memory.touched_bytes) {
+    std::memset(open_ + kAddressBytes * device + memory.touched_bytes, kFill, static_cast<std::size_t>(end - memory.touched_bytes));
+    memory.touched_bytes = end;
+  }
   for (const int pool : {0, block->small ? 1 : 2}) {
     memory.stats.allocated_bytes[pool].add(block->bytes);
     memory.stats.requested_bytes[pool].add(bytes);
@@ -322,9 +333,6 @@ Block* Devices::allocate(int device, std::int64_t stream, std::int64_t bytes) {
 void Devices::free(Block* block) {
   const Section section(*this);
   const Range range = block->range;
-  const auto any = [](const Copy&) { return true; };
-  read_copies(range, any);
-  complete_copies([&](const Copy& copy) { return range.overlaps(copy.target); }, false);
   const int line = timeline(block->device, block->stream);
   const Clock clock = order_->next_clock(line);
   HeldBlock held{block, {}};
@@ -354,7 +362,7 @@ void Devices::record_stream(Block* block, int line) {
 
 void Devices::release(Block* block) {
   Device& memory = *devices_[block->device];
-  std::memset(open(reinterpret_cast<void*>(block->range.begin)), kFill, static_cast<std::size_t>(block->bytes));
+  fill(block->range);
   for (const int pool : {0, block->small ? 1 : 2}) {
     memory.stats.allocated_bytes[pool].remove(block->bytes);
     memory.stats.requested_bytes[pool].remove(block->requested_bytes);
@@ -362,6 +370,20 @@ void Devices::release(Block* block) {
   }
   memory.allocator.free(block->index, 0, 0);
   delete block;
+}
+
+// Marks freed bytes after their last use; the next owner's first use, which is ordered after that one, comes later.
+void Devices::fill(Range range) {
+  auto run = [this, range] {
+    std::memset(open(reinterpret_cast<void*>(range.begin)), kFill, static_cast<std::size_t>(range.end - range.begin));
+    return std::string();
+  };
+  std::vector<Use> uses = order_->uncovered(range, order_->clock(kHost));
+  if (uses.empty()) {
+    run();
+  } else {
+    tasks_.push_back({std::move(uses), std::move(run), {0, 0}, {}});
+  }
 }
 
 // A recorded use is over when the host, or the stream of the block, has waited for it.
@@ -454,16 +476,11 @@ void Devices::free_pinned(void* data) {
   release_pinned();
 }
 
-bool Devices::in_use(Range range) const {
-  return std::any_of(copies_.begin(), copies_.end(),
-                     [&](const Copy& copy) { return range.overlaps(copy.source) || range.overlaps(copy.target); });
-}
-
 void Devices::release_pinned() {
   std::erase_if(pinned_, [&](const auto& entry) {
     const auto& [begin, block] = entry;
     const Range range{begin, begin + static_cast<std::uintptr_t>(block.bytes)};
-    if (!block.freed || in_use(range)) return false;
+    if (!block.freed || is_queued(range)) return false;
     order_->forget(range);
     std::free(reinterpret_cast<void*>(begin));
     return true;

@@ -1,18 +1,18 @@
-// Simulated devices: streams, events, deferred copies, and memory; torch is not known here (backend.cpp, kernels.cpp).
+// Simulated devices: streams, events, queued work, and memory; torch is not known here (backend.cpp, kernels.cpp).
 //
 // Rules:
-//  1. A kernel runs when the host issues it. Its place in time is its clock (order.h): a use of bytes that no chain of events
-//     orders after an earlier use is a race, and is reported whatever happened to be first.
-//  2. A copy between pinned memory and a device is deferred. It writes its target when an op that is ordered after it uses that, or
-//     when the host has waited for it; until then a reader sees what was there before. It reads its source at the latest then, or
-//     when an op that is ordered after it writes the source, or the source is freed.
+//  1. Kernels and copies are queued. The host runs one when it has waited for it, or needs its result, with all that is ordered
+//     before it and nothing else: so each stream is as late as events allow, and an op that no wait orders finds stale bytes.
+//  2. The place of an op in time is its clock (order.h): a use of bytes that no chain of events orders after an earlier use is a
+//     race, and is reported whatever runs first.
 //  3. Device memory has two mappings. Tensors hold addresses of the first, whose pages forbid reads and writes; kernels use the second.
-//  4. Freed and new device memory is filled with 0xFF: NaN in every floating type, -1 in integers.
+//  4. New device memory is filled with 0xFF, freed memory after its last use: NaN in every floating type, -1 in integers.
 //  5. A block that other streams use may be freed if their use is ordered before the next op of its own stream, or if it was
 //     recorded on them (record_stream); else the next allocation on its stream reports them.
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <exception>
 #include <functional>
 #include <map>
@@ -32,7 +32,9 @@ namespace memtune::sim {
 inline constexpr int kStreams = 33;                            // per device: the default one and a pool of 32, as CUDA's
 inline constexpr std::int64_t kAddressBytes = std::int64_t{1} << 40;  // per device; only touched pages take memory
 
-enum class Pace { kImmediate, kRandom, kDeferred };  // of copies: at once, at some later op, as late as events allow
+inline constexpr std::size_t kQueuedOps = 1024;  // of all streams together; with more, the first ones run, as with CUDA's queues
+
+enum class Pace { kImmediate, kRandom, kDeferred };  // of kernels and copies: at once, at some later op, as late as events allow
 
 struct Settings {
   int devices = 2;
@@ -86,7 +88,7 @@ struct Event {
   bool recorded = false;
   Use use;  // the last op before it
   Clock clock;
-  double at_ms = 0;
+  std::shared_ptr<double> at_ms = std::make_shared<double>(0);  // when the ops before it had run
   int questions = 0;  // queries since it was recorded
 };
 
@@ -104,14 +106,16 @@ class Devices {
 
   const std::string* name(const std::string& text);
 
-  // Issues an op; it may run now. `host_waits`: the host waits until it is over.
-  void issue(int timeline, const std::string* op, const std::vector<Access>& accesses, bool host_waits);
-  struct CopyWork {
-    std::function<void()> read;         // takes the bytes of the source, unless that is done
-    std::function<std::string()> complete;  // reads, and writes the target; returns what the host did wrong meanwhile, "" if nothing
-  };
-  // Issues a copy between pinned memory and a device. `prepare` is called when all earlier copies of the same bytes are over.
-  void issue_copy(int timeline, const std::string* op, Range source, Range target, const std::function<CopyWork()>& prepare);
+  // Runs an op, and returns what the host did wrong since it was issued, "" if nothing.
+  using Run = std::function<std::string()>;
+  // Queues an op. `pinned`: the host memory that it uses.
+  void issue(int timeline, const std::string* op, const std::vector<Access>& accesses, Run run, Range pinned = {0, 0});
+  // Issues an op that the caller runs at once, when this returns. `host_waits`: the host waits until it is over.
+  void issue_now(int timeline, const std::string* op, const std::vector<Access>& accesses, bool host_waits);
+  // Runs all that is queued; the order of later ops is not changed.
+  void run_all();
+  // Whether a queued op uses this pinned memory.
+  bool is_queued(Range pinned);
 
   void record(Event& event, int timeline);
   void wait(int timeline, const Event& event);
@@ -144,10 +148,11 @@ class Devices {
   std::vector<std::string> take_races();
 
  private:
-  struct Copy {
-    Use use;
-    Range source, target;  // the source is empty once it is read
-    CopyWork work;
+  struct Task {
+    std::vector<Use> after;  // runs when these are covered: the op itself, or those that a fill follows
+    Run run;
+    Range pinned;
+    Clock clock;  // of an op
   };
   struct HeldBlock {
     Block* block;
@@ -167,6 +172,7 @@ class Devices {
     MemoryStats stats;
     std::vector<HeldBlock> held;
     std::int64_t streams = 0;  // handed out
+    std::int64_t touched_bytes = 0;  // memory from here on has never been handed out
   };
   // Holds the lock.
   class Section {
@@ -178,11 +184,11 @@ class Devices {
   };
 
   void start();
-  void begin(int timeline, const std::string* op, const std::vector<Access>& accesses, Use& use);
-  template <typename Chosen>
-  void complete_copies(Chosen chosen, bool may_raise = true);
-  template <typename Chosen>
-  void read_copies(Range range, Chosen chosen);
+  void begin(int timeline, const std::string* op, const std::vector<Access>& accesses);
+  template <typename Due>
+  void run_tasks(Due due);
+  void run_until(const Clock& clock);
+  void fill(Range range);
   void host_waits_clock(const Clock& clock);
   void report(const std::string& text, bool may_raise);
   void raise_unreported();
@@ -191,7 +197,6 @@ class Devices {
   void release(Block* block);
   void release_held(Device& device);
   void check_suspects(int timeline);
-  bool in_use(Range range) const;
   void release_pinned();
 
   std::recursive_mutex mutex_;
@@ -201,7 +206,7 @@ class Devices {
   std::unordered_set<std::string> names_;
   std::unique_ptr<Order> order_;
   std::vector<std::unique_ptr<Device>> devices_;
-  std::vector<Copy> copies_;  // issued, not yet moved
+  std::deque<Task> tasks_;  // in the order in which they were issued
   std::vector<std::vector<Suspect>> suspects_;  // by timeline
   std::vector<std::pair<Tick, int>> questions_;  // by timeline: queries since its last op
   std::map<std::uintptr_t, Pinned> pinned_;  // by address

@@ -3,6 +3,9 @@
 // `run_on_cpu` is the fallback of all ops. Views and in-place ops cost nothing extra, as the CPU's tensors have the same bytes,
 // sizes and strides; what a kernel allocates is moved into device memory. So results are those of the CPU, bit for bit, wherever
 // ATen chooses the same op for both devices.
+//
+// A call is queued if its results' sizes and strides are known: the first call with the same op and sizes runs at once and shows them.
+// Calls that draw random numbers, whose results' sizes depend on data, or that return numbers to the host always run at once.
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
@@ -19,7 +22,10 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cstring>
+#include <functional>
+#include <mutex>
 #include <unordered_map>
 
 #include "simulated_device/backend.h"
@@ -80,6 +86,53 @@ Tensor new_tensor(c10::Storage storage, const Tensor& like) {
   return made;
 }
 
+// Where a result of a call comes from, and its geometry.
+struct Result {
+  enum Kind { kUndefined, kArgument, kView, kNew } kind = kUndefined;
+  std::size_t index = 0;  // of the argument, of the argument's storage or of the new storage
+  std::vector<std::int64_t> sizes, strides;
+  std::int64_t offset = 0;
+  std::size_t storage_bytes = 0;
+  caffe2::TypeMeta dtype;
+
+  bool equals(const Tensor& tensor) const {
+    return tensor.sizes() == sizes && tensor.strides() == strides && tensor.storage_offset() == offset && tensor.dtype() == dtype &&
+           tensor.storage().nbytes() == storage_bytes;
+  }
+};
+struct Results {
+  std::vector<std::pair<bool, std::vector<Result>>> returns;  // whether it is a list, and the tensors
+  bool is_fixed = true;  // the same at each call
+};
+
+// By op and geometry of its arguments.
+std::unordered_map<std::string, Results>& known_results() {
+  static auto* known = new std::unordered_map<std::string, Results>;
+  return *known;
+}
+std::mutex known_mutex;
+
+template <typename Value>
+void append(std::string& key, const Value& value) {
+  key.append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
+void append_all(std::string& key, c10::IntArrayRef values) {
+  append(key, values.size());
+  for (const std::int64_t value : values) append(key, value);
+}
+
+bool is_number(const c10::Argument& argument) {
+  const c10::Type* type = argument.type().get();
+  if (const auto* optional = type->castRaw<c10::OptionalType>()) type = optional->getElementType().get();
+  if (const auto* list = type->castRaw<c10::ListType>()) type = list->getElementType().get();
+  return type->kind() == c10::TypeKind::NumberType || type->kind() == c10::TypeKind::FloatType;
+}
+
+std::vector<Tensor> tensors_of(const IValue& value) {
+  return value.isTensorList() ? value.toTensorVector() : std::vector<Tensor>{value.toTensor()};
+}
+
 // The arguments of one call, as CPU tensors.
 class Call {
  public:
@@ -92,21 +145,29 @@ class Call {
     if (device_ < 0) device_ = current_device();
     for (std::size_t i = 0; i < arguments.size(); ++i) take_generator((*stack_)[first + i], arguments[i]);
     check_devices();
-    const std::string* name = Devices::get().name(c10::toString(op_.operator_name()));
-    const int timeline = current_timeline(device_);
-    if (!makes_view()) {
-      const bool waits = op_.hasTag(at::Tag::data_dependent_output) || op_.hasTag(at::Tag::dynamic_output_shape);
-      Devices::get().issue(timeline, name, accesses_, waits);
+    name_ = Devices::get().name(c10::toString(op_.operator_name()));
+    if (makes_view()) {
+      run_kernel(kernel);
+      give_all();
+      return;
     }
-    run_kernel(kernel);
-    for (auto& [impl, original] : originals_) after_write(original);
-    accesses_.clear();
-    const std::size_t returns = op_.schema().returns().size();
-    for (std::size_t i = stack_->size() - returns; i < stack_->size(); ++i) give((*stack_)[i]);
-    if (!accesses_.empty()) Devices::get().issue(timeline, name, accesses_, false);
+    if (!may_wait(kernel)) return run_now(kernel);
+    std::string key = key_of(first);
+    if (key.empty()) return run_now(kernel);
+    std::unique_lock lock(known_mutex);
+    const auto known = known_results().find(key);
+    const Results* results = known == known_results().end() ? nullptr : &known->second;
+    lock.unlock();
+    if (results == nullptr) {
+      run_now(kernel);
+      lock.lock();
+      known_results().emplace(std::move(key), std::move(shown_));
+    } else if (results->is_fixed) {
+      run_later(kernel, *results, first);
+    } else {
+      run_now(kernel);
+    }
   }
-
-  int device() const { return device_; }
 
  private:
   struct Original {
@@ -116,8 +177,11 @@ class Call {
 
   Tensor take(const Tensor& tensor, bool writes) {
     if (!is_simulated(tensor)) {
-      if (tensor.defined() && tensor.is_cpu() && tensor.dim() > 0) host_ = true;
-      return tensor;
+      if (!tensor.defined() || !tensor.is_cpu()) return tensor;
+      host_ = host_ || tensor.dim() > 0;
+      if (writes) return tensor;
+      const Quiet quiet;
+      return tensor.clone();  // the call may run later
     }
     TORCH_CHECK(device_ < 0 || device_ == tensor.device().index(), "Expected all tensors to be on the same device, but found at least two "
                 "devices, sim:", device_, " and sim:", static_cast<int>(tensor.device().index()), "! (in ", op_.operator_name(), ")");
@@ -128,9 +192,10 @@ class Call {
     if (storage == storages_.end()) {
       storage = storages_.emplace(key, cpu_storage(Devices::get().open(tensor.storage().data()), tensor.storage().nbytes())).first;
       sources_.emplace(storage->second.unsafeGetStorageImpl(), tensor.storage());
+      source_order_.push_back(storage->second.unsafeGetStorageImpl());
     }
     const Tensor cpu = over(tensor, storage->second);
-    originals_.push_back({cpu.unsafeGetTensorImpl(), {tensor, cpu, cpu.storage().mutable_data()}});
+    originals_.push_back({tensor, cpu, cpu.storage().mutable_data()});
     return cpu;
   }
 
@@ -146,7 +211,9 @@ class Call {
     } else if (value.isOptionalTensorList()) {
       auto list = value.toOptionalTensorVector();
       for (auto& tensor : list) {
-        if (tensor.has_value()) tensor = take(*tensor, writes);
+        if (!tensor.has_value()) continue;
+        masks_ = masks_ || tensor->scalar_type() == c10::kBool || tensor->scalar_type() == c10::kByte;
+        tensor = take(*tensor, writes);
       }
       value = c10::List<std::optional<Tensor>>(list);
     } else if (value.isDevice() && value.toDevice().type() == kType) {
@@ -163,16 +230,18 @@ class Call {
                          type->castRaw<c10::OptionalType>()->getElementType()->kind() == c10::TypeKind::GeneratorType);
     if (!wanted) return;
     value = cpu_generator(value.isNone() ? std::nullopt : std::optional(value.toGenerator()), device_);
+    has_generator_ = true;
   }
 
   // As on other devices: of tensors on the host only scalars, and indices.
   void check_devices() const {
     if (!host_ || originals_.empty()) return;
-    const std::string& name = op_.schema().name();
-    const bool indexes = name == "aten::index" || name == "aten::index_put" || name == "aten::_index_put_impl_" || name == "aten::index_put_";
-    TORCH_CHECK(indexes, "Expected all tensors to be on the same device, but found at least two devices, sim:", device_,
-                " and cpu! (in ", op_.operator_name(), ")");
+    TORCH_CHECK(indexes() || op_.schema().name().starts_with("aten::index_put") || op_.schema().name() == "aten::_index_put_impl_",
+                "Expected all tensors to be on the same device, but found at least two devices, sim:", device_, " and cpu! (in ",
+                op_.operator_name(), ")");
   }
+
+  bool indexes() const { return op_.schema().name() == "aten::index"; }
 
   bool makes_view() const {
     if (writes_) return false;
@@ -182,11 +251,132 @@ class Call {
     return false;
   }
 
+  // Whether the host needs the result: numbers, or a size that depends on data.
+  bool host_waits() const {
+    if (indexes()) return masks_;
+    return op_.hasTag(at::Tag::data_dependent_output) || op_.hasTag(at::Tag::dynamic_output_shape);
+  }
+
+  bool draws() const { return has_generator_ || op_.hasTag(at::Tag::nondeterministic_seeded); }
+
+  // Kernels in Python need the interpreter's lock, which a thread may hold that waits for the devices.
+  bool may_wait(const c10::OperatorHandle& kernel) const {
+    const std::string& name = kernel.schema().name();
+    const bool is_native = name.starts_with("aten::") || name.starts_with("memtune_sim::");
+    return is_native && !originals_.empty() && !draws() && !host_waits() && !(masks_ && !indexes());
+  }
+
+  // The op and what the geometry of its results depends on; empty if that is unknown. Sizes do not depend on real numbers.
+  std::string key_of(std::size_t first) const {
+    std::string key;
+    append(key, name_);
+    std::unordered_map<const void*, std::size_t> storages;
+    const auto append_tensor = [&](const Tensor& tensor) {
+      append(key, tensor.defined());
+      if (!tensor.defined()) return;
+      append(key, tensor.scalar_type());
+      append_all(key, tensor.sizes());
+      append_all(key, tensor.strides());
+      append(key, tensor.storage_offset());
+      append(key, tensor.storage().nbytes());
+      append(key, storages.emplace(tensor.storage().unsafeGetStorageImpl(), storages.size()).first->second);
+    };
+    const std::function<bool(const IValue&, bool)> append_value = [&](const IValue& value, bool number) {
+      key.push_back(value.isTensor() ? 't' : value.isInt() ? 'i' : value.isDouble() ? 'd' : value.isBool() ? 'b' : value.isNone() ? 'n' : 'o');
+      if (value.isTensor()) {
+        append_tensor(value.toTensor());
+      } else if (value.isTensorList()) {
+        for (const Tensor& tensor : value.toTensorVector()) append_tensor(tensor);
+      } else if (value.isOptionalTensorList()) {
+        for (const auto& tensor : value.toOptionalTensorVector()) append_tensor(tensor.value_or(Tensor()));
+      } else if (value.isList()) {
+        const auto list = value.toList();
+        append(key, list.size());
+        for (const IValue& each : list) {
+          if (!append_value(each, number)) return false;
+        }
+      } else if (value.isInt()) {
+        if (!number) append(key, value.toInt());
+      } else if (value.isBool()) {
+        append(key, value.toBool());
+      } else if (value.isString()) {
+        key += value.toStringRef();
+      } else {
+        return value.isDouble() || value.isNone() || value.isComplexDouble() || value.isDevice();
+      }
+      return true;
+    };
+    const auto& arguments = op_.schema().arguments();
+    for (std::size_t i = 0; i < arguments.size(); ++i) {
+      if (!append_value((*stack_)[first + i], is_number(arguments[i]))) return {};
+    }
+    return key;
+  }
+
+  void run_now(const c10::OperatorHandle& kernel) {
+    Devices::get().issue_now(current_timeline(device_), name_, accesses_, host_waits());
+    run_kernel(kernel);
+    for (Original& original : originals_) after_write(original);
+    give_all();
+  }
+
+  void run_later(const c10::OperatorHandle& kernel, const Results& results, std::size_t first) {
+    std::vector<IValue> arguments((*stack_).begin() + static_cast<std::ptrdiff_t>(first), stack_->end());
+    torch::jit::drop(*stack_, arguments.size());
+    std::vector<c10::Storage> made;
+    std::vector<std::pair<void*, std::size_t>> targets;
+    const auto tensor_of = [&](const Result& result) -> Tensor {
+      if (result.kind == Result::kUndefined) return {};
+      if (result.kind == Result::kArgument) return originals_[result.index].tensor;
+      if (result.kind == Result::kNew && result.index == made.size()) {
+        made.push_back(new_storage(result.storage_bytes, device_));
+        targets.emplace_back(Devices::get().open(made.back().data()), result.storage_bytes);
+      }
+      const c10::Storage& storage = result.kind == Result::kNew ? made[result.index] : sources_.at(source_order_[result.index]);
+      Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), kKeys, result.dtype);
+      tensor.unsafeGetTensorImpl()->set_sizes_and_strides(result.sizes, result.strides, result.offset);
+      if (result.kind == Result::kNew) accesses_.push_back({range_of(tensor), true});
+      return tensor;
+    };
+    for (const auto& [is_list, tensors] : results.returns) {
+      c10::List<Tensor> list;
+      for (const Result& result : tensors) list.push_back(tensor_of(result));
+      stack_->push_back(is_list ? IValue(list) : IValue(list.get(0)));
+    }
+    auto run = [kernel, &results, arguments = std::move(arguments), targets = std::move(targets), originals = originals_of_cpu()] {
+      const Quiet quiet;
+      torch::jit::Stack stack(arguments);
+      kernel.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+      std::size_t moved = 0;
+      for (std::size_t i = 0; i < results.returns.size(); ++i) {
+        const std::vector<Tensor> tensors = tensors_of(stack[i]);
+        const std::vector<Result>& wanted = results.returns[i].second;
+        TORCH_INTERNAL_ASSERT(tensors.size() == wanted.size(), "results of ", kernel.operator_name(), " differ in number");
+        for (std::size_t j = 0; j < tensors.size(); ++j) {
+          if (wanted[j].kind == Result::kUndefined) continue;
+          TORCH_INTERNAL_ASSERT(wanted[j].equals(tensors[j]), "the sizes of a result of ", kernel.operator_name(), " depend on data");
+          if (wanted[j].kind != Result::kNew || wanted[j].index != moved) continue;
+          std::memcpy(targets[moved].first, tensors[j].storage().data(), targets[moved].second);
+          ++moved;
+        }
+      }
+      for (const auto& [tensor, data] : originals) {
+        TORCH_INTERNAL_ASSERT(tensor.storage().data() == data, kernel.operator_name(), " resized an argument");
+      }
+      return std::string();
+    };
+    Devices::get().issue(current_timeline(device_), name_, accesses_, std::move(run));
+  }
+
+  std::vector<std::pair<Tensor, void*>> originals_of_cpu() const {
+    std::vector<std::pair<Tensor, void*>> all;
+    for (const Original& original : originals_) all.emplace_back(original.cpu, original.data);
+    return all;
+  }
+
   // Kernels without an argument for a generator draw from the CPU's default one: it is set to the device's while they run.
   void run_kernel(const c10::OperatorHandle& kernel) {
-    bool has_generator = false;
-    for (const IValue& value : *stack_) has_generator = has_generator || value.isGenerator();
-    if (!op_.hasTag(at::Tag::nondeterministic_seeded) || has_generator) return call(kernel);
+    if (!op_.hasTag(at::Tag::nondeterministic_seeded) || has_generator_) return call(kernel);
     at::Generator host = at::globalContext().defaultGenerator(c10::kCPU), own = cpu_generator(std::nullopt, device_);
     const auto host_state = host.unsafeGetGeneratorImpl()->get_state();
     host.unsafeGetGeneratorImpl()->set_state(*own.unsafeGetGeneratorImpl()->get_state());
@@ -211,53 +401,83 @@ class Call {
     auto& [tensor, cpu, data] = original;
     const bool moved = cpu.storage().data() != data;
     if (!moved && cpu.sizes() == tensor.sizes() && cpu.strides() == tensor.strides()) return;
+    shown_.is_fixed = false;
     if (moved) {
       c10::Storage grown = new_storage(cpu.storage().nbytes(), device_);
-      std::memcpy(Devices::get().open(grown.data()), cpu.storage().data(), cpu.storage().nbytes());
+      fill(grown, cpu.storage());
       tensor.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(grown.set_data_ptr(c10::DataPtr(nullptr, grown.device())));
       tensor.storage().set_nbytes(cpu.storage().nbytes());
     }
     tensor.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
-    Devices::get().issue(current_timeline(device_), Devices::get().name(c10::toString(op_.operator_name())), {{range_of(tensor), true}},
-                         false);
   }
 
-  Tensor give(const Tensor& result) {
-    if (!result.defined()) return result;
-    for (auto& [impl, original] : originals_) {
-      if (impl == result.unsafeGetTensorImpl()) return original.tensor;
+  // Moves what a kernel has allocated into device memory, in which the bytes of the previous owner may still be in use.
+  void fill(const c10::Storage& storage, const c10::Storage& cpu) {
+    const auto begin = reinterpret_cast<std::uintptr_t>(storage.data());
+    Devices::get().issue_now(current_timeline(device_), name_, {{{begin, begin + cpu.nbytes()}, true}}, false);
+    std::memcpy(Devices::get().open(storage.mutable_data()), cpu.data(), cpu.nbytes());
+  }
+
+  Tensor give(const Tensor& tensor, Result& result) {
+    if (!tensor.defined()) return tensor;
+    result.sizes = tensor.sizes().vec();
+    result.strides = tensor.strides().vec();
+    result.offset = tensor.storage_offset();
+    result.storage_bytes = tensor.storage().nbytes();
+    result.dtype = tensor.dtype();
+    for (std::size_t i = 0; i < originals_.size(); ++i) {
+      if (originals_[i].cpu.unsafeGetTensorImpl() != tensor.unsafeGetTensorImpl()) continue;
+      result.kind = Result::kArgument;
+      result.index = i;
+      return originals_[i].tensor;
     }
-    c10::StorageImpl* key = result.storage().unsafeGetStorageImpl();
-    if (const auto source = sources_.find(key); source != sources_.end()) return new_tensor(source->second, result);
-    const std::size_t bytes = result.storage().nbytes();
-    c10::Storage storage = new_storage(bytes, device_);
-    std::memcpy(Devices::get().open(storage.data()), result.storage().data(), bytes);
-    sources_.emplace(key, storage);
-    kept_.push_back(result);  // so that no later result has a storage at the same address
-    const Tensor made = new_tensor(std::move(storage), result);
-    accesses_.push_back({range_of(made), true});
-    return made;
+    c10::StorageImpl* key = tensor.storage().unsafeGetStorageImpl();
+    auto source = sources_.find(key);
+    const auto order = std::find(source_order_.begin(), source_order_.end(), key);
+    result.kind = order == source_order_.end() ? Result::kNew : Result::kView;
+    result.index = static_cast<std::size_t>(order - source_order_.begin());
+    if (source == sources_.end()) {
+      c10::Storage storage = new_storage(tensor.storage().nbytes(), device_);
+      fill(storage, tensor.storage());
+      source = sources_.emplace(key, std::move(storage)).first;
+      kept_.push_back(tensor);  // so that no later result has a storage at the same address
+    }
+    if (result.kind == Result::kNew) {
+      const auto same = [&](const Tensor& each) { return each.storage().unsafeGetStorageImpl() == key; };
+      result.index = static_cast<std::size_t>(std::find_if(kept_.begin(), kept_.end(), same) - kept_.begin());
+    }
+    return new_tensor(source->second, tensor);
   }
 
-  void give(IValue& value) {
-    if (value.isTensor()) {
-      value = give(value.toTensor());
-    } else if (value.isTensorList()) {
-      auto list = value.toTensorVector();
-      for (Tensor& tensor : list) tensor = give(tensor);
-      value = c10::List<Tensor>(list);
+  void give_all() {
+    const std::size_t returns = op_.schema().returns().size();
+    for (std::size_t i = stack_->size() - returns; i < stack_->size(); ++i) {
+      IValue& value = (*stack_)[i];
+      if (!value.isTensor() && !value.isTensorList()) {
+        shown_.is_fixed = false;
+        continue;
+      }
+      const bool is_list = value.isTensorList();
+      std::vector<Tensor> tensors = tensors_of(value);
+      std::vector<Result> results(tensors.size());
+      for (std::size_t j = 0; j < tensors.size(); ++j) tensors[j] = give(tensors[j], results[j]);
+      value = is_list ? IValue(c10::List<Tensor>(tensors)) : IValue(tensors[0]);
+      shown_.returns.emplace_back(is_list, std::move(results));
     }
   }
 
   const c10::OperatorHandle& op_;
   torch::jit::Stack* stack_;
+  const std::string* name_ = nullptr;
   int device_ = -1;
-  bool host_ = false, writes_ = false;
+  bool host_ = false, writes_ = false, masks_ = false, has_generator_ = false;
   std::vector<Access> accesses_;
   std::unordered_map<c10::StorageImpl*, c10::Storage> storages_;  // of the device: of the CPU
   std::unordered_map<c10::StorageImpl*, c10::Storage> sources_;   // of the CPU: of the device
-  std::vector<std::pair<c10::TensorImpl*, Original>> originals_;
+  std::vector<c10::StorageImpl*> source_order_;                   // of the arguments, on the CPU
+  std::vector<Original> originals_;
   std::vector<Tensor> kept_;
+  Results shown_;
 };
 
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) { Call(op, stack).run(op); }
@@ -348,51 +568,35 @@ std::vector<char> bytes_of(const Tensor& cpu) {
   return {begin, begin + cpu.nbytes()};
 }
 
-// A deferred copy. The host must not touch pinned memory meanwhile: a source that it changed is found, and a target holds the pattern
-// of freed memory until the copy is over.
-struct DeferredCopy {
-  Tensor source, target;
-  bool up;                   // to the device
-  std::vector<char> before;  // the pinned bytes when it was issued, if they are dense
-  Tensor taken;
-  bool changed = false;
+// A copy between pinned memory and a device. The host must not touch pinned memory meanwhile: a source that it changed is found,
+// and a target holds the pattern of freed memory until the copy is over.
+class PinnedCopy {
+ public:
+  PinnedCopy(const Tensor& self, const Tensor& dst) : source_(on_cpu(self)), target_(on_cpu(dst)), up_(is_simulated(dst)) {
+    const Tensor& pinned = up_ ? self : dst;
+    if (!is_dense(pinned) || Devices::get().is_queued(range_of(pinned))) return;  // an earlier copy uses the same bytes
+    if (!up_) std::memset(target_.mutable_data_ptr(), 0xFF, target_.nbytes());
+    before_ = bytes_of(up_ ? source_ : target_);
+  }
+  std::string run() const {
+    const Tensor& pinned = up_ ? source_ : target_;
+    const bool changed = !before_.empty() && std::memcmp(before_.data(), pinned.const_data_ptr(), before_.size()) != 0;
+    move_bytes(target_, source_);
+    return !changed ? "" : up_ ? "the host writes the pinned source" : "the host writes the pinned target";
+  }
 
-  DeferredCopy(const Tensor& self, const Tensor& dst) : source(on_cpu(self)), target(on_cpu(dst)), up(is_simulated(dst)) {
-    const Tensor& host = up ? source : target;
-    if (!is_dense(host)) return;
-    if (!up) std::memset(host.mutable_data_ptr(), 0xFF, host.nbytes());
-    before = bytes_of(host);
-  }
-  void compare(const Tensor& host) {
-    changed = changed || (!before.empty() && std::memcmp(before.data(), host.const_data_ptr(), before.size()) != 0);
-  }
-  void read() {
-    if (taken.defined()) return;
-    if (up) compare(source);
-    const Quiet quiet;
-    taken = source.clone();
-  }
-  std::string complete() {
-    if (!up) compare(target);
-    if (!taken.defined() && up) compare(source);
-    move_bytes(target, taken.defined() ? taken : source);
-    return !changed ? "" : up ? "the host writes the pinned source" : "the host writes the pinned target";
-  }
+ private:
+  Tensor source_, target_;
+  bool up_;                   // to the device
+  std::vector<char> before_;  // the pinned bytes when it was issued, if they are dense
 };
 
-void copy_deferred(int timeline, const std::string* name, const Tensor& self, const Tensor& dst) {
-  Devices::get().issue_copy(timeline, name, range_of(self), range_of(dst), [&] {
-    const auto copy = std::make_shared<DeferredCopy>(self, dst);
-    return Devices::CopyWork{[copy] { copy->read(); }, [copy] { return copy->complete(); }};
-  });
-}
-
-void copy_now(int timeline, const std::string* name, const Tensor& self, const Tensor& dst, bool waits) {
+void copy_now(int timeline, const std::string* name, const Tensor& self, const Tensor& dst) {
   std::vector<Access> accesses;
   const auto seen = [](const Tensor& tensor) { return is_simulated(tensor) || Devices::get().is_pinned(tensor.storage().data()); };
   if (seen(self)) accesses.push_back({range_of(self), false});
   if (seen(dst)) accesses.push_back({range_of(dst), true});
-  Devices::get().issue(timeline, name, accesses, waits);
+  Devices::get().issue_now(timeline, name, accesses, true);
   move_bytes(on_cpu(dst), on_cpu(self));
 }
 
@@ -407,11 +611,17 @@ Tensor copy_from(const Tensor& from, const Tensor& dst, bool non_blocking) {
   if (is_simulated(self) && is_simulated(dst)) {
     const int source = self.device().index(), target = dst.device().index();
     const int line = current_timeline(source), other = current_timeline(target);
+    const auto issue = [&](const char* op) {
+      devices.issue(line, devices.name(op), {{range_of(self), false}, {range_of(dst), true}}, [from = on_cpu(self), to = on_cpu(dst)] {
+        move_bytes(to, from);
+        return std::string();
+      });
+    };
     if (source == target) {
-      copy_now(line, devices.name("aten::copy_"), self, dst, false);
+      issue("aten::copy_");
     } else {  // both streams, as between two GPUs
       devices.wait_timeline(line, other);
-      copy_now(line, devices.name("aten::copy_ (device to device)"), self, dst, false);
+      issue("aten::copy_ (device to device)");
       devices.wait_timeline(other, line);
     }
     return dst;
@@ -419,11 +629,18 @@ Tensor copy_from(const Tensor& from, const Tensor& dst, bool non_blocking) {
   const bool down = is_simulated(self);
   const int timeline = current_timeline((down ? self : dst).device().index());
   const std::string* name = devices.name(down ? "aten::copy_ (device to host)" : "aten::copy_ (host to device)");
-  const bool pinned = devices.is_pinned((down ? dst : self).storage().data());
-  if (non_blocking && pinned) {
-    copy_deferred(timeline, name, self, dst);
-  } else {  // from pageable memory the bytes are taken at once, to pageable memory the host waits
-    copy_now(timeline, name, self, dst, down || !non_blocking);
+  const Tensor& host = down ? dst : self;
+  if (non_blocking && devices.is_pinned(host.storage().data())) {
+    const auto copy = std::make_shared<PinnedCopy>(self, dst);
+    devices.issue(timeline, name, {{range_of(self), false}, {range_of(dst), true}}, [copy] { return copy->run(); }, range_of(host));
+  } else if (non_blocking && !down) {  // from pageable memory the bytes are taken at once
+    const Quiet quiet;
+    devices.issue(timeline, name, {{range_of(dst), true}}, [taken = self.clone(), to = on_cpu(dst)] {
+      move_bytes(to, taken);
+      return std::string();
+    });
+  } else {
+    copy_now(timeline, name, self, dst);
   }
   return dst;
 }
@@ -504,7 +721,7 @@ void use(const std::vector<Tensor>& reads, const std::vector<Tensor>& writes, co
       accesses.push_back({range_of(tensor), is_write});
     }
   }
-  Devices::get().issue(current_timeline(device), Devices::get().name(name), accesses, false);
+  Devices::get().issue_now(current_timeline(device), Devices::get().name(name), accesses, false);
 }
 
 TORCH_LIBRARY_FRAGMENT(memtune_sim, m) {

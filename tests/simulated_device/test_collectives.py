@@ -1,15 +1,13 @@
-"""Two ranks on simulated devices: collectives on a stream of their own, DDP and FSDP2."""
+"""Two ranks on simulated devices: collectives on a stream of their own, messages, DDP and FSDP2."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch.multiprocessing as mp
-from support.simulated_ranks import run
+from support.gloo import run_ranks
+from support.simulated_ranks import check_collectives
 
 pytestmark = pytest.mark.device
 
 
-def test_two_ranks_train_on_simulated_devices(tmp_path: Path) -> None:
-    mp.spawn(run, (str(tmp_path / "store"),), nprocs=2)
+def test_two_ranks_train_on_simulated_devices() -> None:
+    run_ranks(check_collectives, 2, device="sim")

@@ -28,7 +28,12 @@ _FRESH.set_forkserver_preload(
 
 
 def run_ranks(
-    function: Callable[..., Any], ranks: int, *arguments: Any, deadline_s: float = 90, may_fail: bool = False
+    function: Callable[..., Any],
+    ranks: int,
+    *arguments: Any,
+    deadline_s: float = 90,
+    may_fail: bool = False,
+    device: str = "cpu",
 ) -> list[Any]:
     """Return the results of `function(*arguments)`, one per rank; the function must be at the top of its
     file.
@@ -47,7 +52,7 @@ def run_ranks(
     file, name = function.__code__.co_filename, function.__name__
     with tempfile.TemporaryDirectory() as folder:
         children: list[BaseProcess] = [
-            _FRESH.Process(target=_rank, args=(folder, rank, ranks, file, name, arguments, may_fail))
+            _FRESH.Process(target=_rank, args=(folder, rank, ranks, file, name, arguments, may_fail, device))
             for rank in range(max(ranks, 1))
         ]
         try:
@@ -64,7 +69,14 @@ def run_ranks(
 
 
 def _rank(
-    folder: str, rank: int, ranks: int, file: str, name: str, arguments: tuple[Any, ...], may_fail: bool
+    folder: str,
+    rank: int,
+    ranks: int,
+    file: str,
+    name: str,
+    arguments: tuple[Any, ...],
+    may_fail: bool,
+    device: str,
 ) -> None:
     log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
@@ -73,9 +85,17 @@ def _rank(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    backends = "gloo"
+    if device == "sim":
+        from memtune.device.process_groups import backends_of
+        from memtune.testing.simulated_device import start
+
+        start(ranks)
+        torch.accelerator.set_device_index(rank)
+        backends = backends_of(device)
     if ranks:
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks
+            backends, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks
         )
     result = getattr(_module(file), name)(*arguments)
     Path(folder, f"result{rank}").write_bytes(pickle.dumps(result))

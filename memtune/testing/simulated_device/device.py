@@ -27,8 +27,8 @@ def start(
     Args:
         n_devices: Number of devices.
         capacity_bytes: Memory of each device.
-        pace: Of copies between pinned memory and a device: when issued, at a later op drawn with `seed`, or
-            as late as events allow.
+        pace: Of kernels and copies: when issued, at a later op drawn with `seed`, or as late as events
+            allow.
         seed: Of the draws for `pace="random"`.
         raises: Whether a race is an error at the op that makes it, or only added to `races`.
 

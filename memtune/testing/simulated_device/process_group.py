@@ -43,6 +43,19 @@ class _Work(dist.Work):
         return self._future
 
 
+class _Message(_Work):
+    """A message that is on its way while the host goes on; `wait` returns when gloo has moved it."""
+
+    def __init__(self, event: torch.Event | None, tensors: list[Tensor], message: dist.Work) -> None:
+        super().__init__(event, tensors)
+        self._message, self._tensors = message, tensors
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the message, and make the current stream wait for it."""
+        self._message.wait()
+        return super().wait()
+
+
 class SimulatedGroup(_Group):  # type: ignore[misc]
     """Group of ranks on simulated devices; tensors on the host go to gloo as they are."""
 
@@ -74,10 +87,17 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], run: Callable[..., Any]
     ) -> dist.Work:
         """Run `run`, a call of gloo that takes a function from tensors to the ones it uses."""
+        event, work = self._begin(name, reads, writes, run)
+        work.wait()
+        return _Work(event, list(writes))
+
+    def _begin(
+        self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], run: Callable[..., Any]
+    ) -> tuple[torch.Event | None, dist.Work]:
+        """Return the event after which the tensors of `run` are complete, once gloo's work is."""
         device = next((each.device for each in (*reads, *writes) if each.device.type == "sim"), None)
         if device is None:
-            run(lambda tensor: tensor).wait()
-            return _Work(None, list(writes))
+            return None, run(lambda tensor: tensor)
         stream = self._streams.setdefault(device.index, torch.Stream(device))
         stream.wait_stream(torch.accelerator.current_stream(device))
         before = torch.accelerator.current_stream(device)
@@ -86,8 +106,7 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
             torch.ops.memtune_sim.use(list(reads), list(writes), f"{NAME}::{name}")
         finally:
             torch.accelerator.set_stream(before)
-        run(torch.ops.memtune_sim.kernel_view).wait()
-        return _Work(stream.record_event(), list(writes))
+        return stream.record_event(), run(torch.ops.memtune_sim.kernel_view)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Sum, or another reduction, in place."""
@@ -148,6 +167,36 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         """Reduce and scatter several tensors."""
         pairs = zip(outputs, inputs, strict=True)
         return [self.reduce_scatter_single(output, source, opts) for output, source in pairs][-1]
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_sizes: list[int],
+        source_sizes: list[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        """Send each rank its rows of `source`, and receive those of `output`."""
+        return self._issue(
+            "alltoall",
+            [source],
+            [output],
+            lambda view: self._gloo.alltoall_base(view(output), view(source), output_sizes, source_sizes),
+        )
+
+    def send(self, tensors: list[Tensor], target: int, tag: int) -> dist.Work:
+        """Send a tensor to one rank."""
+        begun = self._begin(
+            "send", tensors, [], lambda view: self._gloo.send([*map(view, tensors)], target, tag)
+        )
+        return _Message(begun[0], tensors, begun[1])
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
+        """Receive a tensor from one rank."""
+        begun = self._begin(
+            "recv", [], tensors, lambda view: self._gloo.recv([*map(view, tensors)], source, tag)
+        )
+        return _Message(begun[0], tensors, begun[1])
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait for all ranks, and for this rank's devices."""

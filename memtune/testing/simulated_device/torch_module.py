@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Event, Tensor
 from torch.accelerator import (
     current_device_index,
     empty_cache,
@@ -81,14 +81,6 @@ class Stream(torch.Stream):
     def wait_stream(self, stream: torch.Stream) -> None:
         """Order all later ops of this stream after all present ones of `stream`."""
         self.wait_event(stream.record_event())
-
-
-class Event(torch.Event):
-    """Event of a simulated device."""
-
-    def __new__(cls, enable_timing: bool = False, **_: Any) -> Event:
-        """Make an event; the first `record` decides its device."""
-        return super().__new__(cls, _device(None), enable_timing=enable_timing)
 
 
 def _device(device: torch.device | str | int | None) -> torch.device:
