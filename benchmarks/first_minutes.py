@@ -1,12 +1,13 @@
 """Record five first minutes of a new user in a terminal: seconds, lines and words until the answer.
 
-    python benchmarks/first_minutes.py [--bin DIR] [--only NAME] [--casts DIR] [--json FILE]
+    python benchmarks/first_minutes.py [--version NAME=DIR ...] [--only NAME] [--casts DIR] [--json FILE]
 
-Each session is one command in an empty folder with an empty home directory; `--bin` names the folder of the
-`memtune` to record, by default this one. The answer is the first line that matches the session's pattern;
-lines are counted as a reader sees them, after redraws. Silence is the longest time in which nothing was
-written. Unexplained words are those of the whole output that neither a dictionary of English (`--words`,
-Debian's wamerican-small) nor docs/glossary.md has. `--casts` keeps the recordings for asciinema.
+Each session is one command in an empty folder with an empty home directory. Each `--version` names the folder
+of a `memtune` to record, by default this one; versions are recorded one after the other, session by session.
+The answer is the first line that matches the pattern of the session; lines are counted as a reader sees them,
+after redraws. Silence is the longest time in which nothing was written. Unexplained words are those of the whole
+output that neither a dictionary of English (`--words`, Debian's wamerican-small) nor docs/glossary.md has.
+`--casts` keeps the recordings for asciinema.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pexpect
 import pyte
@@ -166,18 +168,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--bin", type=Path, default=Path(sys.executable).parent)
+    parser.add_argument("--version", action="append", metavar="NAME=DIR")
     parser.add_argument("--words", type=Path, default=Path("/usr/share/dict/words"))
     parser.add_argument("--only", choices=SESSIONS, action="append")
-    parser.add_argument("--casts", type=Path, help="write NAME.cast there")
+    parser.add_argument("--casts", type=Path, help="write NAME-SESSION.cast there")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    known, found = vocabulary(options.words), {}
+    versions = dict(each.split("=", 1) for each in options.version or (f"now={Path(sys.executable).parent}",))
+    known, found = vocabulary(options.words), dict[str, dict[str, Any]]()
     for name in options.only or SESSIONS:
-        cast = None if options.casts is None else options.casts / f"{name.replace(' ', '-')}.cast"
-        minutes = record(SESSIONS[name], options.bin, known, cast)
-        found[name] = {"command": SESSIONS[name].command, **asdict(minutes)}
-        print(name, json.dumps(found[name], ensure_ascii=False), flush=True)
+        found[name] = {"command": SESSIONS[name].command}
+        for version, folder in versions.items():
+            file = f"{version}-{name.replace(' ', '-')}.cast"
+            cast = None if options.casts is None else options.casts / file
+            found[name][version] = asdict(record(SESSIONS[name], Path(folder), known, cast))
+            print(name, version, json.dumps(found[name][version], ensure_ascii=False), flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
 
