@@ -5,9 +5,9 @@
 Each session is one command in an empty folder with an empty home directory. Each `--version` names the folder
 of a `memtune` to record, by default this one; versions are recorded one after the other, session by session.
 The answer is the first line that matches the pattern of the session; lines are counted as a reader sees them,
-after redraws. Silence is the longest time in which nothing was written. Unexplained words are those of the whole
-output that neither a dictionary of English (`--words`, Debian's wamerican-small) nor docs/glossary.md has.
-`--casts` keeps the recordings for asciinema.
+after redraws. Silence is the longest time in which nothing was written. Unexplained words are those of the
+whole output that neither a dictionary of English (`--words`, Debian's wamerican-small) nor docs/glossary.md
+has. `--casts` keeps the recordings for asciinema.
 """
 
 from __future__ import annotations
