@@ -2,7 +2,7 @@
 micro-batch.
 
     memtune plan examples/vit.py --gpus 1 --gpu-type a100-40g
-    memtune search examples/vit.py --device cpu --max-memory 60MiB --trials 4
+    memtune search examples/vit.py --device cpu --max-memory 9MiB --trials 4
 
 The images are noisy stripes and the label is their direction, so there is nothing to download.
 Layer norm does not mix samples, so memtune may divide the batch; compare cnn.py, where batch norm

@@ -26,6 +26,13 @@ PAGES = sorted(
 )
 
 
+def with_pass(text: str) -> str:
+    """Return the page with the pass of CONTRIBUTING.md, as the site's hook inserts it."""
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    source = next(body for _, _, body in FENCE.findall(contributing) if "def offload_saved" in body)
+    return text.replace("PASS_SOURCE", f'```python title="offload_saved.py"\n{source}```')
+
+
 def run_page(text: str, folder: Path) -> Iterator[tuple[str, subprocess.CompletedProcess[str]]]:
     """Write the files of a page and run its commands in order; yield each line with its outcome."""
     home = folder / "home"
@@ -37,7 +44,7 @@ def run_page(text: str, folder: Path) -> Iterator[tuple[str, subprocess.Complete
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    for language, title, body in FENCE.findall(text):
+    for language, title, body in FENCE.findall(with_pass(text)):
         if title:
             (folder / title).write_text(body, encoding="utf-8")
         for line in body.splitlines() if language == "bash" else ():

@@ -1,11 +1,14 @@
 """Examples are workloads that learn, import no memtune, and have their documented size."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from memtune.autotune.record import record
+from memtune.units import parse_bytes
 from memtune.workload.workload import Workload
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -129,3 +132,10 @@ def test_workload_imports_no_memtune(path):
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not [name for name in imported if name.partition(".")[0] == "memtune"]
+
+
+def test_plain_setting_exceeds_the_limit_in_the_docstring():
+    path = EXAMPLES / "vit.py"
+    found = re.search(r"search examples/vit.py --device cpu --max-memory (\w+)", path.read_text())
+    workload = Workload.load(path)
+    assert record(workload).at(workload.global_batch).peak_bytes() > 1.1 * parse_bytes(found[1])

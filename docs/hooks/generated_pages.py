@@ -48,8 +48,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     outside = r"\[[^\]]*\]\((?:\.\./)+((?:benchmarks|tests|memtune|csrc|examples|[A-Z]+\.md)[^)]*)\)"
     markdown = re.sub(outside, r"`\1`", markdown)
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    start = text.index("```python\ndef offload_saved")
-    return markdown.replace("PASS_SOURCE", text[start : text.index("```", start + 3) + 3])
+    source, _, _ = text[text.index("```python\nimport numpy") + len("```python") :].partition("```")
+    return markdown.replace("PASS_SOURCE", f'```python title="offload_saved.py"{source}```')
 
 
 def catalogue() -> Iterator[str]:
