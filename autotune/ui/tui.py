@@ -99,7 +99,7 @@ class Page(ModalScreen[None]):
 
     def redraw(self) -> None:
         """Draw the text for the current width."""
-        self.query_one("#page-text", Static).update(self._draw(self.size.width - 8))
+        self.query_one("#page-text", Static).update(self._draw(self.size.width - 10))
 
     def action_scroll(self, lines: int) -> None:
         """Scroll by `lines`."""

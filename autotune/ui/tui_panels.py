@@ -235,7 +235,7 @@ def _best(view: SearchView, width: int) -> Text:
         return line.append("none has fitted yet", DIM)
     limit = f" of {format_bytes(view.budget_bytes)}" if view.budget_bytes else ""
     line.append(f"#{best.number} ", "green").append(
-        f"{formatting.rate(changed.samples_per_s)} samples/s", "bold green"
+        f"{formatting.rate(view.best_rate)} samples/s", "bold green"
     )
     line.append(_gain(view, width), "green")
     line.append(f" · peak {formatting.maybe_bytes(changed.peak_bytes)}{limit}" if width >= NARROW else "")
@@ -267,12 +267,12 @@ def _gain(view: SearchView, width: int) -> str:
         for baseline in view.baselines
         if baseline.result and baseline.result.samples_per_s
     ]
-    if view.best_changed is None or not view.best_changed.samples_per_s or not rates:
+    if not view.best_rate or not rates:
         return ""
     baseline_rate, baseline = max(rates, key=lambda pair: pair[0])
     if baseline.number == view.best_number:
         return ""
-    faster = view.best_changed.samples_per_s / baseline_rate - 1
+    faster = view.best_rate / baseline_rate - 1
     if abs(faster) <= view.noise(view.best_number) + view.noise(baseline.number):
         return ""  # repeats of one setting differ by more
     gain = formatting.percent(faster, signed=True)
@@ -366,9 +366,9 @@ def not_run(view: SearchView, width: int) -> Text:
     for heading, rows in groups:
         lines.append(Text(heading, "bold cyan"))
         for count, reason in rows:
-            line = Text(f"  {count:>6,}  ", DIM).append(reason)
-            line.truncate(width, overflow="ellipsis")
-            lines.append(line)
+            number = f"  {count:>6,}  "
+            whole = "\n".join(formatting.wrapped(number + reason, width, len(number)))
+            lines.append(Text.assemble((number, DIM), whole[len(number) :]))
         lines.append(Text(""))
     return Text("\n").join(lines)
 

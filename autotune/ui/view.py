@@ -265,6 +265,13 @@ class SearchView:
         """Return the trial that is currently best."""
         return self.trials.get(self.best_number) if self.best_number is not None else None
 
+    @property
+    def best_rate(self) -> float | None:
+        """Return samples/s of the best over its repeats; at the end that of the config."""
+        if self.finished is not None and self.finished.samples_per_s:
+            return self.finished.samples_per_s
+        return self.best_changed.samples_per_s if self.best_changed is not None else None
+
     def noise(self, number: int | None) -> float:
         """Return by how much the rates of a trial's setting differ, relatively: over its repeats, and over
         the steps of each.

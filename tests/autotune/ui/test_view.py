@@ -259,6 +259,13 @@ def test_printer_shows_ssd_writes_of_best_and_trials():
     assert wear in tui_details._comparison(view, view.best).plain
 
 
+def test_best_has_the_rate_of_the_config_at_the_end():
+    events = [each for each in stream.all_events() if not isinstance(each, SearchFinished)]
+    end = SearchFinished(status="done", out="tuned.yaml", best_number=4, samples_per_s=12.5)
+    assert "12.5 samples/s" not in tui_panels._best(fold(events), 200).plain
+    assert "12.5 samples/s" in tui_panels._best(fold([*events, end]), 200).plain
+
+
 def test_follow_prints_log_and_returns_value(tmp_path):
     out = io.StringIO()
     value = with_lines(
