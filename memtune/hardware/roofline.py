@@ -431,9 +431,15 @@ def algorithm(name: str) -> Algorithm:
 
 
 @functools.lru_cache(maxsize=256)
-def _algorithms(names: tuple[str, ...]) -> tuple[npt.NDArray[np.int64], F64]:
-    """Return by name id: the algorithm, and the number of times a ring is run (2 for all-reduce)."""
-    rounds = [2.0 if "all_reduce" in name or "allreduce" in name else 1.0 for name in names]
+def _algorithms(
+    names: tuple[str, ...], all_gather_rounds: float, reduce_scatter_rounds: float
+) -> tuple[npt.NDArray[np.int64], F64]:
+    """Return by name id: the algorithm, and the number of passes around a ring."""
+    passes = {"allreduce": 2.0, "allgather": all_gather_rounds, "reducescatter": reduce_scatter_rounds}
+    rounds = [
+        next((count for part, count in passes.items() if part in name.replace("_", "")), 1.0)
+        for name in names
+    ]
     return np.array([algorithm(name) for name in names], np.int64), np.array(rounds)
 
 
@@ -448,7 +454,8 @@ def collective_s(
     apart: npt.NDArray[np.int32] | int = 1,  # (c,) ranks from one member of the group to the next
 ) -> F64:
     """Return (c,) seconds of each collective."""
-    algorithms, rounds = (column[name] for column in _algorithms(names))
+    known = _algorithms(names, hardware.all_gather_rounds, hardware.reduce_scatter_rounds)
+    algorithms, rounds = (column[name] for column in known)
     steps = np.maximum(ranks - 1, 0.0)
     bytes_per_s, latency_s = _ring_link(
         resource, ranks, np.maximum(hardware.gpus_per_node // apart, 1), hardware

@@ -87,6 +87,10 @@ class Hardware:
     """Devices of the node exchange data through host memory only, so it crosses their PCIe roots."""
     link_slowdown: float = 0.0
     """Fraction of its time by which compute is slower while a collective runs."""
+    all_gather_rounds: float = 1.0
+    """Duration of an all-gather in passes of its bytes around a ring; an all-reduce makes two passes."""
+    reduce_scatter_rounds: float = 1.0
+    """Likewise of a reduce-scatter: gloo all-reduces a copy of the input and keeps one chunk."""
     communicator_bytes: int = 0
     """Device memory of one communicator, outside PyTorch's allocator."""
     context_range: tuple[int, int] = (0, 0)

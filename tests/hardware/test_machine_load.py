@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixed_cpu import CPU
+from support.gloo import run_ranks
 
 from memtune.hardware import cpu_probe
 from memtune.hardware.cpu_cores import usable_cores
@@ -82,6 +84,25 @@ def test_given_rates_are_neither_checked_nor_replaced(empty_cache: Path) -> None
     rates = replace(cpu_probe.cpu(), fp32_flops_per_s=1e6, is_given=True)
     keep(rates)
     assert cpu_probe.cpu() == rates
+
+
+def test_rates_of_two_ranks_are_constants_of_their_links() -> None:
+    found = run_ranks(_rates_of_two, 2)
+    links = {name for name in found[0] if "link" in name or "rounds" in name}
+    assert links == {
+        "intra_link_latency_s",
+        "intra_link_bytes_per_s",
+        "all_gather_rounds",
+        "reduce_scatter_rounds",
+    }
+    assert {name: found[1][name] for name in links} == pytest.approx({name: found[0][name] for name in links})
+    replace(CPU, **found[0])  # all are fields of Hardware
+    assert 0 < found[0]["intra_link_latency_s"] < 1
+    assert min(found[0][name] for name in links if "rounds" in name) > 0
+
+
+def _rates_of_two() -> dict[str, float]:
+    return measure_rates(torch.device("cpu"), local_ranks=2)
 
 
 def test_rates_of_one_rank_are_those_of_the_host() -> None:

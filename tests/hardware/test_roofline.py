@@ -74,6 +74,16 @@ def test_collective_s_over_network_only() -> None:
     assert seconds("memtune.send.default", 2, Resource.INTER_LINK) == pytest.approx(S / 1e8 + 1e-2)
 
 
+def test_collective_s_counts_the_passes_of_the_backend() -> None:
+    gloo = replace(LINKS, all_gather_rounds=1.5, reduce_scatter_rounds=2.5)
+    for name, rounds in (
+        ("c10d._allgather_base_.default", 1.5),
+        ("memtune.reduce_scatter_into_.default", 2.5),
+        ("_c10d_functional.all_reduce.default", 1.0),
+    ):
+        assert seconds(name, 4, links=gloo) == pytest.approx(rounds * seconds(name, 4))
+
+
 def test_collective_s_treats_cpu_ranks_as_one_node() -> None:
     cpu = replace(LINKS, device="cpu", gpus_per_node=1)
     assert seconds("memtune.all_to_all_.default", 8, links=cpu) == pytest.approx(7 * (S / 8 / 1e9 + 1e-3))
