@@ -303,8 +303,8 @@ def record(
         The recording, with its rung and the reasons why lower rungs failed.
 
     Raises:
-        WorkloadError: Even a real step on CPU fails; the message is that step's error. ApplyError: The
-        requested parts of the model were not compiled.
+        WorkloadError: Even a real step on CPU fails; the message is that step's error.
+        ApplyError: The requested parts of the model were not compiled.
     """
     started = time.monotonic()
     workload.check_batch()
@@ -324,31 +324,8 @@ def record(
         first = _with_workspaces(first, scratch[0], has_scratch)
         if same:
             second = _with_workspaces(second, scratch[1], has_scratch)
-    notes += session.assumed
-    if session.spreads:
-        least, most = session.spreads[large]
-        notes.append(
-            f"batches vary in size ({least} to {most} bytes of {large} samples): the largest one drawn is"
-            " recorded, and training may draw larger ones; worst_batch(size) in model.py gives the largest"
-        )
-    if session.optimizer_dedup is not None and session.optimizer_dedup.disabled_reason:
-        notes.append(f"the optimizer's step was recorded in full: {session.optimizer_dedup.disabled_reason}")
-    if (
-        session.block_dedup is not None
-        and session.block_dedup.skipped
-        and session.block_dedup.disabled_reason
-    ):
-        notes.append(f"equal blocks were recorded in full: {session.block_dedup.disabled_reason}")
-    if session.fake is None:
-        notes.append(
-            "sizes may depend on the data: for other micro-batches they are extrapolated linearly from"
-            f" {small} and {large}"
-        )
+    notes += _assumptions(session, small, large, same)
     if not same:
-        notes.append(
-            f"the step at micro-batch {large} runs different ops than at {small}: sizes are known only at"
-            f" {small}"
-        )
         second = first
     recording = Recording(
         small=small,
@@ -375,6 +352,40 @@ def record(
         for size in sorted(set(between)):
             recording = check(recording, session, size, workspace)
     return replace(recording, record_s=time.monotonic() - started)
+
+
+def _assumptions(session: Session, small: int, large: int, same: bool) -> list[str]:
+    """Return notes on what the recording assumes of batches, optimizer, blocks and other micro-batches.
+
+    `same`: the steps at `small` and `large` run the same ops.
+    """
+    notes = list(session.assumed)
+    if session.spreads:
+        least, most = session.spreads[large]
+        notes.append(
+            f"batches vary in size ({least} to {most} bytes of {large} samples): the largest one drawn is"
+            " recorded, and training may draw larger ones; worst_batch(size) in model.py gives the largest"
+        )
+    if session.optimizer_dedup is not None and session.optimizer_dedup.disabled_reason:
+        notes.append(f"the optimizer's step was recorded in full: {session.optimizer_dedup.disabled_reason}")
+    # In a model without equal blocks there was nothing to skip.
+    if (
+        session.block_dedup is not None
+        and session.block_dedup.skipped
+        and session.block_dedup.disabled_reason
+    ):
+        notes.append(f"equal blocks were recorded in full: {session.block_dedup.disabled_reason}")
+    if session.fake is None:
+        notes.append(
+            "sizes may depend on the data: for other micro-batches they are extrapolated linearly from"
+            f" {small} and {large}"
+        )
+    if not same:
+        notes.append(
+            f"the step at micro-batch {large} runs different ops than at {small}: sizes are known only at"
+            f" {small}"
+        )
+    return notes
 
 
 def _fits_in_memory(recording: Recording, micro_batch: int) -> bool:

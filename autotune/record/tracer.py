@@ -53,6 +53,7 @@ from memtune.runtime import (
     READ_OUTS,
     SEAM,
     TIERS,
+    SeamOp,
     WatchingMode,
     current_tier,
     draws,
@@ -256,30 +257,17 @@ class Tracer(WatchingMode):
             and any(t._is_view() for t in written)
             and any(t.requires_grad for t in inputs)
         ):
-            self._sequence += (
-                2  # writing into a view makes nodes for base and view before the output is saved
-            )
+            # Writing into a view makes nodes for base and view before the output is saved.
+            self._sequence += 2
         op = len(self.draft.ops)
         reads = [self._register(t, Kind.BUFFER) for t in inputs]
         module, call, phase = self._place(sequence)
         donated = reads[0] if reads and self._is_in_place(func, args, out, reads[0], phase) else -1
-        for storage in dict.fromkeys(reads):
-            self.draft.uses.append((op, storage, DONATES if storage == donated else READS))
-        for tensor in written:
-            self.draft.uses.append((op, self._register(tensor, Kind.BUFFER), WRITES))
-            if phase is Phase.BACKWARD:
-                self._last_writer[self.draft.uses[-1][1]] = op
+        self._note_uses(op, reads, donated, written, phase)
         seam = SEAM.get(name)
-        resource = seam.resource if seam else Resource.COMPUTE
-        group = 0
-        if name.startswith(_COLLECTIVES) or (seam and seam.collective):
-            resource, group = link_of(func, args) if seam else Resource.INTRA_LINK, group_size(args, kwargs)
+        resource, group = _resource_of(func, name, seam, args, kwargs)
         if seam or group:
-            one_pass = seam is not None and seam.resource in (Resource.HOST_THREADS, Resource.COMPUTE)
-            moving = inputs[:1] if seam is not None and seam.first_crosses else inputs + fresh
-            traffic = (
-                one_pass_bytes(inputs, written) if one_pass else max([t.nbytes for t in moving], default=0)
-            )
+            traffic = _seam_traffic_bytes(seam, inputs, fresh, written)
         else:
             traffic = sum(t.nbytes for t in inputs) + sum(t.nbytes for t in outputs)
         has_generator = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
@@ -309,12 +297,27 @@ class Tracer(WatchingMode):
         self.draft.signatures.append("" if seam or group else signature(func, args, kwargs))
         while self._states and not seam:
             self.draft.producer[self._states.pop()] = op
-        kind = (
-            Kind.BATCH if name == "memtune.to_device.default" and not self._inside_model() else Kind.TEMPORARY
-        )
+        self._note_outputs(op, fresh, seam)
+
+    def _note_uses(
+        self, op: int, reads: list[int], donated: int, written: list[Tensor], phase: Phase
+    ) -> None:
+        """Add the storages that `op` reads, may reuse for its output (`donated`, -1 for none), and writes."""
+        for storage in dict.fromkeys(reads):
+            self.draft.uses.append((op, storage, DONATES if storage == donated else READS))
+        for tensor in written:
+            self.draft.uses.append((op, self._register(tensor, Kind.BUFFER), WRITES))
+            if phase is Phase.BACKWARD:
+                self._last_writer[self.draft.uses[-1][1]] = op
+
+    def _note_outputs(self, op: int, fresh: list[Tensor], seam: SeamOp | None) -> None:
+        """Add the storages that `op` has made, on the tier of its operator."""
+        # Outside of the model only the loop uploads tensors: they are the batch.
+        uploads = self.draft.ops[op][0] == "memtune.to_device.default" and not self._inside_model()
+        kind = Kind.BATCH if uploads else Kind.TEMPORARY
         for tensor in fresh:
             made = tensor.untyped_storage()
-            if made._cdata in self._ids:
+            if made._cdata in self._ids:  # an earlier output of this op has the same storage
                 continue
             index = self._new_storage(made, kind, producer=op)
             if seam and seam.output_tier != Tier.DEVICE:
@@ -568,6 +571,25 @@ class Tracer(WatchingMode):
     def step(self) -> Step:
         """Build the Step recorded so far and check its invariants."""
         return self.draft.step()
+
+
+def _resource_of(func: Any, name: str, seam: SeamOp | None, args: Any, kwargs: Any) -> tuple[Resource, int]:
+    """Return the resource of an op, and of a collective the size of its group, else 0."""
+    if name.startswith(_COLLECTIVES) or (seam and seam.collective):
+        # Torch's own collectives name no nodes; the simulator places them by the size of their group.
+        return link_of(func, args) if seam else Resource.INTRA_LINK, group_size(args, kwargs)
+    return seam.resource if seam else Resource.COMPUTE, 0
+
+
+def _seam_traffic_bytes(
+    seam: SeamOp | None, inputs: list[Tensor], fresh: list[Tensor], written: list[Tensor]
+) -> int:
+    """Return the bytes that an operator of the seam, or a collective, moves over its link or memory."""
+    if seam is not None and seam.resource in (Resource.HOST_THREADS, Resource.COMPUTE):
+        return one_pass_bytes(inputs, written)
+    moving = inputs[:1] if seam is not None and seam.first_crosses else inputs + fresh
+    # The largest: a copy has its bytes at both ends, a collective's buffers hold each other's parts.
+    return max([t.nbytes for t in moving], default=0)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -136,9 +136,8 @@ def prepare(
         NothingFits: The budget is below the weights.
     """
     say("looking at the file")
-    with ThreadPoolExecutor(
-        1
-    ) as pool:  # fake tensors need it; it takes as long to load as the probe's process to look
+    with ThreadPoolExecutor(1) as pool:
+        # Fake tensors need it; it takes as long to load as the probe's process to look.
         pool.submit(importlib.import_module, "torch._dynamo")
         probe(options.workload) if begun is None else begun.report()
     device = _device(options, for_trials)
@@ -156,6 +155,7 @@ def prepare(
     # The plain micro-batch, from which the others are cut, and 1, at which a step may have other ops than at
     # 2 and more.
     sizes = {max(used), *(used & {1})}
+    # Rates measured while others used the cores would be too low; the search reports the load.
     meter = LoadMeter()
     recorded = record(workload, sizes=sizes, between=used, workspace=workspace, target=device)
     other_load = meter.others()
@@ -165,38 +165,16 @@ def prepare(
         return translate(each, machine, workspace=scratch)
 
     recording = to_device(recorded)
-    frozen: Reason | None = None
-    checked = options.goal != "batch" and only is None
-    if checked and takes_too_long(recorded):
-        frozen, checked = coupled_samples(recorded), False
-        if frozen is None:
-            recording = replace(recording, notes=(*recording.notes, _NOT_COMPARED))
-    elif checked:
-        say("checking that micro-batches add up to the batch")
-        frozen = batch_is_lossless(
-            workload,
-            parameter_bytes=parameter_bytes(recording),
-            blocks=recording.step.blocks,
-            threads=_threads(options.ranks),
-        )
+    frozen, adds_up = None, False
+    if options.goal != "batch" and only is None:
+        recording, frozen, adds_up = _check_batch(workload, recorded, recording, options.ranks, say)
     compiled = CompiledRecordings(workload, sizes, used, workspace, device, to_device)
-    searches = load_searches(device) if options.gpu_type is None else []
-    calibration = calibration_of(searches)
     cut = CutRecordings(
         workload, recorded, sizes, used, workspace, device, machine.local_ranks(options.ranks), to_device
     )
     target = Target(machine, options.ranks, budget, cut=cut if _records_partitions(options, only) else None)
-    scorer = Scorer(
-        Rewriter(recording, target, compiled=compiled, in_precision=PrecisionRecordings(compiled)),
-        op_times=[row for each in searches for row in each.op_times],
-        calibration=(
-            None if for_trials else calibration
-        ),  # a search calibrates by its own trials, as they come
-        host_bytes=(
-            available_bytes() if options.gpu_type is None else None
-        ),  # of another machine nothing is known
-        ssd_bytes=offload_dir.free_bytes() if options.gpu_type is None else None,
-    )
+    rewriter = Rewriter(recording, target, compiled=compiled, in_precision=PrecisionRecordings(compiled))
+    scorer, calibration = _scorer(options, device, rewriter, for_trials)
     space = build_space(
         scorer.rewriter,
         global_batch,
@@ -224,8 +202,59 @@ def prepare(
         only,
         calibration,
         other_load,
-        checked and frozen is None,
+        adds_up,
     )
+
+
+def _scorer(
+    options: TargetOptions, device: Device, rewriter: Rewriter, for_trials: bool
+) -> tuple[Scorer, Calibration]:
+    """Return a scorer with what is known of this machine, and the corrections from its earlier searches."""
+    # Of another machine than this one nothing is known.
+    is_here = options.gpu_type is None
+    searches = load_searches(device) if is_here else []
+    calibration = calibration_of(searches)
+    scorer = Scorer(
+        rewriter,
+        op_times=[row for each in searches for row in each.op_times],
+        # A search calibrates by its own trials, as they come.
+        calibration=None if for_trials else calibration,
+        host_bytes=available_bytes() if is_here else None,
+        ssd_bytes=offload_dir.free_bytes() if is_here else None,
+    )
+    return scorer, calibration
+
+
+def _check_batch(
+    workload: Workload, recorded: Recording, recording: Recording, ranks: int, say: Callable[[str], None]
+) -> tuple[Recording, Reason | None, bool]:
+    """Check that the gradients of micro-batches add up to those of the batch.
+
+    Args:
+        workload: The user's model and batch.
+        recorded: Its recording on CPU.
+        recording: Its recording for the device, which gets a note if gradients were not compared.
+        ranks: Number of ranks; they share this machine's cores.
+        say: Called with one line as the comparison begins.
+
+    Returns:
+        `recording`; why the search may not split the batch, or None; whether gradients were compared and add
+        up.
+    """
+    if takes_too_long(recorded):
+        # The recorded ops show batch norm, the usual coupling of samples, without a comparison.
+        coupled = coupled_samples(recorded)
+        if coupled is None:
+            recording = replace(recording, notes=(*recording.notes, _NOT_COMPARED))
+        return recording, coupled, False
+    say("checking that micro-batches add up to the batch")
+    frozen = batch_is_lossless(
+        workload,
+        parameter_bytes=parameter_bytes(recording),
+        blocks=recording.step.blocks,
+        threads=_threads(ranks),
+    )
+    return recording, frozen, frozen is None
 
 
 def _budget(options: TargetOptions, machine: Hardware, device: Device) -> int | None:
