@@ -117,13 +117,21 @@ class UpdaterLink:
         Raises:
             EnvironmentFault: The updater has ended, now or earlier; results of its orders are invalid.
         """
-        if self._broken is not None:
-            raise copy(self._broken)
+        self.require_whole()
         try:
             self._socket.sendall((what if isinstance(what, str) else json.dumps(what)).encode() + b"\n")
         except OSError:
             while True:  # it may have sent its reason; ends with an error
                 self.answer("nothing")
+
+    def require_whole(self) -> None:
+        """Raise the fault again if there was one.
+
+        Raises:
+            EnvironmentFault: The updater has ended, or has reported a fault.
+        """
+        if self._broken is not None:
+            raise copy(self._broken)
 
     def answer(self, expected: str) -> Any:
         """Wait for the reply `expected` and return its content.
@@ -131,8 +139,7 @@ class UpdaterLink:
         Raises:
             EnvironmentFault: The updater has ended, or reports a fault.
         """
-        if self._broken is not None:
-            raise copy(self._broken)
+        self.require_whole()
         line = self._line()
         what, more = json.loads(line) if line else ("end", {})
         if what == expected:

@@ -410,6 +410,10 @@ class Updaters:
         link = self._domains[domain].link
         if link is None:
             return {"bytes": {}, "events": []}
+        # After the fault of one updater, the replies that others have sent belong to an unfinished step.
+        for each in self._domains:
+            if each.link is not None:
+                each.link.require_whole()
         link.order(["settle"])
         found: dict[str, Any] = link.answer("settled")
         return found

@@ -82,7 +82,7 @@ def test_refusals_name_what_is_in_the_way() -> None:
 def test_code_that_names_the_number_of_heads_is_refused_with_its_line() -> None:
     path = FLAT.with_name("flat.py:fixed_heads")
     said = refusal(KIND, path)
-    assert re.search(r"does not run with a share of the weights .*flat.py, line 26", said), said
+    assert re.search(r"does not run with a share of the weights .*flat.py, line 30", said), said
     assert "layers: mlp" in said
     assert candidate(KIND, path, layers="mlp").program.step.ops.n > 0
 

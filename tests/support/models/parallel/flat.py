@@ -1,12 +1,16 @@
-"""A GPT whose blocks hold the linear layers of attention and a gated MLP themselves, the MLP's down layer
-before its up layer.
+"""The model of `separate.py` with blocks that hold the linear layers of attention and a gated MLP themselves,
+the MLP's down layer before its up layer.
 """
 
-import torch
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
 import torch.nn.functional as F
+from separate import DIM, GPT, HEAD, batch, loss
 from torch import Tensor, nn
 
-VOCAB, SEQ, DIM, HEAD, LAYERS = 64, 16, 32, 8, 2
 global_batch = 8
 
 
@@ -32,32 +36,10 @@ class Block(nn.Module):
         return x + self.w2(F.silu(self.w1(y)) * self.w3(y))
 
 
-class GPT(nn.Module):
-    def __init__(self, heads: int = -1) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCAB, DIM), nn.Embedding(SEQ, DIM)
-        self.layers = nn.ModuleList(Block(heads) for _ in range(LAYERS))
-        self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCAB, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.layers:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-def model() -> nn.Module:
-    return GPT()
-
-
-def batch(size: int) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(VOCAB, (size, SEQ + 1))
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    inputs, targets = batch
-    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+def model(heads: int = -1) -> nn.Module:
+    made = GPT()
+    made.h = nn.ModuleList(Block(heads) for _ in made.h)
+    return made
 
 
 class FixedHeads:
@@ -66,7 +48,7 @@ class FixedHeads:
     global_batch, batch, loss = global_batch, staticmethod(batch), staticmethod(loss)
 
     def model(self) -> nn.Module:
-        return GPT(DIM // HEAD)
+        return model(DIM // HEAD)
 
 
 fixed_heads = FixedHeads()
