@@ -77,6 +77,8 @@ class Sampler:
         }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)
+            # `multivariate`: knobs of one technique depend on each other. `group`: other techniques' knobs do
+            # not.
             tpe = optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True)
         with self._storage_errors():
             with contextlib.suppress(OSError):  # SQLite reports it
@@ -109,6 +111,7 @@ class Sampler:
         """
         with self._storage_errors():
             parameters = self._parameters(choice) if choice is not None else {}
+            # Enqueued, so that the sampler learns from choices that it did not suggest.
             if parameters:
                 self._study.enqueue_trial(parameters)
             trial = self._study.ask()
@@ -128,6 +131,7 @@ class Sampler:
             trial = self._trial(number)
             self._note(trial, result=result.model_dump(mode="json"))
             trial.set_constraint("over_bytes", over_bytes)
+            # A crash says nothing about the settings; running out of memory does, and is not a failure here.
             if value is None and not over_bytes:
                 self._study.tell(self._optuna[number], state=TrialState.FAIL)
             else:

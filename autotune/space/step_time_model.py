@@ -185,6 +185,7 @@ def _fitted(seen: _Matrix, target: F64, noise: F64, prior: F64) -> _Fit:
     """Return the posterior of all logarithms around its mode, and the evidence (Laplace)."""
     mode = np.zeros(len(prior))
     if not len(target):
+        # No trial: the prior itself.
         none = np.zeros((len(prior), 0))
         return _Fit(mode, prior, none, none, 0.0)
     for _ in range(_ITERATIONS):
@@ -217,6 +218,7 @@ class _Matrix:
     unseen: F64
 
     def _seconds(self, mode: F64) -> tuple[F64, F64]:
+        # Logarithms of factors add up, so a factor is positive and twice is as far from 1 as half.
         slower = self.shares * np.exp(mode[self.uses].sum(axis=2))
         whole = np.maximum(1 - self.shares.sum(axis=1) + slower.sum(axis=1), _LEAST)
         return slower, whole
@@ -262,9 +264,11 @@ class _Features:
                 if name in self._columns:
                     self._add((name, technique.slot, technique.kind), mechanism=_USE_SD)
         self._add(("execution", "compile"), technique=_COMPILE_SD)
+        # Knobs that no trial had need no column; `matrix` adds their variance.
         for each in tried:
             for technique in each.choice.techniques:
                 self._add(technique, technique=_KNOBS_SD)
+            # Its own column, so that the posterior of a trial that ran is nearly its measurement.
             self._add(each.key, technique=_OWN_SD)
 
     def _add(self, name: object, *, mechanism: float = 0.0, technique: float = 0.0) -> None:
@@ -288,6 +292,7 @@ class _Features:
         n, columns = len(candidates), self._columns
         linear, unseen = np.zeros((n, len(columns))), np.zeros(n)
         shares = np.zeros((n, len(self._mechanisms)))
+        # A fixed width, padded with the column of 0: rows of arrays instead of lists of columns.
         uses = np.full((n, len(self._mechanisms), 1 + _MOST_USERS), _UNUSED)
         uses[:, :, 0] = [columns[name] for name in self._mechanisms]
         place = {name: i for i, name in enumerate(self._mechanisms)}

@@ -108,6 +108,7 @@ def copies_of_pages(step: Step, pages: Pages, residency: Residency) -> tuple[Pie
         copies.used_loads,
         again,
     )
+    # No drops before the end: frames are permanent, and a copy replaces the bytes of the page before it.
     there = Residency(((),) * len(copies.used_loads) + (tuple(range(len(each))),), (*copies.all_loads, ()))
     return pieces, there, Frames(pages.frame_bytes, pages.count * pages.page_bytes, copies.waits)
 
@@ -145,6 +146,7 @@ def _copies(pages: Pages, residency: Residency) -> _Copies:
         for part in (page[needed], page[~needed]):
             one, last = runs(pages, part)
             of_page[part] = count + np.searchsorted(one, part, side="right") - 1
+            # The last page of a run is copied up to its last byte; the pages before it whole, gaps included.
             sizes.append((last - one) * np.int64(pages.page_bytes) + filled[last])
             count += len(one)
             ends.append(count)
@@ -152,6 +154,7 @@ def _copies(pages: Pages, residency: Residency) -> _Copies:
         all_loads.append(tuple(range(start, count)))
         waits.append(tuple(dict.fromkeys(of_page[list(used)].tolist())))
         here = block == order[moment]
+        # A parameter that spans pages is attributed to the copy with its first byte: it is ready no earlier.
         (of_parameter if moment < n_blocks else again)[here] = of_page[first[here]]
     # Under FSDP2 backward gathers the last block's rows while they are resident from forward.
     again = np.where(again < 0, of_parameter, again)
@@ -164,6 +167,7 @@ def host_memory(edit: Edit, pieces: Pieces, frames: Frames | None, tier: Tier = 
     """Add the storage of each piece on the host, or on SSD."""
     n_bytes = pieces.n_bytes if frames is None else np.full(1, frames.host_bytes, np.int64)
     nowhere, forever = np.full(len(n_bytes), -1, np.int32), np.full(len(n_bytes), FOREVER, np.int32)
+    # All pages are one allocation on the host, so no parameter owns it.
     owner = pieces.owner if frames is None else nowhere
     rows = edit.add_storages(
         n_bytes, producer=nowhere, tier=tier, kind=Kind.PARAMETER, held_until=forever, owner=owner
@@ -265,6 +269,7 @@ def _moment_ops(
     found: list[tuple[int, int, int]] = []
     for moment, units in enumerate(loads):
         found += [(ADD, row, moment) for row in adds[moment]]
+        # `now` are reads that the load waits for, `later` those that a later moment's load finds done.
         now, later = reads[moment] if reads else ((), ())
         for unit in units:
             what = COPY if unit in used[moment] else PREFETCH
@@ -292,6 +297,7 @@ def _trained_by_block(step: Step) -> tuple[Units, ...]:
 def dropped_in(drops: tuple[Units, ...], units: int) -> I32:
     """(units, moments) the moment that frees each unit after a load in an earlier one, -1 for none."""
     until = np.full((units, len(drops)), -1, np.int32)
+    # Backwards, so that the earliest moment that frees a unit is written last.
     for moment in reversed(range(len(drops))):
         until[list(drops[moment]), :moment] = moment
     return until

@@ -92,11 +92,13 @@ def tileable_rows(step: Step, tiles: int, ranks: int) -> tuple[int, ...]:
         uses = np.concatenate(
             [readers[int(each)] for each in (whole_tensors.forward[p], whole_tensors.backward[p])]
         )
+        # FSDP2 pads rows that the ranks do not divide; a tile would then mix padding with rows.
         even = int(step.storages.bytes[raw]) == ranks * rows * deep * int(columns.itemsize[p])
         if (
             even
             and product[uses].all()
             and product[step.storages.producer[raw]]
+            # Another reader of the whole gradient, such as a hook's, needs it untiled.
             and len(readers[raw]) == 1
             and columns.names[p].rpartition(".")[0] not in step.blocks
             and is_linear(step, p, uses, raw, (ranks * rows, deep))
@@ -168,6 +170,7 @@ class _GatheredTileOps(TileOps):
 
     def load(self, n_bytes: int, source: int, *, prefetch: bool) -> int:
         """Load this rank's share and all-gather the tile."""
+        # The share must be on the device before the gather starts.
         mine = super().load(n_bytes, source, prefetch=prefetch)
         tile = self.storage(
             self.op("aten.new_empty.default", Resource.NOTHING), self._ranks * n_bytes, Kind.COMMUNICATION
@@ -215,12 +218,14 @@ class _GatheredTileOps(TileOps):
 
     def gradient(self, like: int, part: float, n_bytes: int, storage: int | None) -> int:
         """Compute the tile's gradient and reduce-scatter it."""
+        # Backward of the input has cloned these columns already, unless the input needs no gradient.
         columns, self._columns = self._columns or self._given(like, part), 0
         op = self.like("aten.mm.default", like, part)
         self.uses(op, (columns,))
         tile = self.storage(op, self._ranks * n_bytes, Kind.TEMPORARY)
         mine = self.storage(self.op("aten.new_empty.default", Resource.NOTHING), n_bytes, Kind.TEMPORARY)
         reduce = self._message("memtune.reduce_scatter_into_.default", tile, mine, n_bytes, waited=True)
+        # Gloo reduces a copy of its input (`runtime.seam`); NCCL reduces from the input itself.
         if self._staged:
             self.storage(reduce, self._ranks * n_bytes, Kind.WORKSPACE, owned=False)
         return mine
@@ -249,6 +254,7 @@ class _Layer(Layer):
         self.source = -1
         """The host storage of its tiles in backward."""
         bias = int(whole_tensors.bias[parameter])
+        # Autograd may produce the bias' gradient after the weight's.
         self.copy_anchor = max(self.product, int(self.step.storages.producer[bias]) if bias >= 0 else -1)
 
     def new_tile_ops(self) -> TileOps:

@@ -89,11 +89,13 @@ def step_s(
         Resource.COMPUTE: recompute_s,
         Resource.SSD_READ: spilled_bytes / hardware.ssd_read_bytes_per_s,
     }
+    # Compute is idle during each copy, so their seconds add up.
     if waits:
         out[Resource.COMPUTE] = out[Resource.DEVICE_TO_HOST]
         back[Resource.COMPUTE] += back[Resource.HOST_TO_DEVICE]
     forward = max(seconds + out.get(each, 0.0) for each, seconds in busy.forward.items())
     backward = max(seconds + back.get(each, 0.0) for each, seconds in busy.backward.items())
+    # Ops at the boundary, such as reduced gradients, share links with the copies of the last backward.
     last = max(seconds + busy.boundary[each] + back.get(each, 0.0) for each, seconds in busy.backward.items())
     return busy.micro_batches * forward + (busy.micro_batches - 1) * backward + last
 
@@ -106,12 +108,14 @@ def hull(ops: tuple[BlockOp, ...], found: Sequence[Combination], min_bytes: int)
     """
     points = sorted(
         (_swapped(ops, each, min_bytes) for each in found),
+        # Of equal bytes the fastest comes first, so the others fail the test below.
         key=lambda each: (bytes_of(ops, each), each.seconds),
     )
     kept: list[Combination] = []
     for point in points:
         if kept and point.seconds >= kept[-1].seconds:
             continue
+        # A middle point above the line between its neighbours would give parts out of the order of benefit.
         while len(kept) > 1 and _slope(ops, kept[-2], kept[-1]) >= _slope(ops, kept[-1], point):
             kept.pop()
         kept.append(point)
@@ -154,6 +158,7 @@ def spilled_blocks(swapped_bytes: Mapping[int, int], host_bytes: int) -> list[in
         host_bytes: Most bytes that may be on the host.
     """
     found, left = list[int](), sum(swapped_bytes.values())
+    # The first blocks' tensors are needed last, so their way through the SSD has the most time.
     for block in sorted(swapped_bytes):
         if left <= host_bytes:
             break
@@ -168,6 +173,7 @@ def argmin_convex(cost: Callable[[int], float], last: int) -> int:
     low, high = 0, last
     while low < high:
         middle = (low + high) // 2
+        # On a plateau the smaller number wins: fewer bytes on the link for the same time.
         if cost(middle + 1) < cost(middle):
             low = middle + 1
         else:
@@ -244,6 +250,7 @@ class Choice:
         count = argmin_convex(cost, max(room, 0))
         if not waits:
             alone = exposed_s(ranked[:count], hardware)
+            # With `exposed_s` the cost is no longer convex, so all smaller numbers are compared.
             count = min(range(count + 1), key=lambda each: cost(each) + alone[each])
         return cls(tuple(ranked), count, cost)
 

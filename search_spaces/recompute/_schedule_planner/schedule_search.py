@@ -109,9 +109,11 @@ def sufficient_bytes(place: Placement, too_little_bytes: int, by_blocks_bytes: i
         tried = chain((_free_after_forward(place, budget_bytes),), _policy_schedules(place, budget_bytes))
         return any(each is not None and each.peak_bytes <= budget_bytes for each in tried)
 
+    # Not below the least bytes that any schedule can have: each probe costs seconds.
     low, high = max(too_little_bytes, place.least_bytes - 1), by_blocks_bytes - 1
     if high <= low or not is_met(high):
         return None
+    # One percent: the number is for a message, and the search itself is a heuristic.
     while high - low > high // 100:
         middle = (low + high) // 2
         low, high = (low, middle) if is_met(middle) else (middle, high)
@@ -128,6 +130,7 @@ def fastest_block_schedules(program: Program, target: Target, solution: Solution
     if reason is not None:
         return reason
     place, budget_bytes = placement_of(program, target), solution.budget_bytes
+    # By their prices first: to solve, steps are rewritten.
     if solution.is_within and is_surely_slower(place, _SOURCES, budget_bytes, solution.seconds):
         return NOT_FASTER
     found = solve_block_schedules(place, _SOURCES, budget_bytes)
@@ -194,6 +197,7 @@ class _FreeSearch:
     def within(self, budget_bytes: int) -> FastestSchedule | None:
         """Return the faster of both orders' schedules within the budget."""
         first = self._cut(self.order, budget_bytes)
+        # The second order leaves out the blocks' outputs; without one here it begins with the same values.
         if not self._free_after_forward.block_outputs.intersection(self.order[:first]):
             return self._within(
                 self.order[:first], budget_bytes
@@ -207,6 +211,7 @@ class _FreeSearch:
         """Return the fewest values of `order` to free that meet the budget; if none do, the number with the
         lowest peak.
         """
+        # Up to that number the peak falls, so bisection is valid.
         low, high = 0, self._lowest_peak_count(order)
         while low < high:
             middle = (low + high) // 2
@@ -223,6 +228,8 @@ class _FreeSearch:
         recomputation than it frees.
         """
         if len(order) not in self._lowest_peak_counts:
+            # The peak is not convex in the number freed; probes find the right valley, halved steps its
+            # bottom.
             step = max(len(order) // _PROBES, 1)
             counts = {*range(step, len(order), step), len(order)}
             best = min(counts, key=lambda count: (self._peak_bytes(order, count), count), default=0)
@@ -245,6 +252,7 @@ class _FreeSearch:
         best = self.evaluate(freed)
         if best is None or best.peak_bytes > budget_bytes:
             return None
+        # From the end: the cheapest per byte come first, so the last ones save most seconds when kept.
         for value in going[: -_BACK - 1 : -1]:
             found = self.evaluate(freed - {value})
             if found is not None and found.peak_bytes <= budget_bytes and found.seconds < best.seconds:
@@ -265,6 +273,7 @@ def _free_after_forward(place: Placement, budget_bytes: int) -> FastestSchedule 
 def _evaluate(place: Placement, schedule: Schedule) -> FastestSchedule:
     run = place.run(schedule)
     seconds = _seconds(run, place.hardware) - _seconds(place.step, place.hardware)
+    # A schedule runs the model in Python, op by op; that host time is part of its price.
     seconds += schedule_s(run, 1, place.hardware)
     return FastestSchedule(schedule, place.after(run).peak_bytes(), seconds)
 
