@@ -21,17 +21,14 @@ the same ops.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from clock_results import header, options, write
 from overhead_clock import measure, paired
-from predict import machine
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -225,26 +222,18 @@ def markdown(command: str, found: dict[str, Any], rows: list[Row]) -> str:
 
 def main() -> None:
     """Measure, print and write the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, rounds=15)
     parser.add_argument("--sizes", default=",".join(SIZES), help="of these, with commas between")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for all figures")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="file for the table")
     asked = parser.parse_args()
     with cpu_threads(1):
         rows = []
         for size in asked.sizes.split(","):
             rows += measured(size, asked.rounds)
             print(f"{size} ms: done", file=sys.stderr, flush=True)
-    found = {"schema": 1, "command": "make bench-recompute", "machine": machine(), "rounds": asked.rounds}
+    found = header("make bench-recompute", asked)
     text = markdown(found["command"], found, rows)
     print(text)
-    if asked.json:
-        asked.json.write_text(json.dumps({**found, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
-    if asked.markdown:
-        asked.markdown.write_text(text)
+    write(asked, found, text, rows=rows)
 
 
 if __name__ == "__main__":

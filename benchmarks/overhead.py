@@ -20,19 +20,17 @@ torchtune's `OffloadActivations` was not compared.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+from clock_results import header, options, write
 from overhead_cases import Case, Step
 from overhead_clock import Counts, Paired, Times, counts_of, measure, paired
 from overhead_peers import block_fetching, chunked_loss, forward_alone, host_adam, saved_copied, saved_on_cpu
-from predict import machine, sources
 
 from memtune.hardware.cpu_cores import cpu_threads
 from memtune.search_spaces import find
@@ -212,15 +210,12 @@ def markdown(found: dict[str, Any], rows: list[Row]) -> str:
 
 def main() -> int:
     """Measure, print and write the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--groups", default=",".join(GROUPS), help="of these, with commas between")
-    parser.add_argument("--rounds", type=int, default=30)
+    parser = options(__doc__, rounds=30)
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="file for all figures; known groups are kept"
+        "--groups",
+        default=",".join(GROUPS),
+        help="of these, with commas between; rows of others that the JSON file has are kept",
     )
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="file for the table")
     parser.add_argument("--note", default="", help="sentences for the page, on how its groups were measured")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -239,20 +234,13 @@ def main() -> int:
             print(f"{group}: done", file=sys.stderr, flush=True)
     rows.sort(key=lambda row: GROUPS.index(row.group))
     found = {
-        "schema": 1,
-        "command": "make bench-overhead",
-        "sources": sources(),
-        "machine": machine(),
-        "rounds": asked.rounds,
+        **header("make bench-overhead", asked),
         "note": asked.note,
         "dearer": [f"{row.mechanism} than {row.peer}" for row in rows if row.over_peer.ratio_low > 1.0],
     }
     text = markdown(found, rows)
     print(text, json.dumps(found["dearer"], indent=1))
-    if asked.json:
-        asked.json.write_text(json.dumps({**found, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
-    if asked.markdown:
-        asked.markdown.write_text(text)
+    write(asked, found, text, rows=rows)
     return 0
 
 

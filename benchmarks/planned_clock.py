@@ -12,17 +12,15 @@ included. Ratios are medians over rounds of pairs within a round, with their qua
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
+from clock_results import header, options, write
 from overhead_cases import BATCH, MODELS, Case
 from overhead_clock import Paired, measure, paired
-from predict import machine, sources
 from recompute_peers import torch_steps
 
 from memtune.hardware.cpu_cores import cpu_threads
@@ -170,13 +168,8 @@ def markdown(found: dict[str, Any], rows: list[Row], pairs: list[Pair]) -> str:
 
 def main() -> int:
     """Sweep, print and write; return exit code 1 if `planned` surely loses a pair."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, rounds=30)
     parser.add_argument("--models", default=",".join(MODELS), help="of small_ops/, with commas between")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for all figures")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="file for the tables")
     asked = parser.parse_args()
     rows: list[Row] = []
     pairs: list[Pair] = []
@@ -185,21 +178,11 @@ def main() -> int:
             mine, compared = swept(Case(name), asked.rounds)
             rows, pairs = rows + mine, pairs + compared
             print(f"{name}: {len(mine)} ways", file=sys.stderr, flush=True)
-    found = {
-        "schema": 1,
-        "command": "make bench-overhead",
-        "sources": sources(),
-        "machine": machine(),
-        "rounds": asked.rounds,
-        **summary(rows, pairs),
-    }
+    counts = summary(rows, pairs)
+    found = header("make bench-overhead", asked) | counts
     text = markdown(found, rows, pairs)
-    print(text, json.dumps({k: found[k] for k in summary(rows, pairs)}, indent=1))
-    if asked.json:
-        every = {"pairs_of": [asdict(each) for each in pairs], "rows": [asdict(each) for each in rows]}
-        asked.json.write_text(json.dumps({**found, **every}, indent=1) + "\n")
-    if asked.markdown:
-        asked.markdown.write_text(text)
+    print(text, json.dumps(counts, indent=1))
+    write(asked, found, text, pairs_of=pairs, rows=rows)
     return int(bool(found["surely_slower"]))
 
 

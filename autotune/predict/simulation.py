@@ -316,6 +316,7 @@ def simulate(
     host_and_ssd = (
         [run.live for run in runs] if level == "coarse" else _host_and_ssd_runs(program, hardware, runs)
     )
+    # The rank with most memory need not be the slowest one: a pipeline's first stage, say.
     heaviest = max(runs, key=lambda run: run.live.peak_bytes[Tier.DEVICE])
     slowest = max(runs, key=lambda run: run.time.step_s)
     calibration = calibration or Calibration()
@@ -326,6 +327,7 @@ def simulate(
     step = heaviest.step
     groups = _communicators(step)
     outside, outside_low, outside_high = _outside_bytes(step, groups, hardware)
+    # Once trials have measured peaks, the calibrated range has the error of workspaces too.
     estimated = 0 if calibration.is_calibrated else _estimated_bytes(step)
     by_kind = dict(zip((*KINDS.values(), ACTIVATIONS), heaviest.live.bytes_by_kind, strict=True))
     return Prediction(
@@ -556,6 +558,7 @@ def places(program: Program, hardware: Hardware) -> list[tuple[int, int]]:
             )
             found.append((root, behind[root]))
             continue
+        # The first root behind which no rank of an earlier class is.
         filled = -(-first // per_root)
         if (filled + 1) * per_root <= first + each.count:
             found.append((filled, per_root))
@@ -618,6 +621,7 @@ def _coarse_time(
     waits = program.idle * float(by_phase[Resource.COMPUTE][_IS_REPEATED].sum())
     low = waits + max(least_s, *map(float, (busy.max(), compute, up + through[0], down + through[1])))
     exposed = np.maximum(busy - busy[Resource.COMPUTE], 0.0)
+    # On a CPU these run on the cores that compute uses, so none of their seconds is hidden.
     exposed[on_cores] = busy[on_cores]
     computes = by_phase[Resource.COMPUTE]
     parts = {RECOMPUTE: float(computes[Phase.RECOMPUTE]), OPTIMIZER: float(computes[Phase.OPTIMIZER])}

@@ -33,6 +33,8 @@ class Prefetcher:
         if call != self._call or not runs_again:
             self._offloaded = [each for each in self._offloaded if each() is not None]
             self._call, self._of_call = call, len(self._offloaded)
+        # At the end, or, if the call runs again, before the call's earlier tensors: `pop` then returns these
+        # first.
         self._offloaded.insert(self._of_call, weakref.ref(entry))
 
     def bring(self, entry: SavedStorage) -> None:

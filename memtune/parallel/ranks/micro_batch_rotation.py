@@ -61,8 +61,10 @@ class MicroBatchRotation:
             ApplyError: The ranks provide different numbers of micro-batches.
         """
         mine = list(batches)
+        # One seed per micro-batch: ranks that compute one together must draw the same dropout masks.
         seeds = torch.randint(2**62, (len(mine),)).tolist()
         like = [map_tensors(batch, _TensorMeta) for batch in mine]
+        # `all_gather_object` pickles into CPU tensors, which the device ledger must not count.
         descriptions: list[Any] = [None] * self._group.size()
         with tier(HOST):
             dist.all_gather_object(descriptions, (seeds, like), group=self._group)

@@ -201,6 +201,7 @@ def gather_descriptions(description: Any, device: torch.device) -> list[Any]:
     model.
     """
     everyone: list[Any] = [None] * dist.get_world_size()
+    # NCCL sends objects from the current device, which need not be the model's.
     with accelerator.selected(device):
         dist.all_gather_object(everyone, description)
     return everyone
@@ -210,6 +211,7 @@ def _require_same_weights(context: Context) -> None:
     """Compare sums of the weights' bits between the ranks that hold the same ones; overwrites nothing, so
     failures can be undone.
     """
+    # Weights of deferred construction, and of a recording, have no bits to compare.
     parts = ((name, local(p.detach())) for name, p in context.model.named_parameters())
     named = [(name, part) for name, part in parts if not part.is_meta and not isinstance(part, FakeTensor)]
     if not named:

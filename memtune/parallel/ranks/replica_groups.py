@@ -141,6 +141,7 @@ def unwrap_dtensors(model: nn.Module) -> FullParameters:
                 continue
             wholes[module, name] = FullParameter.of(parameter)
             if isinstance(parameter, DTensor):
+                # Tied parameters stay tied.
                 if parameter not in plain:
                     plain[parameter] = nn.Parameter(
                         local(parameter.detach()), requires_grad=parameter.requires_grad
@@ -174,9 +175,11 @@ def shard_like(mine: Tensor, like: DTensor) -> DTensor:
     """
     rows = mine.detach()
     for dim in range(1, like.device_mesh.ndim):
+        # Rounded up, as `Shard(0)` does: the last ranks may have fewer rows, or none.
         each = -(-rows.shape[0] // like.device_mesh.size(dim))
         first = min(each * like.device_mesh.get_local_rank(dim), rows.shape[0])
         rows = rows.narrow(0, first, min(each, rows.shape[0] - first))
+    # A view would keep the memory of the whole part.
     kept = rows.clone(memory_format=torch.contiguous_format)
     return DTensor.from_local(
         kept, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()

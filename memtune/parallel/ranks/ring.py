@@ -102,6 +102,7 @@ class RingRound:
 
     def __init__(self, ring: Ring, home: Tensor, *, prefetch: bool) -> None:
         self._ring, self._home, self._hop = ring, home, None
+        # In place the own shard is overwritten, so one more hop must return it.
         self._left = ring.ranks if ring.in_place else ring.ranks - 1
         if prefetch:
             self.next()
@@ -111,6 +112,7 @@ class RingRound:
         held = self._arrived()
         if self._left:
             self._left -= 1
+            # Sent before it is used: the hop overlaps with this rank's own compute.
             self._hop = self._ring.send(held)
         return held
 
