@@ -58,7 +58,7 @@ def one_fails(states: str, how: str) -> str:
     """Return this rank's message when rank 1 fails in the middle of its second step."""
     torch.manual_seed(0)
     if how == "killed":  # it leaves no message to wait for
-        error_propagation._TIMEOUT = timedelta(seconds=0.5)  # type: ignore[misc]
+        error_propagation._TIMEOUT = timedelta(seconds=0.5)
     model = TiedNet()
     steps: list[int] = []
 
