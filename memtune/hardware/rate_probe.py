@@ -98,16 +98,20 @@ def _link_rates(device: torch.device, ranks: int) -> dict[str, float]:
         n_bytes: _usual_s(partial(dist.all_reduce, each), device, runs[n_bytes])
         for n_bytes, each in whole.items()
     }
-    gather, scatter = (
-        2
-        * statistics.geometric_mean(
-            _usual_s(run(n_bytes), device, _runs(device)) / seconds[n_bytes] for n_bytes in sizes[1:]
+
+    def passes(collective: Callable[[int], object]) -> float:
+        ratios = (
+            _usual_s(partial(collective, n_bytes), device, _runs(device)) / seconds[n_bytes]
+            for n_bytes in sizes[1:]
         )
-        for run in (
-            lambda n_bytes: partial(dist.all_gather_single, whole[n_bytes], chunks[n_bytes]),
-            lambda n_bytes: partial(dist.reduce_scatter_single, chunks[n_bytes], whole[n_bytes]),
-        )
-    )
+        return 2 * statistics.geometric_mean(ratios)
+
+    def all_gather(n_bytes: int) -> None:
+        dist.all_gather_single(whole[n_bytes], chunks[n_bytes])
+
+    def reduce_scatter(n_bytes: int) -> None:
+        dist.reduce_scatter_single(chunks[n_bytes], whole[n_bytes])
+
     rounds = 2 * (ranks - 1)
     rows = torch.tensor(
         [[rounds / each_s, rounds * n_bytes / ranks / each_s] for n_bytes, each_s in seconds.items()],
@@ -123,8 +127,8 @@ def _link_rates(device: torch.device, ranks: int) -> dict[str, float]:
     return {
         "intra_link_latency_s": float(latency_s),
         "intra_link_bytes_per_s": 1 / float(s_per_byte),
-        "all_gather_rounds": gather,
-        "reduce_scatter_rounds": scatter,
+        "all_gather_rounds": passes(all_gather),
+        "reduce_scatter_rounds": passes(reduce_scatter),
     }
 
 
