@@ -521,7 +521,7 @@ class OncePerStep:
         to the sums yet.
         """
         # Averaged one unit late: FSDP2 adds the shard to the sum after this hook.
-        return lambda shard: self._reduced(unit)
+        return lambda shard: self._reduced(unit, shard)
 
     @contextmanager
     def sync(self, last: bool) -> Iterator[None]:
@@ -543,7 +543,9 @@ class OncePerStep:
 
         return average
 
-    def _reduced(self, unit: Unit) -> None:
+    def _reduced(self, unit: Unit, shard: Tensor) -> None:
+        # FSDP2 adds the shard to the sum on this stream; it belongs to that of the reduce-scatter.
+        streams.used_on(shard)
         if not self._averages:
             return
         # Runs after FSDP2's callback for the end of backward, which was queued before any unit is reduced.

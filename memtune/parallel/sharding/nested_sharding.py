@@ -31,6 +31,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune import refusals
+from memtune.device import streams
 from memtune.errors import ApplyError
 from memtune.parallel.ranks import PARTS, ShardMeshes, require_ranks, shard_meshes
 from memtune.parallel.sharding.factors import Factors
@@ -228,6 +229,8 @@ class _Levels:
         self.rows[0].grad_ready = self._grad_ready
 
     def _unit_reduced(self, parts: list[Part], shard: Tensor) -> None:
+        # FSDP2 adds the shard to the sum on this stream; it belongs to that of the reduce-scatter.
+        streams.used_on(shard)
         self._at_end.settle()  # first clean up after a backward that raised
         for part in parts:
             self.rows[0].set_aside(part)
