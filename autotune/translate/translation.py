@@ -47,8 +47,10 @@ _MATMULS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten.addbm
 def translate(
     recording: Recording, hardware: Hardware, *, workspace: WorkspaceTable | None = None
 ) -> Recording:
-    """Return `recording` as if made on `hardware`; unchanged if both are the same kind of device. Of a device
-    without a table of kernels the steps are as recorded, with a note.
+    """Return `recording` as if made on `hardware`; unchanged if both are the same kind of device.
+
+    For a device without a table of kernels only that is translated which torch does on every accelerator:
+    dropout is one kernel, the optimizer takes all parameters at once. A note states it.
 
     Args:
         recording: Of a CPU run, on fake or real tensors.
@@ -61,10 +63,8 @@ def translate(
     """
     if recording.device == hardware.device:
         return recording
-    if Capability.TRANSLATION not in hardware.platform.capabilities:
-        note = f"kernels and what they save are those of a CPU: memtune has no table of {hardware.device}'s"
-        return replace(recording, device=hardware.device, notes=(*recording.notes, note))
-    known = _Context(hardware.architecture, workspace)
+    has_table = Capability.TRANSLATION in hardware.platform.capabilities
+    known = _Context(hardware.architecture if has_table else "", workspace)
     hints = recording.hints.get(recording.small, Hints())
     small = translate_step(recording.step, hints, known)
     sizes = [size for size in recording.hints if size != recording.small and size not in recording.exact]
@@ -80,7 +80,7 @@ def translate(
         large = translate_step(recording.at(other), its_hints, known.again())
         if large.storages.n != small.storages.n:
             # A kernel has scratch at one size only: flash attention splits the keys of small batches.
-            known = _Context(hardware.architecture, workspace, empty_scratch=True)
+            known = _Context(known.architecture, workspace, empty_scratch=True)
             small = translate_step(recording.step, hints, known)
             large = translate_step(recording.at(other), its_hints, known.again())
         slopes = (
@@ -92,7 +92,13 @@ def translate(
         size: translate_step(each, recording.hints.get(size, Hints()), known.again())
         for size, each in recording.exact.items()
     }
-    notes = (*recording.notes, *known.notes(small), *_composed_note(recording.step, hints))
+    if has_table:
+        said = (*known.notes(small), *_composed_note(recording.step, hints))
+    else:
+        said = (
+            f"kernels and what they save are those of a CPU: memtune has no table of {hardware.device}'s",
+        )
+    notes = (*recording.notes, *said)
     hints_left = {
         size: replace(each, calls=(), signatures=(), foreach=None) for size, each in recording.hints.items()
     }
@@ -122,7 +128,7 @@ def _resized(hints: Hints, other: Hints) -> Hints:
 
 
 class _Context:
-    """The target, and the kernels chosen for it.
+    """The target, and the kernels chosen for it; without an architecture there is no table of kernels.
 
     With `empty_scratch` kernels have their scratch also where it has no bytes, so that steps of different
     sizes have the same storages.
@@ -196,6 +202,9 @@ def translate_step(step: Step, hints: Hints, context: _Context) -> Step:
         kernel = _kernel(call, step, context)
         if kernel is not None:
             fusion.fuse(call, kernel)
+    if not context.architecture:
+        step = fusion.done(lambda edit: None)
+        return step if hints.foreach is None else with_foreach(step, hints.foreach)
     _compiled_attention(fusion, hints, context)
     _drop_scratch(fusion)
     widen_statistics(fusion, hints)
@@ -269,14 +278,18 @@ class _Kernel:
 
 
 def _kernel(call: Call, step: Step, context: _Context) -> _Kernel | None:
-    """Return the kernel that CUDA runs for `call`; None if it runs the same ops as CPU."""
-    if call.kind == "attention":
-        return _attention(call, step, context)
+    """Return the kernel that the device runs for `call`; None if it runs the same ops as CPU, or if memtune
+    does not know.
+    """
     if call.kind == "dropout":
         context.count("native_dropout")
         return _Kernel(
             *table.DROPOUT, saves_inputs=False, made_bytes=(int(np.prod(call.shapes[0])),), packed=(0,)
         )
+    if not context.architecture:
+        return None
+    if call.kind == "attention":
+        return _attention(call, step, context)
     if call.kind == "rms_norm":
         context.count("fused RMS norm")
         rstd = int(call.options["rows"]) * (8 if call.dtype == "float64" else 4)

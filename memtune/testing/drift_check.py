@@ -12,6 +12,7 @@ import numpy as np
 from memtune import hardware
 from memtune.autotune.record import Trace, record, start_session
 from memtune.autotune.search import traced_under
+from memtune.autotune.translate import translate
 from memtune.config import Settings, TunedConfig
 from memtune.program import Kind, Program, RankClass, Recording, Resource, Step, Tier
 from memtune.search_spaces import PASS_ORDER
@@ -26,26 +27,28 @@ _LINKS = (
 
 
 @cache
-def recording_of(path: Path) -> Recording:
-    """Return the plain recording of the workload in `path`, cached in this process."""
+def recording_of(path: Path, device: str = "cpu") -> Recording:
+    """Return the plain recording of the workload in `path` for `device`, cached in this process."""
+    if device != "cpu":
+        return translate(recording_of(path), hardware.detect(device))
     return record(Workload.load(path))
 
 
-def plain_program(path: Path, micro_batch: int = 2) -> Program:
+def plain_program(path: Path, micro_batch: int = 2, device: str = "cpu") -> Program:
     """Return the workload in `path` as a program of one rank, without techniques; the same one each time,
     since planners cache by the step.
     """
-    return _plain_program(path, micro_batch)
+    return _plain_program(path, micro_batch, device)
 
 
 @cache
-def _plain_program(path: Path, micro_batch: int) -> Program:
-    return fresh_program(path, micro_batch)
+def _plain_program(path: Path, micro_batch: int, device: str) -> Program:
+    return fresh_program(path, micro_batch, device)
 
 
-def fresh_program(path: Path, micro_batch: int = 2) -> Program:
+def fresh_program(path: Path, micro_batch: int = 2, device: str = "cpu") -> Program:
     """Return a program equal to `plain_program`, for which planners have cached nothing."""
-    return Program((RankClass(1, recording_of(path).at(micro_batch)),), micro_batch)
+    return Program((RankClass(1, recording_of(path, device).at(micro_batch)),), micro_batch)
 
 
 @contextmanager
@@ -58,9 +61,9 @@ def fresh_programs() -> Iterator[None]:
         _plain_program.cache_clear()
 
 
-def target_of(*techniques: Technique) -> Target:
-    """Return the target: one rank on this machine's CPU with `techniques`."""
-    return Target(hardware.detect("cpu"), chosen={each.slot: each for each in techniques})
+def target_of(*techniques: Technique, device: str = "cpu") -> Target:
+    """Return the target: one rank on this machine's CPU, or on its `device`, with `techniques`."""
+    return Target(hardware.detect(device), chosen={each.slot: each for each in techniques})
 
 
 def in_order(techniques: tuple[Technique, ...]) -> list[Technique]:
@@ -68,9 +71,12 @@ def in_order(techniques: tuple[Technique, ...]) -> list[Technique]:
     return sorted(techniques, key=lambda each: PASS_ORDER.index(each.slot))
 
 
-def planned(path: Path, *techniques: Technique, micro_batch: int = 2) -> tuple[Program, dict[str, Plan]]:
+def planned(
+    path: Path, *techniques: Technique, micro_batch: int = 2, device: str = "cpu"
+) -> tuple[Program, dict[str, Plan]]:
     """Return the program under `techniques`, and their plans."""
-    program, target, plans = plain_program(path, micro_batch), target_of(*techniques), {}
+    program, plans = plain_program(path, micro_batch, device), dict[str, Plan]()
+    target = target_of(*techniques, device=device)
     for technique in in_order(techniques):
         plans[technique.slot] = technique.plan(program, target)
         program = technique.rewrite(program, plans[technique.slot], target)

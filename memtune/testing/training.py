@@ -41,12 +41,14 @@ def settings_of(*techniques: Technique) -> dict[str, Any]:
     return Settings.of(Execution(), {each.slot: each for each in techniques}).dump()
 
 
-def config_of(path: Path, *techniques: Technique, micro_batch: int = 2) -> dict[str, Any]:
-    """Return a config with the given techniques and their plans for the workload in `path`."""
+def config_of(
+    path: Path, *techniques: Technique, micro_batch: int = 2, device: str = "cpu"
+) -> dict[str, Any]:
+    """Return a config with the given techniques and their plans for the workload in `path` on `device`."""
     from memtune.testing.drift_check import planned
 
     plans = (
-        planned(path, *techniques, micro_batch=micro_batch)[1]
+        planned(path, *techniques, micro_batch=micro_batch, device=device)[1]
         if any(type(each).plan is not Technique.plan for each in techniques)
         else {}
     )

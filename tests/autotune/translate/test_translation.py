@@ -422,6 +422,17 @@ def test_translation_is_valid_step_without_unknown_ops(name: str) -> None:
     assert np.array_equal(order, np.arange(len(order)))  # what the translation sorts new saves into
 
 
+def test_translation_without_a_table_has_torchs_dropout_and_optimizer(tmp_path: Path) -> None:
+    plain = recorded(tmp_path, cuda=False)
+    ours = translate(plain, find("max1550"))
+    used = {ours.step.names[i] for i in ours.step.ops.name}
+    assert table.DROPOUT[0] in used
+    assert not any("bernoulli" in name for name in used)
+    assert "aten._foreach_addcdiv_.ScalarList" in used
+    assert any(table.CPU_ATTENTION in name for name in used)
+    assert "memtune has no table of xpu's" in ours.notes[-1]
+
+
 def test_translation_names_unknown_ops(tmp_path: Path) -> None:
     plain = recorded(tmp_path, cuda=False)
     names = tuple("mylib.fused.default" if name == "aten.add.Tensor" else name for name in plain.step.names)
@@ -435,7 +446,7 @@ def test_translated_live_bytes_equal_real_cuda_run(
     tmp_path: Path, device: str, dtype: str, drop: float
 ) -> None:
     """Op by op: what torch says is allocated on the device against the translated step."""
-    if device == "cpu":
+    if device != "cuda":
         pytest.skip("compares with CUDA's own allocator")
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
