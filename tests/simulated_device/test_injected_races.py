@@ -1,9 +1,12 @@
-"""A wait that is left out of memtune's own copies is found on the simulated accelerator, and named."""
+"""Errors of order in memtune's own copies are found on the simulated accelerator, and named: a missing wait,
+a source freed early, an event on the wrong stream, a missing `record_stream`, a host that reads too early.
+"""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ pytestmark = pytest.mark.device
 
 TO_HOST = r"aten::copy_ \(device to host\)"
 TO_DEVICE = r"aten::copy_ \(host to device\)"
+_recorded = streams.recorded
 INJECTED = [
     # The copy to the host does not wait for the op that computes its source.
     (streams, "wait_current", copy_out.CopyOut(min_bytes=0), rf"{TO_HOST} on stream \d+ of sim:0 reads"),
@@ -55,6 +59,34 @@ def test_missing_wait_is_found(
     monkeypatch.setattr(owner, name, lambda *args, **kwargs: None)
     with pytest.raises((RuntimeError, WorkloadError), match=f"simulated device: race: .*{race}"):
         train(ZOO["gpt"], technique, steps=2, device=torch.device("sim", 0))
+
+
+def test_event_on_the_wrong_stream_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event after a copy to the host is recorded on the stream that computes."""
+    monkeypatch.setattr(streams, "recorded", lambda device, stream=None: _recorded(device))
+    with pytest.raises(
+        (RuntimeError, WorkloadError),
+        match=rf"simulated device: race: .*handed out again, and {TO_HOST} on stream",
+    ):
+        train(ZOO["gpt"], copy_out.CopyOut(min_bytes=0), steps=2, device=torch.device("sim", 0))
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_missing_record_stream_is_found(records: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tail of a prefetched tensor is freed while the stream of the prefetch reads it."""
+    if not records:
+        monkeypatch.setattr(streams, "used_on", lambda *_: None)
+    here = torch.device("sim", 0)
+    host, tail = torch.randn(1000).pin_memory(), torch.ones(1000, device=here)
+    with transfer.prefetching(here):
+        joined = transfer.to_device_with_tail(host, tail, here)
+    del tail
+    with (
+        nullcontext() if records else pytest.raises(RuntimeError, match="record_stream or a wait is missing")
+    ):
+        torch.empty(1000, device=here)
+    transfer.wait_prefetched(here)
+    assert torch.equal(joined.cpu(), torch.cat([host, torch.ones(1000)]))
 
 
 def test_host_that_does_not_wait_for_a_copy_reads_nan() -> None:

@@ -49,11 +49,13 @@ def check_collectives() -> None:
     assert races() == []
 
 
-def differences_on_ranks(path: str, cases: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
+def differences_on_ranks(
+    path: str, cases: dict[str, dict[str, Any]], tolerance: float
+) -> dict[str, list[str]]:
     """Return by name of a config how training on this rank's simulated device differs from the CPU's."""
     here = torch.device("sim", dist.get_rank())
     return {
-        name: differences(_trained(Path(path), config, here), _trained(Path(path), config, CPU))
+        name: differences(_trained(Path(path), config, here), _trained(Path(path), config, CPU), tolerance)
         for name, config in cases.items()
     }
 

@@ -84,12 +84,17 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         return self._name
 
     def _issue(
-        self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], run: Callable[..., Any]
+        self,
+        name: str,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        run: Callable[..., Any],
+        results: list[Tensor] | None = None,
     ) -> dist.Work:
         """Run `run`, a call of gloo that takes a function from tensors to the ones it uses."""
         event, work = self._begin(name, reads, writes, run)
         work.wait()
-        return _Work(event, list(writes))
+        return _Work(event, [*writes] if results is None else results)
 
     def _begin(
         self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], run: Callable[..., Any]
@@ -133,14 +138,18 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         )
 
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
-        """Gather the inputs of all ranks into one tensor."""
+        """Gather the inputs of all ranks into one tensor; an input in its place there is not written."""
+        rows = [*output.view(self.size(), -1).unbind()] if source.numel() else []
+        if rows and rows[self.rank()].data_ptr() == source.data_ptr():
+            del rows[self.rank()]
         return self._issue(
             "allgather",
             [source],
-            [output],
+            rows,
             lambda view: self._gloo.allgather(
                 [[*view(output).view(self.size(), -1).unbind()]], [view(source).view(-1)]
             ),
+            [output],
         )
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
