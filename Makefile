@@ -187,10 +187,10 @@ bench-offload: setup  ## the host optimizer against torch's fused AdamW, DeepSpe
 	$(BIN)/python benchmarks/offload_published.py --json benchmarks/results/offload-published.json
 	$(BIN)/python benchmarks/offload_peaks.py --json benchmarks/results/offload-peaks.json --markdown benchmarks/results/offload-peaks.md
 
-gpu-check:  ## needs no network: build with PYTHON, run the gpu tests and benchmarks, or CHECKS of them (DEVICE=cpu: their CPU form)
-ifeq ($(DEVICE),cpu)
+gpu-check:  ## needs no network: build with PYTHON, run the gpu tests and benchmarks, or CHECKS of them (DEVICE=cpu: their CPU form; DEVICE=sim: on the simulated accelerator)
+ifneq ($(filter $(DEVICE),cpu sim),)
 	$(MAKE) setup
-	PYTHON=$(BIN)/python .ci/gpu-check cpu $(CHECKS)
+	PYTHON=$(abspath $(BIN))/python .ci/gpu-check $(DEVICE) $(CHECKS)
 else
 	PYTHON=$(PYTHON) .ci/gpu-check $(DEVICE) $(CHECKS)
 endif

@@ -4,6 +4,7 @@ trial's numbers.
     python benchmarks/gpu.py                      # CUDA: 1.3B parameters, under 24 GiB and under the whole
         card
     python benchmarks/gpu.py --device cpu         # the same code path on CPU, with the tiny GPT
+    python benchmarks/gpu.py --device sim         # on the simulated accelerator (make gpu-check DEVICE=sim)
 
 Results go to `benchmarks/results/<device name>/<budget>.json`: for every trial its settings, status,
 predicted and measured peak allocated, peak reserved and step time; and the medians of the relative errors.
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+REHEARSALS = ("cpu", "sim")
+"""Devices on which the code paths run with the tiny GPT; their speeds mean nothing."""
 
 
 def main() -> int:
@@ -30,7 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--device", default="cuda", choices=("cuda", *REHEARSALS))
     parser.add_argument("--trials", type=int, default=8)
     parser.add_argument("--time", default="3m", help="time limit of each search")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
@@ -60,8 +63,8 @@ def measured_before(file: Path, rows: list[dict[str, Any]], resume: bool) -> lis
 
 def device_name(device: str) -> str:
     """Return the name of the results folder for `device`."""
-    if device == "cpu":
-        return "cpu"
+    if device in REHEARSALS:
+        return device
     import torch
 
     return _slug(torch.cuda.get_device_name(0))
@@ -69,7 +72,7 @@ def device_name(device: str) -> str:
 
 def _searches(device: str) -> tuple[list[str], str]:
     """Return budgets and model size for `device`."""
-    if device == "cpu":
+    if device in REHEARSALS:
         return ["40MiB"], "tiny"
     import torch
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpu import ROOT, device_name, measured_before
+from gpu import REHEARSALS, ROOT, device_name, measured_before
 
 from memtune import hardware
 from memtune.autotune.record.recorder import record
@@ -119,14 +119,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--device", default="cuda", choices=("cuda", *REHEARSALS))
     parser.add_argument("--limit", type=int, help="only so many cases, spread over all")
     parser.add_argument("--resume", action="store_true", help="keep what the results already have")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     asked = parser.parse_args()
     os.environ |= (
         {"MEMTUNE_GPT_SIZE": "tiny", "OMP_NUM_THREADS": "1"}
-        if asked.device == "cpu"
+        if asked.device in REHEARSALS
         else {"MEMTUNE_GPT_SIZE": "350m"}
     )
     wanted = list(cases())

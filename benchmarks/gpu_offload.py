@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu import ROOT, device_name, measured_before
+from gpu import REHEARSALS, ROOT, device_name, measured_before
 
 import memtune.runtime.seam
 from memtune import hardware
@@ -42,6 +42,7 @@ from memtune.autotune.space.candidates import Choice, Rewriter
 from memtune.autotune.space.scoring import Scorer
 from memtune.autotune.translate.translation import translate
 from memtune.config.tuned_config import TunedConfig, load_config
+from memtune.device import streams
 from memtune.hardware.spec import Hardware
 from memtune.offload.optimizer import host_capacity
 from memtune.program.step import Recording
@@ -74,8 +75,7 @@ def rates(device: torch.device, n_bytes: int) -> list[Row]:
     """Return the rates of both directions: memtune's copies against bare ones between the same pinned and
     device memory.
     """
-    locked = device.type == "cuda"
-    host = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=locked)
+    host = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=transfer.pins(device))
     there = torch.empty(n_bytes, dtype=torch.uint8, device=device)
     ops = torch.ops.memtune
 
@@ -108,8 +108,7 @@ def _rate(copy: Callable[[], object], n_bytes: int, device: torch.device) -> flo
         began = time.perf_counter()
         for _ in range(4):
             copy()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        streams.synchronize(device)
         return time.perf_counter() - began
 
     timed()
@@ -174,7 +173,7 @@ class Bench:
 
     def __init__(self, device: str, machine: Hardware, *, runs: bool) -> None:
         self.device, self.machine, self.runs = device, machine, runs
-        self.tiny = device == "cpu"
+        self.tiny = device in REHEARSALS
 
     def sized(self, size: str, **more: object) -> str:
         """Set the environment so that examples/gpt.py has this size, here and in trials; the tiny one on
@@ -375,7 +374,7 @@ def main() -> int:
     parser.add_argument(
         "checks", nargs="*", metavar="CHECK", help=f"of {', '.join(checks)}; all where none is given"
     )
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--device", default="cuda", choices=("cuda", *REHEARSALS))
     parser.add_argument(
         "--predict", metavar="GPU", help="predictions for this GPU alone, to offload-GPU.json"
     )

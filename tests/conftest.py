@@ -85,7 +85,7 @@ def fixed_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def device() -> str:
     """Device of a test marked gpu: `cuda`, or the value of MEMTUNE_DEVICE (`make gpu-check DEVICE=cpu` sets
-    cpu).
+    cpu, `DEVICE=sim` the simulated accelerator).
     """
     import torch
 

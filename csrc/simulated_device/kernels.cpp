@@ -676,10 +676,13 @@ bool has_compatible_type(const Tensor& self, const Tensor& from) {
   return is_dense_type(self) && is_dense_type(from);
 }
 
-// Attention takes the CPU's choice, and with it its kernel.
+// Attention takes the CPU's choice, and with it its kernel. The choice reads no values.
 std::int64_t attention_choice(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
                               double dropout, bool causal, std::optional<double> scale, bool grouped) {
-  return at::_fused_sdp_choice(query, key, value, mask, dropout, causal, scale, grouped);
+  const Quiet quiet;
+  const auto seen = [](const Tensor& tensor) { return is_simulated(tensor) ? on_cpu(tensor).set_requires_grad(tensor.requires_grad()) : tensor; };
+  return at::_fused_sdp_choice(seen(query), seen(key), seen(value), mask.has_value() ? std::optional(seen(*mask)) : mask, dropout, causal,
+                               scale, grouped);
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
