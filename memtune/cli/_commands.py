@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from memtune._optional import install_command
 from memtune.cli._output import emit, results, say
-from memtune.errors import EnvironmentFault, UsageError
+from memtune.errors import EnvironmentFault, UsageError, existing_file
 from memtune.progress import Progress, shown, shown_phase
 from memtune.units import format_bytes, format_seconds
 
@@ -138,13 +138,15 @@ def _planned(tuned: TunedConfig, given: dict[str, Any], device: Any, ranks: int)
 
 def init(target: str, out: Path, force: bool, as_json: bool) -> int:
     """Run `memtune init`: write the file, record a step of it, list the lines to check."""
+    if out.exists() and not force:
+        raise existing_file(out, "--out another.py, or --force to replace it")
     progress = Progress()
     progress.phase("loading torch")
     with results() as stream:
         with shown(progress, sys.stderr):
             from memtune.scaffold import write_model_file
 
-            written = write_model_file(target, out, force=force, say=progress.phase)
+            written = write_model_file(target, out, say=progress.phase)
         if as_json:
             document = {
                 "schema": SCHEMA,

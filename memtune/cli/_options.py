@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memtune.device import DEFAULT_ACCELERATOR, PLATFORMS
-from memtune.errors import EnvironmentFault, UsageError, missing_file
+from memtune.errors import EnvironmentFault, UsageError
 from memtune.progress import shown_phase
 from memtune.units import format_bytes, parse_bytes, parse_seconds
 
@@ -19,16 +19,15 @@ if TYPE_CHECKING:
 
 _MOST_FIXES = 5
 _GOALS = ("throughput", "memory", "batch")
-_NO_FILE = "give the path of your model.py, or write one: memtune init TARGET"
 _SHORT = ("batch", "alloc", "shard")
 _EXECUTORS = ("auto", "local", "ray", "simulated")
 
 
 def workload(target: str) -> str:
-    """Return `target` if its file exists; its content is checked later."""
-    path = Path(target)
-    if not path.is_file() and not Path(target.rpartition(":")[0] or target).is_file():
-        raise missing_file(target, _NO_FILE)
+    """Return `target` if its file exists and parses; it runs later, in a process of its own."""
+    from memtune.workload import check_source
+
+    check_source(target)
     return target
 
 

@@ -680,7 +680,7 @@ def known_name(name: str) -> str:
     near = begun[:5] or difflib.get_close_matches(key, names(), n=3, cutoff=0.4)
     raise UsageError(
         f"No hardware is called '{name}'.",
-        evidence=f"known: {', '.join(names())}",
+        evidence=f"Known: {', '.join(names())}.",
         fix=f"use {' or '.join(near)}" if near else "use one of the known names",
         code="MT208",
     )

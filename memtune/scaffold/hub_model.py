@@ -9,7 +9,7 @@ from pprint import pformat
 from typing import Any
 
 from memtune._optional import require
-from memtune.errors import EnvironmentFault, UsageError
+from memtune.errors import EnvironmentFault, UsageError, missing_file
 from memtune.scaffold.draft import MARK, Draft
 
 # Heads by the end of a class's name: (body of batch without its return, entries of the batch). Sizes in
@@ -53,7 +53,7 @@ _OMIT = {
 def is_hub_target(target: str) -> bool:
     """Return whether `target` is a config file or folder, an id `owner/name`, or a name of transformers."""
     path = Path(target)
-    if path.name == "config.json" or (path / "config.json").is_file():
+    if path.suffix == ".json" or (path / "config.json").is_file():
         return True
     if target.count("/") == 1 and ":" not in target and not path.exists() and path.suffix != ".py":
         return True
@@ -122,7 +122,9 @@ def hub_draft(target: str) -> Draft:
 
 def _config(transformers: Any, target: str) -> Any:
     path = Path(target)
-    file = path if path.name == "config.json" else path / "config.json"
+    file = path if path.suffix == ".json" else path / "config.json"
+    if path.suffix == ".json" and not file.is_file():
+        raise missing_file(target, "give the path of a config.json", "MT151")
     if file.is_file():
         try:
             document = json.loads(file.read_text(encoding="utf-8"))

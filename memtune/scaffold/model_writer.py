@@ -8,7 +8,6 @@ from pathlib import Path
 
 from memtune.autotune.record import record
 from memtune.config import save_text
-from memtune.errors import existing_file
 from memtune.executors import probe
 from memtune.program import columns_of
 from memtune.scaffold.draft import marked
@@ -30,23 +29,20 @@ class WrittenFile:
 
 
 def write_model_file(
-    target: str, out: Path, *, force: bool = False, say: Callable[[str], None] = lambda text: None
+    target: str, out: Path, *, say: Callable[[str], None] = lambda text: None
 ) -> WrittenFile:
     """Write a `model.py` for `target` and record one training step of it.
 
     Args:
         target: A Hugging Face id, config or class, or the dotted path or file of a class or function.
-        out: The file to write.
-        force: Whether an existing file may be replaced.
+        out: The file to write; an existing one is replaced.
         say: Called with one line about each phase as it begins.
 
     Raises:
-        UsageError: `target` cannot be used, or `out` exists.
+        UsageError: `target` cannot be used.
         EnvironmentFault: A package is missing, or the config of an id cannot be downloaded.
         WorkloadError: The written file needs a correction before it can be trained; it stays.
     """
-    if out.exists() and not force:
-        raise existing_file(out, "--out another.py, or --force to replace it")
     say(f"reading {target}")
     draft = hub_draft(target) if is_hub_target(target) else python_draft(target, out)
     text = draft.text(str(out))

@@ -159,10 +159,11 @@ def _find(target: str, out: Path) -> _Target:
         holder = _imported(module, target)
     if name:
         if not hasattr(holder, name):
+            found = _candidates(holder)
             raise UsageError(
                 f"{module} has no '{name}'.",
-                evidence=f"It has: {', '.join(_candidates(holder)) or 'no model'}.",
-                fix=f"memtune init {file}:<one of these>",
+                evidence=f"It has: {', '.join(found)}." if found else "",
+                fix=f"memtune init {file}:{found[-1]}" if found else f"name a class or function of {file}",
                 code="MT150",
             )
         return _Target(getattr(holder, name), name, module, paths)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from memtune.workload.model_file import (
         OPTIONAL,
         REQUIRED,
+        check_source,
         load_user_file,
         split_target,
         summary,
@@ -44,6 +45,7 @@ __all__ = [
     "Expert",
     "Pair",
     "Workload",
+    "check_source",
     "compress",
     "expand",
     "experts_in",

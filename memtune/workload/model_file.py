@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -14,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from memtune.errors import WorkloadError
@@ -33,6 +34,7 @@ OPTIONAL: dict[str, tuple[int, str]] = {
 OPENED_AS = "memtune_user_"
 """Prefix of the names of these files in `sys.modules`."""
 _serial = itertools.count()
+_MOST_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def load_user_file(target: str | Path) -> UserFile:
     """
     path, name = split_target(target)
     source = _read(path)
-    module = _import(path, source)
+    module = _import(path, _compiled(path, source))
     holder = module if name is None else _pick(module, path, name)
     for function, (n_args, example) in REQUIRED.items():
         _check_function(holder, path, name, function, n_args, example, required=True)
@@ -81,6 +83,16 @@ def load_user_file(target: str | Path) -> UserFile:
         _global_batch(holder, path),
         _to_none(holder, path),
     )
+
+
+def check_source(target: str | Path) -> None:
+    """Check that `model.py` or `model.py:name` is a file that parses, without running it.
+
+    Raises:
+        WorkloadError: It is missing, no Python file, or does not parse.
+    """
+    path, _ = split_target(target)
+    _compiled(path, _read(path))
 
 
 def split_target(target: str | Path) -> tuple[Path, str | None]:
@@ -140,21 +152,20 @@ def found_in(holder: Any) -> str:
 
 def _read(path: Path) -> bytes:
     if not path.exists():
-        near = sorted(p.name for p in path.parent.glob("*.py"))[:8] if path.parent.is_dir() else []
-        evidence = (
-            f"Python files in {path.parent}: {', '.join(near)}"
-            if near
-            else f"no Python file in {path.parent}"
-        )
+        there = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, sorted(there), _MOST_NAMES, 0.0)
         raise WorkloadError(
-            f"There is no file {path}.", evidence=evidence, fix="give the path of your model.py", code="MT110"
+            f"There is no file {_shown(path)}.",
+            evidence=f"Here: {', '.join(near)}." if near else f"{path.parent} has no Python file.",
+            fix="give the path of your model.py, or write one: memtune init TARGET",
+            code="MT110",
         )
     if path.suffix != ".py" or not path.is_file():
         kind = (
             "a directory" if path.is_dir() else f"a '{path.suffix}' file" if path.suffix else "no Python file"
         )
         raise WorkloadError(
-            f"{path} is {kind}, not a model.py.",
+            f"{_shown(path)} is {kind}, not a model.py.",
             fix="give a .py file that holds model(), batch(size) and loss(model, batch)",
             code="MT110",
         )
@@ -166,9 +177,14 @@ def _read(path: Path) -> bytes:
         ) from error
 
 
-def _import(path: Path, source: bytes) -> ModuleType:
+def _shown(path: Path) -> str:
+    """Return the path as it is from the working directory, if it is below."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _compiled(path: Path, source: bytes) -> CodeType:
     try:
-        code = compile(source, str(path), "exec", dont_inherit=True)
+        return compile(source, str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         text = (getattr(error, "text", None) or "").strip()
@@ -181,6 +197,9 @@ def _import(path: Path, source: bytes) -> ModuleType:
             ),
             code="MT102",
         ) from error
+
+
+def _import(path: Path, code: CodeType) -> ModuleType:
     if _shadows_the_standard_library(path.parent):
         # Torch must import Python's `random` before the user's folder is on sys.path. Its optimizers import
         # _dynamo, and with it such modules, only when the first one is constructed.

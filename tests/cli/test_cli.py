@@ -43,6 +43,7 @@ HAS_GPU = Path("/dev/nvidiactl").exists()
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "model.py").write_text(TINY)
+    (tmp_path / "broken.py").write_text("def model(:\n")
     (tmp_path / "c.yaml").write_text("settings:\n  execution: {micro_batch: 2}\n")
     study = tmp_path / ".memtune" / "old"
     study.mkdir(parents=True)
@@ -72,6 +73,9 @@ BAD = [
     ("search model.py --nodes", 2, "memtune search --help"),
     ("search model.py --trials none --device cpu", 2, "integer"),
     ("search nope.py --device cpu", 2, "no file nope.py"),
+    ("plan modle.py", 2, "Here: model.py"),
+    ("plan broken.py", 2, "does not parse, line 1"),
+    ("init Llama --out model.py", 2, "model.py exists"),
     ("search model.py --device tpu", 2, "--device cpu or cuda"),
     ("search model.py --device cpu --gpus 2", 2, "--device cpu --workers 2"),
     ("search model.py --device cpu --max-memory plenty", 2, "24GiB"),
@@ -120,6 +124,7 @@ def test_cli_error_prints_one_message_and_its_exit_code(
     assert "Traceback" not in err
     assert sorted(each.name for each in folder.iterdir()) == [
         ".memtune",
+        "broken.py",
         "c.yaml",
         "gpu.yaml",
         "model.py",
@@ -141,7 +146,8 @@ def test_missing_gpu_error_names_the_cpu_flag(
 def test_early_refusals_load_no_torch(folder: Path):
     code = (
         "import sys; from memtune import cli; codes = [cli.run(line.split()) for line in ('search model.py',"
-        " 'search nope.py --device cpu', 'config check c.yaml', 'plan model.py --gpu-type h100-80x',"
+        " 'search nope.py --device cpu', 'plan broken.py', 'init Llama --out model.py',"
+        " 'config check c.yaml', 'plan model.py --gpu-type h100-80x',"
         " 'search model.py --device cpu --study old')]; print(codes, 'torch' in sys.modules,"
         " 'optuna' in sys.modules)"
     )
@@ -153,7 +159,7 @@ def test_early_refusals_load_no_torch(folder: Path):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=True,
     )
-    assert done.stdout.splitlines()[-1] == "[3, 2, 0, 2, 2] False False"
+    assert done.stdout.splitlines()[-1] == "[3, 2, 2, 2, 0, 2, 2] False False"
 
 
 def test_help_lists_the_commands_and_exit_codes_and_loads_nothing_heavy(folder: Path):

@@ -238,3 +238,8 @@ def test_init_writes_checks_and_lists_the_guesses(folder, capsys):
     assert all(lines[int(each.partition(":")[0]) - 1].strip() in each for each in document["checks"])
     assert cli.run(["init", "others:build"]) == 2
     assert "--force" in capsys.readouterr().err
+
+
+def test_missing_config_file_is_no_hub_id():
+    with pytest.raises(UsageError, match=r"no file nope/mine\.json"):
+        hub_draft("nope/mine.json")
