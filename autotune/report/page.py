@@ -233,10 +233,10 @@ def _trials(view: SearchView) -> Iterable[str]:
                 format_bytes(result.peak_allocated_bytes)
                 if ok and result and result.peak_allocated_bytes
                 else "",
-                each.summary,
+                each.sentence or each.summary,
             )
         )
-    head = ("trial", "role", "result", "step", "peak", "settings")
+    head = ("trial", "role", "result", "step", "peak", "setting")
     yield f"<section><h2>All trials</h2>{_table(head, rows)}</section>"
 
 

@@ -145,11 +145,9 @@ class LinePrinter:
                 self._status.show("choosing the next trial", f" · {elapsed_s - self._idle_since_s:.0f} s")
             return
         self._idle_since_s = 0.0
-        if elapsed_s - self._last_line_s < HEARTBEAT_S or self.view.finished is not None:
+        if not self.view.running or elapsed_s - self._last_line_s < HEARTBEAT_S:
             return
-        running = (
-            ", ".join(f"#{trial.number} {trial.stage}" for trial in self.view.running) or "nothing running"
-        )
+        running = ", ".join(f"#{trial.number} {trial.stage}" for trial in self.view.running)
         facts = [running, f"{len(self.view.done)} done"]
         if (best := self.view.best) is not None:
             facts.append(f"best #{best.number} {formatting.outcome(best)}")

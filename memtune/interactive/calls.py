@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack
 
-from memtune.autotune.search import Control, check_writable, study_folder
-from memtune.autotune.search import plan as run_plan
-from memtune.autotune.search import search as run_search
-from memtune.autotune.space import PlanOptions, SearchOptions
-from memtune.autotune.ui import with_lines
 from memtune.cli import _options
-from memtune.interactive.objects import workload_of
-from memtune.interactive.results import PlanResult, SearchResult
+from memtune.progress import Progress, shown, shown_phase
 from memtune.search_spaces import matching
+
+if TYPE_CHECKING:
+    from memtune.interactive.results import PlanResult, SearchResult
 
 Goal = Literal["throughput", "memory", "batch"]
 Given = ParamSpec("Given")
@@ -153,6 +151,14 @@ def search(
         UsageError: An argument or the workload cannot be used; the message says how to correct it.
         EnvironmentFault: A device, the storage or the cluster cannot be used.
     """
+    quiet = options["quiet"]
+    with _loading(quiet):
+        from memtune.autotune.search import Control, study_folder
+        from memtune.autotune.search import search as run_search
+        from memtune.autotune.space import SearchOptions
+        from memtune.autotune.ui import LinePrinter, with_lines
+        from memtune.interactive.results import SearchResult
+
     own = {"trials": trials, "time_limit": time, "study": study, "resume": resume, "out": out}
     own |= {"dry_run": dry_run, "parallel": parallel, "executor": executor, "ray_address": ray_address}
     given = _given(options, own)
@@ -162,13 +168,13 @@ def search(
     search_options = SearchOptions(**common, **only)
     folder = study_folder(search_options)
     search_options = replace(search_options, study=str(folder.path))
-    control = Control()
-    if options["quiet"] or dry_run:
-        with control.catch_signals():
-            return SearchResult(run_search(search_options, control))
-    return SearchResult(
-        with_lines(lambda: run_search(search_options, control, say=_say), folder.events, control)
-    )
+    control, progress = Control(), _announced("memtune.search", given, common, quiet)
+    if quiet or dry_run:
+        with control.catch_signals(), _shown(progress, quiet):
+            return SearchResult(run_search(search_options, control, say=progress.phase))
+    printer = LinePrinter(progress=progress)
+    work = functools.partial(run_search, search_options, control, say=progress.phase)
+    return SearchResult(with_lines(work, folder.events, control, printer))
 
 
 @_with_shared_options
@@ -205,6 +211,13 @@ def plan(
     Raises:
         UsageError: An argument or the workload cannot be used; the message says how to correct it.
     """
+    quiet = options["quiet"]
+    with _loading(quiet):
+        from memtune.autotune.search import check_writable
+        from memtune.autotune.search import plan as run_plan
+        from memtune.autotune.space import PlanOptions
+        from memtune.interactive.results import PlanResult
+
     given = _given(options, {"out": out})
     given["model"] = _workload(model, options)
     if why_not is not None:
@@ -223,11 +236,35 @@ def plan(
         row=row,
         why_not=why_not,
     )
-    report = run_plan(plan_options, say=(lambda text: None) if options["quiet"] else _say)
+    progress = _announced("memtune.plan", given, common, quiet)
+    with _shown(progress, quiet):
+        report = run_plan(plan_options, say=progress.phase)
     return PlanResult(report, ("memtune", "plan", common["workload"]))
 
 
+@contextlib.contextmanager
+def _loading(quiet: bool) -> Iterator[None]:
+    """Show the first imports, which take seconds, as a phase."""
+    loaded = "memtune.interactive.results" in sys.modules
+    with contextlib.nullcontext() if quiet or loaded else shown_phase("loading torch", sys.stderr):
+        yield
+
+
+def _announced(name: str, given: dict[str, Any], common: dict[str, Any], quiet: bool) -> Progress:
+    """Print the heading of a call, unless only the result is wanted; return its progress."""
+    progress = Progress(_options.header(given, common))
+    if not quiet:
+        print(f"{name} {progress.heading}", file=sys.stderr, flush=True)
+    return progress
+
+
+def _shown(progress: Progress, quiet: bool) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if quiet else shown(progress, sys.stderr)
+
+
 def _workload(model: Any, options: SharedOptions) -> str:
+    from memtune.interactive.objects import workload_of
+
     return workload_of(
         model,
         batch=options["batch"],
@@ -249,7 +286,3 @@ def _given(options: SharedOptions, own: Mapping[str, Any]) -> dict[str, Any]:
     given["offload_dir"] = None if drives is None else str(drives)
     given["out"] = None if given["out"] is None else Path(given["out"])
     return given
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

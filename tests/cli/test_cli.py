@@ -542,3 +542,16 @@ def test_header_is_printed_before_torch_loads(line: str, folder: Path):
     said = memtune(folder, *line.split()).stderr.splitlines()
     assert said[0].startswith(f"memtune {' '.join(line.split()[:2])}")
     assert said[-1] == "torch loads"
+
+
+def test_python_call_shows_a_phase_while_torch_loads(folder: Path):
+    (folder / "torch.py").write_text("import sys\nsys.exit('torch loads')\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "import memtune; memtune.plan('model.py', gpu_type='a100-40g')"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.stderr.splitlines()[0].startswith("loading torch")
+    assert done.stderr.splitlines()[-1] == "torch loads"

@@ -217,6 +217,15 @@ def test_printer_heartbeat_at_most_once_a_minute():
     assert "#4 starting" in beats[0]
 
 
+def test_printer_has_no_heartbeat_while_a_phase_runs():
+    out, progress = io.StringIO(), Progress()
+    progress.phase("scoring settings")
+    printer = LinePrinter(out, color=False, progress=progress)
+    for second in range(100):
+        printer.tick(float(second))
+    assert "…" not in out.getvalue()
+
+
 def test_printer_survives_closed_pipe():
     class Closed(io.StringIO):
         def write(self, *_):
