@@ -43,6 +43,14 @@ def collective_runs_twice(op: object, block: str = "the blocks") -> Reason:
     )
 
 
+def differentiated_again(what: str) -> Reason:
+    """Return why `what` does not work where `loss` differentiates gradients."""
+    return Reason(
+        f"loss() differentiates gradients (create_graph=True), and {what}",
+        "sharding: {states: {kind: zero1}}, or ddp",
+    )
+
+
 def one_graph() -> Reason:
     """Return why techniques that act on blocks do not work with `execution: {compile: model}`."""
     return Reason("one graph holds all blocks", "execution: {compile: blocks}")

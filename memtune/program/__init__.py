@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from memtune.program import residency as residency
     from memtune.program.double_backward_pass import (
         ThirdRuns,
+        is_differentiated_again,
         read_by_second_order,
         saved_in_backward,
         third_runs,
@@ -215,6 +216,7 @@ __all__ = [
     "gathering_order",
     "hold_prefetched_copies",
     "idle_share",
+    "is_differentiated_again",
     "is_in_expert",
     "join_calls",
     "lru_moves",

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from memtune import refusals
 from memtune.errors import ApplyError
@@ -175,6 +176,7 @@ class _Attention(torch.autograd.Function):
         return grid.by_positions(attended.out.unsqueeze(0))[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, pair, out, lse = ctx.saved_tensors
         grid = ctx.call.grid

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from memtune import refusals
 from memtune.errors import ApplyError
@@ -70,6 +71,7 @@ class _Gathered(torch.autograd.Function):
         return all_positions(share.detach(), group, ranks)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         # Summed in place: only this node references the gradient, a product of the column layers' backward.
         return _summed_share(gradient, ctx.group, ctx.ranks), None, None
@@ -84,6 +86,7 @@ class _Scattered(torch.autograd.Function):
         return _summed_share(part.detach(), group, ranks)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return all_positions(gradient, ctx.group, ctx.ranks), None, None
 
@@ -120,6 +123,7 @@ class _Product(torch.autograd.Function):
         return F.linear(whole, weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(
         ctx: Any, gradient: Tensor
     ) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from memtune.errors import ApplyError
@@ -90,6 +91,7 @@ class _Divided(torch.autograd.Function):
         return layout.shard(x.detach())
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.layout.gather(gradient), None
 
@@ -103,6 +105,7 @@ class _Joined(torch.autograd.Function):
         return layout.gather(share.detach())
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.layout.shard(gradient), None
 

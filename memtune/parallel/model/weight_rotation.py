@@ -37,6 +37,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -81,6 +82,7 @@ class _Linear(torch.autograd.Function):
         return whole
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         (x, weight), ring = ctx.saved_tensors, ctx.ring
         to_x, to_weight, to_bias, _ = ctx.needs_input_grad
@@ -122,6 +124,7 @@ class _Embedding(torch.autograd.Function):
         return whole
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
         (index,), ring, of_weight = ctx.saved_tensors, ctx.ring, None
         sums = RingSums(ring)

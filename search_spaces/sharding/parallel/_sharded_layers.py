@@ -13,7 +13,14 @@ from pydantic import Field
 from memtune import refusals
 from memtune.effects import Effects
 from memtune.parallel.model import Sharing, share, sum_shards
-from memtune.program import Program, RankClass, Resource, accumulate_gradients, memoized
+from memtune.program import (
+    Program,
+    RankClass,
+    Resource,
+    accumulate_gradients,
+    is_differentiated_again,
+    memoized,
+)
 from memtune.runtime import Context
 from memtune.search_spaces import active
 from memtune.search_spaces._support import conflict
@@ -62,6 +69,8 @@ class SharedLayers(Technique):
             return Reason("there is only one rank to share layers with", "--gpus or --workers 2 and more")
         if target.compiled:
             return Reason(self.effects.eager_only, "execution.compile: false")
+        if is_differentiated_again(program.step):
+            return refusals.differentiated_again("layers that ranks share have no second derivative")
         if target.ranks % degree:
             return refusals.uneven_degree(degree, target.ranks)
         if target.cut is None:

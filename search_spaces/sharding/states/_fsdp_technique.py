@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from memtune import refusals
 from memtune.effects import Effects
 from memtune.parallel.sharding import Sharding, shard, shard_states
-from memtune.program import Phase, Program, Step
+from memtune.program import Phase, Program, Step, is_differentiated_again
 from memtune.runtime import Context
 from memtune.search_spaces import active
 from memtune.technique import ComputePrecision, Exactness, Facts, Plan, Reason, Target, Technique
@@ -127,6 +127,10 @@ class _FsdpUnits(Technique):
             return Reason("there is only one rank to shard over", "--gpus or --workers 2 and more")
         if (reason := self.refuses(Facts.of(program, target))) is not None:
             return reason
+        if is_differentiated_again(program.step):
+            return refusals.differentiated_again(
+                "a unit's weights are freed before the second backward reads them"
+            )
         return (
             self._no_such_type(program)
             or self._units_do_not_fit(program.step)
