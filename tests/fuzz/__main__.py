@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import tempfile
@@ -12,14 +13,16 @@ from pathlib import Path
 
 import torch
 
-from fuzz.run import run_fitting, shrunk
+from fuzz.cases import draw_cases, draw_spec
+from fuzz.ranks import Ranks
+from fuzz.run import Recorded, shrunk
 
 
 def main() -> int:
     """Return 1 if anything was found."""
     parser = argparse.ArgumentParser(prog="fuzz")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--first", type=int, default=0, help="seed of the first case")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first model")
     parser.add_argument("--cases", type=int, default=10**9)
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--verbose", action="store_true")
@@ -27,21 +30,45 @@ def main() -> int:
     torch.set_num_threads(1)
     until = time.monotonic() + float(os.environ.get("MEMTUNE_FUZZ_SECONDS", "120"))
     counts: Counter[str] = Counter()
-    seed = asked.first
-    while time.monotonic() < until and seed < asked.first + asked.cases:
+    reasons: Counter[str] = Counter()
+    seen: set[str] = set()
+    seed, draws = asked.first, Counter[str]()
+    ranks = Ranks(asked.ranks) if asked.ranks > 1 else None
+    gc.freeze()
+    while time.monotonic() < until and counts.total() < asked.cases:
         with tempfile.TemporaryDirectory() as folder:
-            case, outcome, refused = run_fitting(seed, asked.ranks, Path(folder))
-        counts[outcome.kind] += 1
-        counts["refused"] += refused
-        if asked.verbose:
-            print(seed, outcome.kind, outcome.text[:150].replace("\n", " "), flush=True)
-        if outcome.is_finding:
-            small, found = (case, outcome) if asked.no_shrink else shrunk(case, outcome)
-            print(f"seed {seed}, {asked.ranks} ranks: {found.kind}: {found.text}\n  {small}\n", flush=True)
+            model = Recorded(draw_spec(seed, asked.ranks), ranks, Path(folder))
+            cases = draw_cases(seed, asked.ranks, model.fits, draws)
+            for case in cases:
+                outcome = model.outcome(case)
+                counts[outcome.kind] += 1
+                if outcome.kind == "refused" or "not compared" in outcome.text:
+                    reasons[f"{outcome.kind}: {outcome.text}".split("\n")[0][:130]] += 1
+                if asked.verbose:
+                    print(seed, outcome.kind, outcome.text[:150].replace("\n", " "), case, flush=True)
+                if outcome.is_finding and outcome.key not in seen:
+                    seen.add(outcome.key)
+                    print(
+                        f"seed {seed}, {asked.ranks} ranks: {outcome.kind}: {outcome.text}\n  {case}\n",
+                        flush=True,
+                    )
+                    if not asked.no_shrink:
+                        small, found = shrunk(case, outcome, ranks)
+                        print(f"smaller: {found.text}\n  {small}\n", flush=True)
+                if time.monotonic() > until or counts.total() >= asked.cases:
+                    break
         seed += 1
-    findings = sum(n for kind, n in counts.items() if kind not in ("equal", "refused"))
-    total = sum(counts.values())
-    print(f"{total} cases, seeds {asked.first} to {seed - 1}, {asked.ranks} ranks: {dict(counts)}")
+        if seed % 20 == 0:
+            print(f"{counts.total()} cases: {dict(counts)}", flush=True)
+    if ranks is not None:
+        ranks.close()
+    print(
+        f"{counts.total()} cases, models {asked.first} to {seed - 1}, {asked.ranks} ranks: {dict(counts)};"
+        f" draws of a technique: {dict(draws)}"
+    )
+    for text, count in reasons.most_common(30):
+        print(f"  {count} {text}")
+    findings = counts.total() - counts["equal"] - counts["refused"]
     return 1 if findings else 0
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -12,19 +13,19 @@ from memtune.search_spaces import find, kinds
 from memtune.technique import Exactness
 
 SLOTS = {
-    "execution.order": 0.1,
+    "execution.order": 0.12,
     "recompute": 0.5,
-    "split": 0.1,
+    "split": 0.12,
     "sharding.states": 0.0,
-    "sharding.communication": 0.0,
+    "sharding.communication": 0.1,
     "sharding.parallel": 0.0,
     "offload.states": 0.45,
     "offload.activations": 0.3,
 }
-"""Slot → probability that a technique other than the null one is drawn on one rank."""
+"""Slot → probability that a technique other than the null one is drawn, if any fits."""
 BY_RANKS = ("sharding.states", "sharding.parallel")
-ON_RANKS = {"sharding.communication": 0.05, "execution.order": 0.0, "offload.states": 0.25}
-"""The same for some slots on several ranks."""
+MODELS_SETTINGS, SETTINGS_LOOPS, DRAWS = 6, 6, 6
+"""Settings drawn for a model, loops for each of them, and draws for a slot before it stays empty."""
 SKIPPED = ("memory_budget",)
 """Kinds that need torch.compile, whose compilation takes longer than a case may."""
 BEHAVIOURS = (
@@ -41,12 +42,16 @@ BEHAVIOURS = (
 )
 
 
+Settings = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
+"""(slot, (field, value) pairs, the kind first) pairs."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One case; `str` is enough to run it again."""
 
     model: ModelSpec
-    settings: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
+    settings: Settings
     """Slot → the technique's kind and knobs."""
     behaviours: tuple[str, ...]
     accumulate: int
@@ -107,43 +112,55 @@ class Case:
                 yield replace(self, settings=(*self.settings[:index], plain, *self.settings[index + 1 :]))
 
 
-def draw_case(seed: int, ranks: int) -> Case:
-    """Return the case of `seed` on `ranks` ranks."""
-    return next(draw_cases(seed, ranks))
-
-
-def draw_cases(seed: int, ranks: int) -> Iterator[Case]:
-    """Yield the case of `seed`, then cases of other settings for its model and loop, for a caller that needs
-    settings that fit.
-    """
+def draw_spec(seed: int, ranks: int) -> ModelSpec:
+    """Return the model of `seed`."""
     random = Random(f"{seed} {ranks}")
-    case = _drawn_case(random, ranks)
-    while True:
-        yield case
-        other = _drawn_case(random, ranks)
-        model = replace(case.model, adam=other.model.adam)
-        case = replace(case, model=model, settings=other.settings)
+    return draw_model(random, ranks=ranks, adam=ranks == 1 and random.random() < 0.4)
 
 
-def _drawn_case(random: Random, ranks: int) -> Case:
-    settings = []
-    shared = random.choice(["sharding.states"] * 4 + ["sharding.parallel"]) if ranks > 1 else ""
-    for slot, alone in SLOTS.items():
-        # Ranks train one model in one of two ways; of both together, few combinations fit on few ranks.
-        share = float(slot == shared) if slot in BY_RANKS else ON_RANKS.get(slot, alone) if shared else alone
-        if random.random() < share:
+def draw_cases(seed: int, ranks: int, fits: Callable[[Case], bool], draws: Counter[str]) -> Iterator[Case]:
+    """Yield cases of the model of `seed`: `MODELS_SETTINGS` settings under `SETTINGS_LOOPS` loops each.
+
+    Settings are drawn slot by slot among those that `fits` accepts with the slots before; `draws` counts
+    what it accepts and refuses.
+    """
+    random, model = Random(f"settings {seed} {ranks}"), draw_spec(seed, ranks)
+    bare = Case(model, settings=(), behaviours=(), accumulate=1, own_loop=False, ranks=ranks)
+    for _ in range(MODELS_SETTINGS):
+        case = _fitting(random, replace(bare, accumulate=random.choice([1, 1, 2, 3])), fits, draws)
+        if case is None:
+            continue
+        loops = {_loop(random) for _ in range(SETTINGS_LOOPS)}
+        for behaviours, own_loop in sorted(loops):
+            yield replace(case, behaviours=behaviours, own_loop=own_loop)
+
+
+def _loop(random: Random) -> tuple[tuple[str, ...], bool]:
+    count = random.choice([0, 1, 1, 1, 2, 2, 3])
+    return tuple(sorted(random.sample(BEHAVIOURS, count))), random.random() < 0.5
+
+
+def _fitting(random: Random, case: Case, fits: Callable[[Case], bool], draws: Counter[str]) -> Case | None:
+    """Return `case` with settings that fit; None if no draw does."""
+    shared = random.choice(["sharding.states"] * 4 + ["sharding.parallel"]) if case.ranks > 1 else ""
+    only_on_ranks = () if shared else ("sharding.communication",)
+    slots = [slot for slot, share in SLOTS.items() if slot not in only_on_ranks and random.random() < share]
+    if not slots and not shared:
+        slots = ["recompute"]
+    # Ranks train one model in one of two ways; of both together, few combinations fit on few ranks.
+    for slot in [shared, *slots] if shared else slots:
+        for _ in range(DRAWS):
             kind = random.choice([each for each in kinds(slot) if each not in ("none", *SKIPPED)])
-            settings.append((slot, _drawn(random, slot, kind)))
-    classes = {find(slot, dict(fields)["kind"])(**dict(fields)).exactly() for slot, fields in settings}
-    exact = classes <= {Exactness.BITWISE} and ranks == 1
-    return Case(
-        model=draw_model(random, ranks=ranks, adam=exact and random.random() < 0.5),
-        settings=tuple(settings),
-        behaviours=tuple(sorted(random.sample(BEHAVIOURS, random.choice([0, 0, 1, 1, 2])))),
-        accumulate=random.choice([1, 1, 2, 3]),
-        own_loop=random.random() < 0.5,
-        ranks=ranks,
-    )
+            drawn = replace(case, settings=(*case.settings, (slot, _drawn(random, slot, kind))))
+            # An update of Adam divides by the gradient's own size, which makes rounding as large as it.
+            if case.model.adam and not drawn.exactness <= {Exactness.BITWISE}:
+                continue
+            is_fit = fits(drawn)
+            draws["fit" if is_fit else "refused"] += 1
+            if is_fit:
+                case = drawn
+                break
+    return case if case.settings and (not shared or case.settings[0][0] == shared) else None
 
 
 def _drawn(random: Random, slot: str, kind: str) -> tuple[tuple[str, Any], ...]:

@@ -166,8 +166,8 @@ def draw_model(random: Random, *, ranks: int, adam: bool) -> ModelSpec:
     if loss == "penalty":  # torch has no second derivative of fused attention
         allowed = [p for p in allowed if p not in ("attention", "separate")]
     return ModelSpec(
-        pieces=tuple(random.choices(allowed, k=random.randint(1, 5))),
-        blocks=random.randint(1, 4),
+        pieces=tuple(random.choices(allowed, k=random.choice([1, 1, 2, 2, 3, 5]))),
+        blocks=random.choice([1, 2, 2, 2, 3, 4]),
         loss=loss,
         batch=random.choice(list(BATCHES)),
         tied=random.random() < 0.07,

@@ -6,25 +6,27 @@ import copy
 import os
 import tempfile
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fuzz.cases import Case, draw_cases
+from fuzz.cases import Case
+from fuzz.models import ModelSpec
+from fuzz.ranks import Ranks, RanksFailed
 from memtune import hardware
 from memtune.api import Tuned, apply
-from memtune.autotune.record.recorder import Trace, record, start_session
+from memtune.autotune.record.recorder import record
 from memtune.autotune.record_parallel.sharded_recording import CutRecordings
-from memtune.autotune.search.dry_runs import traced_under
+from memtune.autotune.search.dry_runs import dry_run
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
-from memtune.config import load_config
 from memtune.errors import MemtuneError
 from memtune.ssd import offload_dir
-from memtune.technique import Exactness, Target
+from memtune.technique import Exactness, Reason, Target
 from memtune.testing.training import build
 from memtune.workload import Workload
 
@@ -51,65 +53,142 @@ class Outcome:
         """True if something is wrong."""
         return self.kind not in ("equal", "refused")
 
+    @property
+    def key(self) -> str:
+        """Return what findings of one cause have in common."""
+        return f"{self.kind} {self.text.rstrip().rpartition(chr(10))[2]}"
+
 
 class Interrupted(Exception):
     """Raised by the user's own code."""
 
 
-def run_case(case: Case, folder: Path) -> Outcome:
-    """Return the outcome of `case`; on several ranks, what all of them agree on."""
-    path = folder / "model.py"
-    path.write_text(case.model.text())
-    os.environ[offload_dir.VARIABLE] = str(folder)
-    try:
-        workload = Workload.load(path)
-        plain = record(workload)
-    except MemtuneError as error:
-        return Outcome("error" if error.code in BUGS else "refused", f"recording: {error}")
-    except Exception:
-        return Outcome("error", traceback.format_exc(limit=-4))
-    try:
-        cut = CutRecordings(workload, plain) if case.ranks > 1 else None
-        target = Target(hardware.detect("cpu"), case.ranks, int(BUDGET * plain.step.peak_bytes()), cut=cut)
-        found = Rewriter(plain, target).candidate(Choice.from_document(case.document))
-        if not isinstance(found, Candidate):
-            return Outcome("refused", str(found))
-    except MemtuneError as error:
-        return Outcome("error" if error.code in BUGS else "refused", f"planning: {error}")
-    except Exception:
-        return Outcome("error", "planning\n" + traceback.format_exc(limit=-6))
-    config = {
-        "settings": case.document,
-        "plan": {slot: plan.document() for slot, plan in found.plans.items() if not plan.is_empty},
-    }
-    if case.ranks > 1:
-        return _on_ranks(case, path, config)
-    outcome = compared(case, path, config)
-    if outcome.kind == "equal" and plain.rung == "fake":
-        return _peak_compared(path, config, found, case.accumulate)
-    return outcome
+class Recorded:
+    """A model, recorded once; cases on it share the recording, the plain runs and the recorded peaks.
 
-
-def run_fitting(seed: int, ranks: int, folder: Path, draws: int = 6) -> tuple[Case, Outcome, int]:
-    """Return the first case of `seed` whose settings are not refused, its outcome, and the number of refused
-    ones; after `draws` the last one.
+    Args:
+        model: The model.
+        ranks: The processes of the cases; None runs them in this one.
+        folder: For `model.py` and for offloaded files.
     """
-    for refused, case in enumerate(draw_cases(seed, ranks)):
-        outcome = run_case(case, folder)
-        if outcome.kind != "refused" or refused + 1 == draws:
-            return case, outcome, refused
-    raise AssertionError("draws do not end")
+
+    def __init__(self, model: ModelSpec, ranks: Ranks | None, folder: Path) -> None:
+        self._model, self._ranks, self._count = model, ranks, ranks.count if ranks else 1
+        self._path = folder / "model.py"
+        self._path.write_text(model.text())
+        os.environ[offload_dir.VARIABLE] = str(folder)
+        self._found: dict[tuple[Any, int], Candidate | Outcome] = {}
+        self._peaks: dict[tuple[Any, int], Outcome] = {}
+        self._plain: dict[tuple[Any, ...], dict[str, Tensor]] = {}
+        self.failed = self._recorded()
+        """The outcome if the model cannot be recorded."""
+
+    def _recorded(self) -> Outcome | None:
+        found = guarded("recording", self._record)
+        return found if isinstance(found, Outcome) else None
+
+    def _record(self) -> None:
+        self._workload = Workload.load(self._path)
+        plain = record(self._workload)
+        self._rung = plain.rung
+        cut = CutRecordings(self._workload, plain) if self._count > 1 else None
+        budget_bytes = int(BUDGET * plain.step.peak_bytes())
+        self._target = Target(hardware.detect("cpu"), self._count, budget_bytes, cut=cut)
+        self._rewriter = Rewriter(plain, self._target)
+
+    def fits(self, case: Case) -> bool:
+        """Return False if the settings of `case` are refused for this model."""
+        return self.failed is None and not (
+            isinstance(found := self._candidate(case), Outcome) and found.kind == "refused"
+        )
+
+    def _candidate(self, case: Case) -> Candidate | Outcome:
+        key = case.settings, case.accumulate
+        if key not in self._found:
+            found = guarded("planning", lambda: self._rewriter.candidate(Choice.from_document(case.document)))
+            self._found[key] = Outcome("refused", str(found)) if isinstance(found, Reason) else found
+        return self._found[key]
+
+    def outcome(self, case: Case) -> Outcome:
+        """Return the outcome of `case`, whose model is this one."""
+        if self.failed is not None:
+            return self.failed
+        found = self._candidate(case)
+        if isinstance(found, Outcome):
+            return found
+        plans = {slot: plan.document() for slot, plan in found.plans.items() if not plan.is_empty}
+        config = {"settings": case.document, "plan": plans}
+        outcome = self._compared(case, config)
+        if outcome.kind != "equal" or self._rung != "fake":
+            return outcome
+        key = case.settings, case.accumulate
+        if key not in self._peaks:
+            self._peaks[key] = self._peak(found)
+        return self._peaks[key]
+
+    def _compared(self, case: Case, config: dict[str, Any]) -> Outcome:
+        """Return the outcome of training under `config` against the plain model."""
+        key = case.behaviours, case.accumulate, case.own_loop
+        if key not in self._plain:
+            plain = guarded("plain training", lambda: trained(case, self._path, None))
+            if isinstance(plain, Outcome):
+                return plain
+            self._plain[key] = plain
+        if self._ranks is None:
+            return differences(case, self._plain[key], attempt(case, str(self._path), config))
+        try:
+            each = self._ranks.run(attempt, case, str(self._path), config)
+        except RanksFailed as error:
+            return Outcome("hangs" if str(error).startswith("ranks hang") else "error", str(error))
+        outcomes = [differences(case, self._plain[key], one) for one in each]
+        if len({outcome.kind == "refused" for outcome in outcomes}) > 1:
+            return Outcome("error", f"ranks disagree: {outcomes}")
+        if any(outcome.is_finding for outcome in outcomes):
+            self._ranks.close()  # the error may have left something behind
+        return next((one for one in outcomes if one.kind != "equal"), outcomes[0])
+
+    def _peak(self, found: Candidate) -> Outcome:
+        """Return whether the recorded peak of the applied config is the predicted one."""
+        step = guarded("dry run", lambda: dry_run(self._workload, found, self._target))
+        if isinstance(step, Outcome):
+            return step
+        if isinstance(step, Reason):
+            return Outcome("equal", f"peak not compared: {step}")
+        peak, predicted = step.peak_bytes(), found.program.step.peak_bytes()
+        if abs(peak - predicted) > max(PEAK * peak, SMALL_BYTES):
+            return Outcome("peak", f"{predicted} predicted, {peak} recorded ({predicted / peak - 1:+.1%})")
+        return Outcome("equal")
 
 
-def compared(case: Case, path: Path, config: dict[str, Any]) -> Outcome:
-    """Return the outcome of training under `config` against the plain model, on this rank."""
-    wanted = trained(case, path, None)
+T = TypeVar("T")
+
+
+def guarded(what: str, run: Callable[[], T]) -> T | Outcome:
+    """Return the result of `run`, or the outcome that its error is."""
     try:
-        got = trained(case, path, config)
+        return run()
     except MemtuneError as error:
-        return Outcome("error" if error.code in BUGS else "refused", f"training: {error.code} {error}")
+        kind = "error" if error.code in BUGS else "refused"
+        return Outcome(kind, f"{what}: {error.code} {error}")
     except Exception:
-        return Outcome("error", "training\n" + traceback.format_exc(limit=-8))
+        return Outcome("error", f"{what}\n{traceback.format_exc(limit=-8)}")
+
+
+def run_case(case: Case, folder: Path, ranks: Ranks | None = None) -> Outcome:
+    """Return the outcome of one case."""
+    return Recorded(case.model, ranks, folder).outcome(case)
+
+
+def attempt(case: Case, path: str, config: dict[str, Any]) -> dict[str, Tensor] | Outcome:
+    """Return losses and final weights of `case` on this rank, or the outcome that an error is."""
+    os.environ[offload_dir.VARIABLE] = str(Path(path).parent)
+    return guarded("training", lambda: trained(case, Path(path), config))
+
+
+def differences(case: Case, wanted: dict[str, Tensor], got: dict[str, Tensor] | Outcome) -> Outcome:
+    """Return the outcome of a run with the values `got` where the plain one has `wanted`."""
+    if isinstance(got, Outcome):
+        return got
     classes = case.exactness
     if Exactness.LOSSY in classes:
         return Outcome("equal", "lossy")
@@ -266,57 +345,14 @@ class _Loop:
         self._optimizer.load_state_dict(copy.deepcopy(self._optimizer.state_dict()))
 
 
-def _peak_compared(path: Path, config: dict[str, Any], found: Candidate, accumulate: int) -> Outcome:
-    """Return whether the recorded peak of the applied config is the predicted one."""
-    try:
-        session = start_session(Workload.load(path), "fake")
-        trace = traced_under(session, load_config(config), SIZE, micro_batches=accumulate)
-    except MemtuneError as error:
-        return Outcome("refused", f"dry run: {error.code} {error}")
-    except Exception:
-        return Outcome("error", "dry run\n" + traceback.format_exc(limit=-6))
-    if not isinstance(trace, Trace):
-        return Outcome("equal", f"peak not compared: {trace}")
-    peak, predicted = trace.step.peak_bytes(), found.program.step.peak_bytes()
-    if abs(peak - predicted) > max(PEAK * peak, SMALL_BYTES):
-        return Outcome("peak", f"{predicted} predicted, {peak} recorded ({predicted / peak - 1:+.1%})")
-    return Outcome("equal")
-
-
-def on_rank(case: Case, path: str, config: dict[str, Any]) -> tuple[str, str]:
-    """Return the outcome on this rank; for `run_ranks`."""
-    os.environ[offload_dir.VARIABLE] = str(Path(path).parent)
-    outcome = compared(case, Path(path), config)
-    return outcome.kind, outcome.text
-
-
-def _on_ranks(case: Case, path: Path, config: dict[str, Any]) -> Outcome:
-    from support.gloo import run_ranks
-
-    try:
-        each = run_ranks(on_rank, case.ranks, case, str(path), config, deadline_s=60)
-    except AssertionError as error:
-        text = str(error)
-        return Outcome("hangs" if text.startswith("ranks hang") else "error", text[:200] + text[-1500:])
-    kinds = {kind for kind, _ in each}
-    if kinds == {"equal"}:
-        return Outcome("equal")
-    if "refused" in kinds and len(kinds) > 1:
-        return Outcome("error", f"ranks disagree: {each}")
-    return next(Outcome(*one) for one in each if one[0] != "equal")
-
-
-def shrunk(case: Case, outcome: Outcome, tries: int = 60) -> tuple[Case, Outcome]:
+def shrunk(case: Case, outcome: Outcome, ranks: Ranks | None = None, tries: int = 60) -> tuple[Case, Outcome]:
     """Return the smallest case found whose outcome is of the same kind and begins with the same words."""
     while tries > 0:
         for smaller in case.smaller():
             tries -= 1
             with tempfile.TemporaryDirectory() as folder:
-                found = run_case(smaller, Path(folder))
-            if (
-                found.kind == outcome.kind
-                and found.text.split("\n")[-2:][0][:25] == outcome.text.split("\n")[-2:][0][:25]
-            ):
+                found = run_case(smaller, Path(folder), ranks)
+            if found.key[:30] == outcome.key[:30] or found.kind == outcome.kind != "error":
                 case, outcome = smaller, found
                 break
             if tries <= 0:

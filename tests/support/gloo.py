@@ -18,8 +18,8 @@ from typing import Any
 
 # Processes are forked from one that has imported torch, which takes most of the time of a test otherwise. It
 # has run no op, so that it has no threads which a fork would lose.
-_FRESH = multiprocessing.get_context("forkserver")
-_FRESH.set_forkserver_preload(
+FRESH = multiprocessing.get_context("forkserver")
+FRESH.set_forkserver_preload(
     [
         *("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "memtune.testing"),
         "torch._dynamo",  # the first optimizer imports it, a third of torch
@@ -52,7 +52,7 @@ def run_ranks(
     file, name = function.__code__.co_filename, function.__name__
     with tempfile.TemporaryDirectory() as folder:
         children: list[BaseProcess] = [
-            _FRESH.Process(target=_rank, args=(folder, rank, ranks, file, name, arguments, may_fail, device))
+            FRESH.Process(target=_rank, args=(folder, rank, ranks, file, name, arguments, may_fail, device))
             for rank in range(max(ranks, 1))
         ]
         try:
