@@ -58,7 +58,7 @@ from memtune.device import DISPATCH_KEYS
 from memtune.program import Resource
 from memtune.program import Tier as TierId
 from memtune.runtime import transfer
-from memtune.runtime.memory_tiers import HOST, mark
+from memtune.runtime.memory_tiers import HOST, TIERS, mark
 from memtune.runtime.node_topology import count_collective, is_between_nodes
 
 _SPIN_S: Final = 2e-4
@@ -108,8 +108,24 @@ def register(
     _LIBRARY.define(schema)
     for key in DISPATCH_KEYS:
         _LIBRARY.impl(name, kernel, key)
-    torch.library.register_fake(f"memtune::{name}", fake, lib=_LIBRARY)
+    torch.library.register_fake(f"memtune::{name}", _in_tier(fake, op.output_tier), lib=_LIBRARY)
     SEAM[f"memtune.{name}.default"] = op
+
+
+def _in_tier(fake: Callable[..., object], place: TierId) -> Callable[..., object]:
+    """Return `fake` with its output marked: a tensor that lives on into the next step has no op there whose
+    tier the tracer could read.
+    """
+    if place is TierId.DEVICE:
+        return fake
+
+    def marked(*args: object) -> object:
+        made = fake(*args)
+        assert isinstance(made, Tensor)
+        mark(made, TIERS[place])
+        return made
+
+    return marked
 
 
 def link_of(func: torch._ops.OpOverload, args: Sequence[object]) -> Resource:

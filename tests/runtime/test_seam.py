@@ -1,4 +1,4 @@
-"""The seam's collectives: sent tensors are released before the next op, also with a slow gloo thread."""
+"""The seam: outputs on fake tensors have their tier; sent tensors are released before the next op."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import time
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memtune.runtime import seam
+from memtune.runtime import HOST, SSD, seam, tier_of
 
 
 def test_wait_released_waits_for_a_delayed_thread() -> None:
@@ -32,3 +33,10 @@ def test_leaked_reference_times_out_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert held
     assert time.monotonic() - start_s >= 0.2
     assert seam._patience_s == seam._LITTLE_PATIENCE_S
+
+
+def test_fake_outputs_of_the_seam_are_in_their_tier() -> None:
+    """Experts stay in host memory over steps: a later recording has no op that gives their tier."""
+    with FakeTensorMode():
+        ssd = torch.ops.memtune.to_ssd(torch.empty(4), "a")
+        assert (tier_of(ssd), tier_of(torch.ops.memtune.from_ssd(ssd))) == (SSD, HOST)
