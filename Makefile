@@ -69,6 +69,7 @@ test: setup test-native  ## all tests but the slow ones and those that need a GP
 
 SPEEDS := 0.1 10
 SCALE := 100
+KILLS ?= 100
 
 test-rates: setup  ## all tests for a CPU a tenth and ten times as fast: no assertion may depend on its speed
 	for speed in $(SPEEDS); do MEMTUNE_TEST_SPEED=$$speed $(BIN)/pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS) || exit; done
@@ -80,8 +81,8 @@ test-device: setup  ## tests on the simulated accelerator; the first run compile
 	$(BIN)/python -c "from memtune.testing.simulated_device import build; build()"
 	$(BIN)/pytest -n 0 -m device tests/simulated_device $(PYTEST_ARGS)
 
-test-chaos: setup  ## faults of disks, files and processes: tests/chaos at SCALE times the cases of `make test`, with counts
-	MEMTUNE_CHAOS=$(SCALE) $(BIN)/pytest -rP --timeout 7200 -m "not gpu and not device" tests/chaos
+test-chaos: setup  ## faults of disks, files and processes: tests/chaos at SCALE times the cases of `make test`, KILLS kills of each kind, with counts
+	MEMTUNE_CHAOS=$(SCALE) MEMTUNE_KILLS=$(KILLS) $(BIN)/pytest -rP --timeout 7200 -m "not gpu and not device" $(PYTEST_ARGS) tests/chaos
 
 audit: setup  ## known weaknesses of the pinned dependencies; needs an index and a database of weaknesses that can be reached
 	$(BIN)/python -m pip install -q pip-audit

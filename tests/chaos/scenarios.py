@@ -19,8 +19,8 @@ EVENTS, VERDICT = (f"autotune/search/test_{each}.py" for each in ("search_events
 LAST, TENSORS, OFFLOAD = (f"ssd/test_{each}.py" for each in ("last_step", "ssd_tensors", "offload_dir"))
 CONFIG, CHECKPOINT = "config/test_tuned_config.py", "checkpointer/test_checked_storage.py"
 PREFLIGHT, CLI = "executors/test_preflight.py", "cli/test_cli.py"
-FAULTS, FLIPS, FILES = (
-    f"chaos/test_{each}.py" for each in ("storage_faults", "flipped_bytes", "mutated_files")
+FAULTS, FLIPS, FILES, KILLS = (
+    f"chaos/test_{each}.py" for each in ("storage_faults", "flipped_bytes", "mutated_files", "kills")
 )
 
 
@@ -58,13 +58,15 @@ SCENARIOS = (
         "no process survives, every told trial is kept, a resume repeats only running ones",
         of(LOCAL, "local_processes_end_with_killed_driver")
         + of(RESUME, "kill_loses_only_running_trials")
-        + of("executors/test_fork_server.py", "fork_server_ends_with_its_driver_while_it_imports"),
+        + of("executors/test_fork_server.py", "fork_server_ends_with_its_driver_while_it_imports")
+        + of(KILLS, "killed_searches_lose_no_told_trial", "killed_processes_of_trials_leave_nothing"),
     ),
     Scenario(
         4,
         "crash at each durable act",
         "training resumes from its last complete step, to the bit",
-        of(LAST, "resume_after_kill_at_every_durable_act", "resume_after_kill_is_bitwise"),
+        of(LAST, "resume_after_kill_at_every_durable_act", "resume_after_kill_is_bitwise")
+        + of(KILLS, "killed_trainings_resume_bitwise"),
     ),
     Scenario(
         5,
@@ -390,7 +392,8 @@ def page() -> str:
         "# Reliability",
         "",
         "Faults, the promise for each, and its tests. `make test-chaos` runs `tests/chaos/` with",
-        "a hundred times the cases of `make test` and prints the counts; the other tests run with",
+        "a hundred times the cases of `make test`, kills `KILLS` trainings of each kind, searches and",
+        "processes (`make test-chaos KILLS=1000`), and prints the counts; the other tests run with",
         "`make test` or `make test-slow`.",
         "`python tests/chaos/scenarios.py` writes this page.",
         "",

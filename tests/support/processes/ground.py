@@ -16,7 +16,7 @@ import pytest
 from memtune.executors.base import Trial
 from memtune.executors.supervisor import marked, send
 
-RANK = (sys.executable, str(Path(__file__).parents[1] / "support" / "processes" / "rank.py"))
+RANK = (sys.executable, str(Path(__file__).with_name("rank.py")))
 
 
 def until(holds: Callable[[], Any], patience_s: float = 60.0) -> Any:
