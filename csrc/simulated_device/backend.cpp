@@ -318,5 +318,10 @@ TORCH_LIBRARY(memtune_sim, m) {
         [generator](std::int64_t device) { return static_cast<std::int64_t>(generator(device).current_seed()); });
   m.def("limit(int device, int bytes) -> ()",
         [](std::int64_t device, std::int64_t bytes) { Devices::get().limit(static_cast<int>(device), bytes); });
+  m.def("pinned_bytes() -> (int current, int peak)", [] {
+    const Counter counter = Devices::get().pinned_bytes();
+    return std::tuple(counter.now, counter.peak);
+  });
+  m.def("reset_pinned_peak() -> ()", [] { Devices::get().reset_pinned_peak(); });
   m.def("take_races() -> str[]", [] { return Devices::get().take_races(); });
 }

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -20,6 +21,8 @@ constexpr int kFill = 0xFF;
 double now_ms() {
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
+
+std::int64_t block_bytes(std::int64_t bytes) { return static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(bytes))); }
 
 // An access of the host to device memory ends the process, as on a device; this says why.
 char* fault_begin = nullptr;
@@ -465,6 +468,7 @@ void* Devices::allocate_pinned(std::int64_t bytes) {
   if (posix_memalign(&data, 64, static_cast<std::size_t>(bytes)) != 0) throw std::bad_alloc();
   const Section section(*this);
   pinned_.emplace(reinterpret_cast<std::uintptr_t>(data), Pinned{bytes});
+  pinned_bytes_.add(block_bytes(bytes));
   return data;
 }
 
@@ -482,9 +486,20 @@ void Devices::release_pinned() {
     const Range range{begin, begin + static_cast<std::uintptr_t>(block.bytes)};
     if (!block.freed || is_queued(range)) return false;
     order_->forget(range);
+    pinned_bytes_.remove(block_bytes(block.bytes));
     std::free(reinterpret_cast<void*>(begin));
     return true;
   });
+}
+
+Counter Devices::pinned_bytes() {
+  const std::lock_guard lock(mutex_);
+  return pinned_bytes_;
+}
+
+void Devices::reset_pinned_peak() {
+  const std::lock_guard lock(mutex_);
+  pinned_bytes_.peak = pinned_bytes_.now;
 }
 
 bool Devices::is_pinned(const void* data) {

@@ -139,6 +139,9 @@ class Devices {
   void* allocate_pinned(std::int64_t bytes);
   void free_pinned(void* data);
   bool is_pinned(const void* data);
+  // Of blocks of powers of two, as torch's allocator of pinned memory makes them.
+  Counter pinned_bytes();
+  void reset_pinned_peak();
 
   // Where kernels find the memory at `guarded`, an address that tensors hold.
   void* open(const void* guarded) const;
@@ -210,6 +213,7 @@ class Devices {
   std::vector<std::vector<Suspect>> suspects_;  // by timeline
   std::vector<std::pair<Tick, int>> questions_;  // by timeline: queries since its last op
   std::map<std::uintptr_t, Pinned> pinned_;  // by address
+  Counter pinned_bytes_;
   std::vector<std::string> races_;
   std::string unreported_;
   char* guarded_ = nullptr;

@@ -49,6 +49,22 @@ def test_capacity_raises_torchs_out_of_memory_error_and_leaves_the_counts() -> N
     assert half.numel() == CAPACITY_BYTES // 2
 
 
+def test_pinned_bytes_are_counted_until_the_copies_that_use_them_are_over() -> None:
+    torch.sim.synchronize()
+    before = torch.sim.host_memory_stats()["active_bytes.current"]
+    torch.sim.reset_peak_host_memory_stats()
+    host = torch.ones(3 * MIB, dtype=torch.uint8).pin_memory()
+    moved = host.to("sim:0", non_blocking=True)
+    del host
+    assert torch.sim.host_memory_stats()["active_bytes.current"] - before == 4 * MIB
+    torch.sim.synchronize()
+    assert torch.sim.host_memory_stats() == {
+        "active_bytes.current": before,
+        "active_bytes.peak": before + 4 * MIB,
+    }
+    assert moved.sum().item() == 3 * MIB
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_new_and_freed_memory_is_nan(dtype: torch.dtype) -> None:
     address = torch.ones(1000, dtype=dtype, device="sim:0").data_ptr()  # freed at once

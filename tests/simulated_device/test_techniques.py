@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.device, pytest.mark.usefixtures("one_thread")]
 HERE = torch.device(torch._C._get_privateuse1_backend_name(), 0)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("file", suite_files())
 def test_technique_trains_as_on_the_cpu(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the models and with the knobs of its suite."""

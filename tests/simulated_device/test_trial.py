@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.zoo_paths import ZOO
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.slow]
 SITE = Path(__file__).parents[1] / "support" / "simulated_site"
 
 

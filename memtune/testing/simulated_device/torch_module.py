@@ -36,6 +36,7 @@ __all__ = [
     "get_device_properties",
     "get_rng_state",
     "get_rng_state_all",
+    "host_memory_stats",
     "initial_seed",
     "is_available",
     "is_bf16_supported",
@@ -49,6 +50,7 @@ __all__ = [
     "memory_reserved",
     "memory_stats",
     "memtune_platform",
+    "reset_peak_host_memory_stats",
     "reset_peak_memory_stats",
     "set_device",
     "set_per_process_memory_fraction",
@@ -181,6 +183,17 @@ def mem_get_info(device: torch.device | str | int | None = None) -> tuple[int, i
     """Return free and total bytes of `device`."""
     free, total = torch.accelerator.get_memory_info(_device(device))
     return int(free), int(total)
+
+
+def host_memory_stats() -> dict[str, int]:
+    """Return present and largest bytes of pinned host memory, in blocks of powers of two as CUDA's."""
+    current, peak = torch.ops.memtune_sim.pinned_bytes()
+    return {"active_bytes.current": current, "active_bytes.peak": peak}
+
+
+def reset_peak_host_memory_stats() -> None:
+    """Set the peak of pinned bytes to the present bytes."""
+    torch.ops.memtune_sim.reset_pinned_peak()
 
 
 @dataclass(frozen=True)
