@@ -26,7 +26,7 @@ FUZZ_ARGS ?=
 DEVICE ?= cuda
 CHECKS ?=
 
-.PHONY: docs docs-curves help setup demo test test-rates test-slow test-device test-chaos test-native fuzz audit lint report format bench-predict bench-published bench-recompute bench-layout bench-order bench-plan bench-overhead bench-search bench-sharding bench-offload gpu-check clean
+.PHONY: docs docs-curves help setup demo test test-rates test-slow test-device test-triton test-chaos test-native fuzz audit lint report format bench-predict bench-published bench-recompute bench-layout bench-order bench-plan bench-overhead bench-search bench-sharding bench-offload gpu-check clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -80,6 +80,10 @@ test-slow: setup  ## the tests marked slow
 test-device: setup  ## tests on the simulated accelerator; the first run compiles it (less than a minute of CPU time)
 	$(BIN)/python -c "from memtune.testing.simulated_device import build; build()"
 	$(BIN)/pytest -n 0 -m device tests/simulated_device $(PYTEST_ARGS)
+
+test-triton: setup  ## the Triton kernels against the native ones, in Triton's interpreter; downloads Triton (155 MB)
+	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/triton triton==3.4.0
+	PYTHONPATH=$(abspath $(VENV))/triton TRITON_INTERPRET=1 $(BIN)/pytest -n 0 -m slow -k interpreted tests/parallel/collectives/test_quantization.py $(PYTEST_ARGS)
 
 test-chaos: setup  ## faults of disks, files and processes: tests/chaos at SCALE times the cases of `make test`, KILLS kills of each kind, with counts
 	MEMTUNE_CHAOS=$(SCALE) MEMTUNE_KILLS=$(KILLS) $(BIN)/pytest -rP --timeout 7200 -m "not gpu and not device" $(PYTEST_ARGS) tests/chaos

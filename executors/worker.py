@@ -26,7 +26,15 @@ from torch import Tensor, nn
 from memtune.api import Tuned, apply, begins_with_shards
 from memtune.config import TunedConfig, load_config
 from memtune.deferred_init import deferred
-from memtune.device import accelerator, backend_of, explained, is_out_of_memory, streams
+from memtune.device import (
+    accelerator,
+    backend_of,
+    explained,
+    is_out_of_memory,
+    memory_statistics,
+    platform_of,
+    streams,
+)
 from memtune.errors import ApplyError, MemtuneError, raised_at
 from memtune.executors.base import CAPACITY_ERRORS, Trial
 from memtune.executors.gradient_digest import GradientDigests, GradientRecord, sha256_of_all
@@ -64,6 +72,9 @@ class _Measurements:
     step_s: list[float] = field(default_factory=list)
     peak_allocated: int = 0
     peak_reserved: int = 0
+    host_peak: int = 0
+    by_kind: dict[str, int] = field(default_factory=dict)
+    """Device bytes at the peak."""
     gradients: list[dict[str, GradientRecord]] = field(default_factory=list)
     link_bytes: dict[str, int] = field(default_factory=dict)
     op_times: list[OpTime] = field(default_factory=list)
@@ -111,15 +122,20 @@ def run(rank: _Rank) -> dict[str, Any]:
             rank.say(stage=_stage(trial, step, tuned), device_bytes=ledger.live_bytes())
             _step(rank, workload, tuned, step, measured)
     measured.note_peaks(ledger)
+    measured.host_peak = ledger.peak_allocated_bytes(HOST)
+    measured.by_kind = {kind.name.lower(): n for kind, n in ledger.peak_breakdown().items() if n}
     measured.other_load = measured.load.others() if measured.load is not None else 0.0
     with tier(HOST):
         measured.reference_s = reference_s(rank.device)
     if trial.clock_ops:
+        if not platform_of(rank.device).is_host:
+            # The buffers of the measurements are not the training's.
+            memory_statistics.limit(rank.device, None)
         with tier(HOST):
             measured.rates = measure_rates(rank.device, local_ranks=_local_ranks(rank))
         measured.op_times = _clock_ops(rank, workload, tuned, measured)
     samples = _micro_batch(rank, workload, tuned) * tuned.config.settings.execution.accumulate * rank.world
-    return {**_record(trial, tuned, ledger, measured), "samples_per_step": samples}
+    return {**_record(trial, tuned, measured), "samples_per_step": samples}
 
 
 def _local_ranks(rank: _Rank) -> int:
@@ -292,12 +308,12 @@ def _synchronise(rank: _Rank) -> None:
     streams.synchronize(rank.device)
 
 
-def _record(trial: Trial, tuned: Tuned, ledger: Ledger, measured: _Measurements) -> dict[str, Any]:
+def _record(trial: Trial, tuned: Tuned, measured: _Measurements) -> dict[str, Any]:
     return {
         "status": "ok",
         "peak_allocated_bytes": measured.peak_allocated,
         "peak_reserved_bytes": measured.peak_reserved,
-        "host_peak_bytes": ledger.peak_allocated_bytes(HOST),
+        "host_peak_bytes": measured.host_peak,
         "step_s_all": measured.step_s,
         "losses": measured.losses,
         "gradients_sha256": sha256_of_all(measured.gradients[0]) if trial.fingerprint else None,
@@ -305,7 +321,7 @@ def _record(trial: Trial, tuned: Tuned, ledger: Ledger, measured: _Measurements)
             {name: each.model_dump() for name, each in step.items()}
             for step in measured.gradients[: trial.gradient_steps]
         ],
-        "memory_by_kind": {kind.name.lower(): n for kind, n in ledger.peak_breakdown().items() if n},
+        "memory_by_kind": measured.by_kind,
         "op_times": [each.model_dump() for each in measured.op_times],
         "audit": tuned.audit(),
         "link_bytes": measured.link_bytes,

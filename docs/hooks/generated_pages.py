@@ -147,13 +147,16 @@ def devices() -> Iterator[str]:
     for name, cells in rows.items():
         yield f"| {name} | {' | '.join(cells)} |"
     yield (
-        "\nStreams, events, copies, generators and memory statistics are also tested on any machine"
-        " (`make test-device`), on a simulated accelerator: another device type, with asynchronous copies."
+        "\nEvery technique is also tested on any machine (`make test-device`), on a simulated accelerator:"
+        " another device type, with queued kernels and copies, its own memory and collectives on streams."
+        " `make gpu-check DEVICE=sim` rehearses the checks of a GPU on it, speeds excepted. It has no"
+        " compiler, no Triton and no allocator of memtune's own."
     )
     yield (
         "\nOther device types, from a package that registers a PrivateUse1 backend, need no change to"
         " memtune: it asks their module by torch's usual names, and the module may describe itself"
-        " (`memtune/device/README.md`). Without a table of their kernels, predictions count those of a CPU."
+        " (`memtune/device/README.md`). Without a table of their kernels, predictions count those of a CPU,"
+        " with torch's dropout and optimizer for accelerators."
     )
 
 

@@ -114,7 +114,7 @@ _ALL = (
         driver_files=("/dev/nvidiactl", "/dev/dxg"),
         out_of_memory=_CUDA_MESSAGES,
         deterministic_environment=MappingProxyType({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
-        tested="not yet on hardware; `make gpu-check` holds the tests",
+        tested="not yet on hardware; `make gpu-check` holds the tests, `DEVICE=sim` rehearses them",
     ),
     Platform(
         "rocm",

@@ -34,3 +34,4 @@ def test_worker_reports_op_times_of_rank_0() -> None:
     assert {"matmul", "optimizer"} & {row.op_class for row in result.op_times}
     assert result.step_s is not None
     assert 0 < sum(row.seconds * row.count for row in result.op_times) < result.step_s
+    assert result.host_peak_bytes < 32 << 20  # of training, not of the buffers with which rates are measured

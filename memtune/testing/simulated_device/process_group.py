@@ -177,6 +177,28 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         pairs = zip(outputs, inputs, strict=True)
         return [self.reduce_scatter_single(output, source, opts) for output, source in pairs][-1]
 
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
+        """Gather the inputs of all ranks into the outputs of `opts.rootRank`; other ranks have none."""
+        return self._issue(
+            "gather",
+            inputs,
+            [each for row in outputs for each in row],
+            lambda view: self._gloo.gather(
+                [[*map(view, row)] for row in outputs], [*map(view, inputs)], opts
+            ),
+        )
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
+        """Send each rank one of the inputs of `opts.rootRank`; other ranks have none."""
+        return self._issue(
+            "scatter",
+            [each for row in inputs for each in row],
+            outputs,
+            lambda view: self._gloo.scatter(
+                [*map(view, outputs)], [[*map(view, row)] for row in inputs], opts
+            ),
+        )
+
     def all_to_all_single(
         self,
         output: Tensor,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,30 @@ def test_triton_kernels_use_supported_names() -> None:
             each.id for each in names if isinstance(each.ctx, ast.Store)
         }
         assert {each.id for each in names} - own <= known
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="make test-triton")
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_interpreted_triton_kernels_are_bitwise_equal_to_reference(bits: Bits, dtype: torch.dtype) -> None:
+    """Triton's interpreter runs the kernels on the CPU."""
+    from memtune.parallel.collectives import quantization_triton as kernels
+
+    for block in (2, 48, 256, 2048):
+        row = Form(bits, block, 0).row([1000, 7, 3, 5130], [False, True, True, False])
+        x = values(4 * row.numel, dtype)
+        error, ours = torch.full((x.numel(),), 0.01), torch.full((x.numel(),), 0.01)
+        wanted = packed(row, x, 2, error, quantization.plain_quantise_)
+        got = torch.zeros_like(wanted)
+        kernels.quantise_(got, x, ours, row, 2)
+        assert torch.equal(got, wanted)
+        assert same(ours, error)
+        # The interpreter truncates to bfloat16, where a GPU rounds to the nearest.
+        exact = torch.float32 if dtype == torch.bfloat16 else dtype
+        sums = torch.empty(got.numel() // row.n_bytes // 2 * row.numel, dtype=exact)
+        kernels.dequantise_(sums, got, row, 2, 0.3)
+        assert same(sums, unpacked(row, wanted, exact, 2, 0.3, quantization.plain_dequantise_))
 
 
 @pytest.mark.gpu
