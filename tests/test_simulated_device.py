@@ -14,6 +14,7 @@ from memtune.testing.simulated_device import library_path
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not library_path().exists(), reason="not built: make test-device")
 def test_short_tests_pass_on_the_simulated_accelerator() -> None:
     """All but the slow ones: of the techniques those that are drawn."""

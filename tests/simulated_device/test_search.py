@@ -19,7 +19,7 @@ from memtune.api import apply
 from memtune.testing.simulated_device import races
 from memtune.testing.training import build
 
-pytestmark = [pytest.mark.device, pytest.mark.slow]
+pytestmark = [pytest.mark.device, pytest.mark.slow, pytest.mark.timeout(900)]
 SITE = Path(__file__).parents[1] / "support" / "simulated_site"
 
 
