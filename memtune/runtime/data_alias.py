@@ -24,6 +24,8 @@ class _AliasedData(Tensor):
     _kept: Tensor | None = None
     _assigned = 0
     """Number of assignments of `data`."""
+    _earlier = 0
+    """Writes through aliases of memory that the tensor had before, and has no more."""
 
     @property
     def data(self) -> Tensor:
@@ -34,6 +36,7 @@ class _AliasedData(Tensor):
         # `resize_` of a storage or a swap of the tensor makes a new memory, which the stored alias would not
         # show.
         if self._kept is None or _place(self._kept) != _place(here):
+            self._earlier += 0 if self._kept is None else self._kept._version
             self._kept = here
         # A new alias each time: torch, too, returns another object from every `p.data`.
         return self._kept.detach()
@@ -76,6 +79,7 @@ class _AliasedShard(_AliasedData, DTensor):
 
 
 _ALIASED: Final[dict[type, type]] = {nn.Parameter: _AliasedParameter, DTensor: _AliasedShard}
+_OWN: Final = ("_kept", "_assigned", "_earlier")
 _PLAIN: Final[dict[type, type]] = {shown: plain for plain, shown in _ALIASED.items()}
 
 
@@ -96,8 +100,8 @@ def is_data_used() -> bool:
 def untrack_data(weight: Tensor) -> None:
     """Restore torch's own `data` of `weight`."""
     if type(weight) in _PLAIN:
-        vars(weight).pop("_kept", None)
-        vars(weight).pop("_assigned", None)
+        for name in _OWN:
+            vars(weight).pop(name, None)
         weight.__class__ = _PLAIN[type(weight)]
 
 
@@ -108,9 +112,11 @@ def plain_type(tensor: Tensor) -> type:
 
 def version_of_data(weight: Tensor) -> tuple[int, int]:
     """Return numbers that change with each assignment and each write through `data` of a tracked weight."""
-    if not _used or not isinstance(weight, _AliasedData):
+    if not _used:
         return 0, 0
-    return weight._assigned, 0 if weight._kept is None else weight._kept._version
+    held = vars(weight)  # also of a weight that has another class for a time
+    kept = held.get("_kept")
+    return held.get("_assigned", 0), held.get("_earlier", 0) + (0 if kept is None else kept._version)
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
@@ -119,14 +125,12 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _as_plain(weight: _AliasedData, call: Callable[[Any], Any]) -> Any:
-    kind, kept, assigned = type(weight), weight._kept, weight._assigned
+    kind = type(weight)
+    own: dict[str, Any] = {name: vars(weight)[name] for name in _OWN if name in vars(weight)}
     # torch's copy and pickle look at the class, and `_kept` would be copied as a second tensor.
     untrack_data(weight)
     try:
         return call(weight)
     finally:
         weight.__class__ = kind
-        if kept is not None:
-            weight._kept = kept
-        if assigned:
-            weight._assigned = assigned
+        vars(weight).update(own)

@@ -162,16 +162,21 @@ def weakly(method: Callable[P, None]) -> Callable[P, None]:
 
 
 class UncopiedHook:
-    """Module hook that calls `call` without arguments, and that is not copied or pickled with the module."""
+    """Module hook that is not copied or pickled with the module.
 
-    __slots__ = ("_call",)
+    Args:
+        call: The hook.
+        with_args: Call it with the arguments that torch passes; otherwise without any.
+    """
 
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
+    __slots__ = ("_call", "_with_args")
 
-    def __call__(self, *_: Any) -> None:
-        """Call the function; torch's arguments are ignored."""
-        self._call()
+    def __init__(self, call: Callable[..., None], *, with_args: bool = False) -> None:
+        self._call, self._with_args = call, with_args
+
+    def __call__(self, *args: Any) -> None:
+        """Call the function."""
+        self._call(*args) if self._with_args else self._call()
 
     def __reduce__(self) -> Any:
         return _no_hook, ()

@@ -4,9 +4,9 @@ When a gradient is ready, no later op of this backward needs its weight, and the
 the gradient is copied to the weight's place, autograd's gradient is freed at once, and the D2H copy may take
 until the chunk is evicted. `offload.parameters.parameter_offload_pass` predicts it with `in_place`.
 
-- Until its chunk is loaded again such a weight counts as freed (`offload.core.parameter_memory`). Its version
-  differs from the one that autograd saved, so a backward that reads it all the same raises autograd's own
-  error. The version is restored when the chunk is evicted, since the reload restores the weight.
+- Until its chunk is loaded again such a weight is on the host (`offload.core.offloaded_parameter`). Its
+  version differs from the one that autograd saved, so a backward that reads it raises autograd's own error.
+  The version is restored when the chunk is evicted, since the reload restores the weight.
 - A block that is called again while its gradients are in place waits for their D2H copies and reloads its
   weights.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 from torch._C._autograd import _unsafe_set_version_counter as set_version
 
-from memtune.offload.core import Chunks, mark_freed
+from memtune.offload.core import Chunks
 from memtune.offload.parameters import HostCopies, ParameterOffloader
 from memtune.program import Residency
 from memtune.runtime import Context, without_grad
@@ -53,6 +53,7 @@ class GradientsInPlace(ParameterOffloader):
         super().__init__(context, residency, optimizer, chunks=chunks, early=False, members=members)
         self._block_of = {each: index for index, block in enumerate(self._blocks) for each in block}
         self._chunk_of = dict(zip(self._block_of, chunks.chunk, strict=True))
+        self._owner_of = {each.parameter: each for each in self._offloaded()}
 
     def _on_grad_ready(self, parameter: Any) -> None:
         """Copy the gradient to its weight's place, or offload it directly if the chunk is not resident."""
@@ -62,15 +63,16 @@ class GradientsInPlace(ParameterOffloader):
     def _place_or_offload(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
         chunk = self._chunk_of[parameter]
-        if chunk not in self._resident:
+        owner = self._owner_of[parameter]
+        if not owner.is_resident:
             super()._on_grad_ready(parameter)
             return
         self._average(parameter)
         place = parameter.detach()
+        owner.free()  # before the copy, which changes the values on the device
         # Counted, on purpose: a backward that still reads the saved weight raises autograd's version error.
         place.copy_(parameter.grad)
         parameter.grad = None
-        mark_freed((parameter,))
         self._overwritten.setdefault(chunk, []).append(parameter)
         self._placed_bytes += place.nbytes
         self._start_copy(parameter, place)

@@ -6,7 +6,7 @@ and in frames (`offload.core.parameter_layout`); a page that is loaded evicts th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from memtune.offload.core import (
     Chunks,
     GatheredBlocks,
+    OffloadedParameter,
     Pages,
     Piece,
-    mark_freed,
-    mark_resident,
     place_in,
     put_back,
-    require_own_memory,
     runs,
+    set_data,
 )
 from memtune.offload.parameters import HostCopies, ParameterOffloader, host_copy
 from memtune.program import Residency
@@ -73,11 +72,18 @@ class PagedOffloader(ParameterOffloader):
     ) -> list[list[Piece]]:
         assert isinstance(chunks, Pages)
         pages = [[span.page for span in chunks.spans(index)] for index in range(len(mine))]
-        self._on_page = [
-            [each for each, on in zip(mine, pages, strict=True) if page in on] for page in range(chunks.count)
-        ]
         self._take(in_frames(context, mine, self._hosts, chunks, self._gathered))
+        self._owners = {each: OffloadedParameter(each, self._hosts[each]) for each in mine}
+        for each in self._owners.values():
+            each.free()
+        self._on_page = [
+            [self._owners[each] for each, on in zip(mine, pages, strict=True) if page in on]
+            for page in range(chunks.count)
+        ]
         return []  # no unit is resident; pages are copied in runs, not as pieces of their own
+
+    def _offloaded(self) -> Iterator[OffloadedParameter]:
+        return iter(self._owners.values())
 
     def _take(self, found: InFrames) -> None:
         self._in_frames, self._hosts = found, found.hosts
@@ -87,18 +93,25 @@ class PagedOffloader(ParameterOffloader):
         self._spare = self._in_frames.twin()
         return {held: self._spare.hosts[parameter] for parameter, held in self._trained.items()}
 
+    @torch.no_grad()
     def swap(self) -> None:
         """Exchange the two host memories: later loads copy from the other one."""
-        self._resident.clear()
         # The frames hold old weights now, so every page is loaded again.
+        self._free_units(list(self._resident))
         assert self._spare is not None
         spare, self._spare = self._spare, self._in_frames
+        for parameter, each in self._owners.items():
+            # A sweep writes all trained weights to the other memory, but not frozen ones.
+            if each.adopt() and parameter not in self._trained:
+                spare.hosts[parameter].copy_(each.host)
+            each.move_host(spare.hosts[parameter])
         self._take(spare)
 
     @torch.no_grad()
     def _load_units(self, units: Iterable[int]) -> None:
         missing = [unit for unit in units if unit not in self._resident]
         for page in missing:
+            self._adopt(self._on_page[page])
             frame = self._in_frames.pages.frame[page]
             self._evict(self._in_frame.get(frame, page))
             self._in_frame[frame] = page
@@ -110,25 +123,17 @@ class PagedOffloader(ParameterOffloader):
 
     def _evict(self, page: int) -> None:
         self._resident.discard(page)
-        mark_freed(self._on_page[page])
+        for each in self._on_page[page]:
+            each.free()
 
     def _load_block(self, block: int) -> None:
-        require_own_memory(self._blocks[block], self._in_frames.frames)
         super()._load_block(block)
-        mark_resident(self._blocks[block])
+        for parameter in self._blocks[block]:
+            self._owners[parameter].restore()
 
     def _load_before_gathers(self, gathered: GatheredBlocks, index: int) -> None:
         # Frames are never freed, so the allocator needs no record of the gather's stream.
         gathered.before_gathers(index, lambda: self._load_block(index), lambda: [])
-
-    @torch.no_grad()
-    def _write_back(self, loaded: list[nn.Parameter]) -> None:
-        super()._write_back(loaded)
-        spare = {} if self._spare is None else self._spare.hosts
-        for parameter in loaded:
-            if parameter in spare and parameter not in self._trained:
-                # A sweep writes all trained weights to the other memory, but not frozen ones.
-                spare[parameter].copy_(self._hosts[parameter])
 
     def _free_units(self, units: Any) -> None:
         for unit in list(units):
@@ -136,12 +141,6 @@ class PagedOffloader(ParameterOffloader):
 
     def _load_all(self) -> None:
         """Load nothing: frames cannot hold all pages; undoing `in_frames` restores the parameters."""
-        mark_resident(each for block in self._blocks for each in block)
-
-    def _resident_bytes(self) -> int:
-        frames = self._in_frames.frames.untyped_storage()._cdata
-        here = {p: local(p.detach()) for p in self._hosts}
-        return sum(p.nbytes for p in here.values() if p.untyped_storage()._cdata != frames)
 
 
 class InFrames(NamedTuple):
@@ -229,7 +228,7 @@ def in_frames(
     # Free all parameters before frames are allocated, so that the device never holds both.
     for parameter in parameters:
         if gathered is None:
-            parameter.data = parameter.detach().new_empty(0)
+            set_data(parameter, parameter.detach().new_empty(0))
             own[parameter].untyped_storage().resize_(0)
         else:
             gathered.rows_of(parameter).untyped_storage().resize_(0)
@@ -237,7 +236,7 @@ def in_frames(
     for parameter, page, at in zip(parameters, pages.first, pages.offset, strict=True):
         there = pages.frame[page] * pages.page_bytes + at
         if gathered is None:
-            parameter.data = place_in(frames, in_pages[parameter], there)
+            set_data(parameter, place_in(frames, in_pages[parameter], there))
         else:
             gathered.put_rows(parameter, place_in(frames, rows[parameter], there))
     return InFrames(pages, frames, memory, in_pages)

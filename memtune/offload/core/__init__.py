@@ -1,4 +1,4 @@
-"""Shared parts of offload: host copies, freed parameters, chunk and page layouts, update triggers."""
+"""Shared parts of offload: offloaded parameters, host copies, chunk and page layouts, update triggers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         sharded_like,
     )
     from memtune.offload.core.fsdp_shards_pass import gathers_of, members_of_units, rows_of_gradients
+    from memtune.offload.core.offloaded_parameter import OffloadedParameter, set_data
     from memtune.offload.core.optimizer_param import (
         OptimizerParameter,
         model_order,
@@ -41,14 +42,9 @@ if TYPE_CHECKING:
         Piece,
         allocate_together,
         free_together,
-        guard_module,
         in_chunks,
-        mark_freed,
-        mark_resident,
         place_in,
         put_back,
-        require_own_memory,
-        unguarded,
     )
     from memtune.offload.core.update_triggers import (
         PendingUpdates,
@@ -68,6 +64,7 @@ __all__ = [
     "BlockTimes",
     "Chunks",
     "GatheredBlocks",
+    "OffloadedParameter",
     "OptimizerParameter",
     "Pages",
     "PendingUpdates",
@@ -81,12 +78,9 @@ __all__ = [
     "deferred_blocks",
     "free_together",
     "gathers_of",
-    "guard_module",
     "in_chunks",
     "is_gathered",
     "loads_of",
-    "mark_freed",
-    "mark_resident",
     "members_of_units",
     "model_order",
     "not_one_by_one",
@@ -96,18 +90,17 @@ __all__ = [
     "paged",
     "place_in",
     "put_back",
-    "require_own_memory",
     "resident_count",
     "room_bytes",
     "rows_of_gradients",
     "runs",
     "sentinel_index",
+    "set_data",
     "set_own_grad",
     "sharded_like",
     "state_to_host",
     "timeline",
     "to_host_now",
-    "unguarded",
     "until",
     "waiting_room",
 ]

@@ -53,6 +53,10 @@ class GatheredBlocks:
         self._reads: torch.Event | None = None
         # Now, while all rows are resident: it reads them.
         model._get_fsdp_state()._lazy_init()
+        for each in self._of.values():
+            # After a load FSDP2 would gather the rows that a parameter shows, which are on the host.
+            each.reset_sharded_param = lambda: None
+            context.undo.callback(vars(each).pop, "reset_sharded_param", None)
 
     def rows_of(self, parameter: nn.Parameter) -> Tensor:
         """Return the memory of this rank's rows, (numel,), padded to the same size on every rank."""

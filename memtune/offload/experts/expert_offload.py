@@ -13,7 +13,7 @@ Rule 2. When a block's moment begins, the experts that its last forward used (in
 Rule 3. Host memory holds `slots` experts, each with weights and moments. A full cache (`workload.HostCache`)
   evicts one by its rule before it loads another; an expert that has changed is written first.
 Rule 4. A dense optimizer also updates an expert whose gradient is zeros. Here such an update is deferred:
-  before the expert is used next, or a state dict reads it, all updates that it missed are applied, each with
+  before the expert is used next, or the user reads it, all updates that it missed are applied, each with
   the settings of its step. So deferred updates have the bits of dense ones and move no bytes. Without any
   gradient an optimizer does nothing, and neither does this one.
 Rule 5. Gradients are offloaded when ready. In the last micro-batch of `Tuned.step` a block's experts are
@@ -33,18 +33,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_leaves
 
 import memtune.ssd.ssd_tensors  # noqa: F401  (defines torch.ops.memtune, to_ssd and from_ssd there too)
 from memtune.offload.core import Piece as Place
-from memtune.offload.core import is_gathered, sharded_like, to_host_now
+from memtune.offload.core import allocate_together, free_together, is_gathered, sharded_like, to_host_now
 from memtune.offload.experts.host_cache import HostCache, experts_to_read, moments_of
 from memtune.offload.experts.resume_experts import ExpertSlots, ResidentParameter, ResidentSlots
 from memtune.offload.parameters import ParameterOffloader
@@ -68,7 +70,8 @@ class ExpertOptimizer(SsdOptimizer):
         keep: Every complete step is kept, as in `SsdOptimizer`.
 
     Attributes:
-        hosts: SSD tensors of experts' weights, which state dicts read; kept steps swap their slots.
+        hosts: SSD tensors of experts' weights, which the user's parameters show; kept steps swap their slots.
+        before_reload: Adopts weights that a load has written, before the state that it has loaded.
 
     Raises:
         ApplyError: The native update does not support the optimizer or a parameter's type.
@@ -116,6 +119,8 @@ class ExpertOptimizer(SsdOptimizer):
         self.moment = 0
         self.caught_up = 0
         self.hosts: dict[nn.Parameter, Tensor] | None = None
+        self.before_reload: Callable[[], None] = lambda: None
+        self._compute_device = context.device
         # Before the optimizer's own step, which would skip experts: their device gradients are None.
         before_step(self._optimizer, lambda *_: self._update_rest())
         self._resident_slots: ResidentSlots | None = None
@@ -203,7 +208,7 @@ class ExpertOptimizer(SsdOptimizer):
     def _swap_slots(self, piece: Piece) -> None:
         super()._swap_slots(piece)
         if self.hosts is not None:
-            # State dicts must read the slot that is being written, not the one before.
+            # Users must read the slot that is being written, not the one before.
             self.hosts[piece.device] = piece.held.detach()
 
     def _write_changed(self) -> None:
@@ -215,14 +220,28 @@ class ExpertOptimizer(SsdOptimizer):
 
     @torch.no_grad()
     def set_weights(self, expert: int) -> None:
-        """Copy the expert's weights from the device to the cache."""
+        """Copy the expert's weights, which the user has changed on the device, to the cache."""
         for piece, host in zip(self.pieces[expert], self.host(expert), strict=True):
             piece.parts(host)[0].copy_(to_host_now(local(piece.device)))
         self._dirty.add(expert)
 
     @torch.no_grad()
+    def adopt(self, expert: int) -> None:
+        """Write the expert's records again, whose weights the user has changed through the file's mapping."""
+        cached = self._resident.get(expert, ())
+        for host in cached:
+            transfer.finish(host)
+        for index, piece in enumerate(self.pieces[expert]):
+            with tier(HOST):
+                record = piece.ssd.detach().clone()
+            self._write_now(piece, record)
+            if cached:
+                cached[index].copy_(record)
+
+    @torch.no_grad()
     def _reload(self) -> None:
-        """Adopt loaded optimizer state; `set_weights` has copied the weights, block by block."""
+        """Adopt loaded weights and optimizer state."""
+        self.before_reload()
         self._adopt_all()
         if self._resident_slots is not None:
             self._complete(steps=0)
@@ -250,7 +269,7 @@ class ExpertOptimizer(SsdOptimizer):
             self._last.complete(steps)
         if self._group is not None:
             # A barrier: no rank may average gradients of the next step before all have kept this one.
-            done = torch.zeros(1, device=self._pieces[0].device.device)
+            done = torch.zeros(1, device=self._compute_device)
             torch.ops.memtune.all_reduce_(done, self._group.group_name, self._group.size(), "avg")
 
     def clear_missed(self) -> None:
@@ -277,7 +296,7 @@ class ExpertOptimizer(SsdOptimizer):
         there = [piece.held.grad is not None for piece in pieces] + [
             piece.device in self._zero for piece in pieces
         ]
-        flags = torch.tensor(there, dtype=torch.float32, device=pieces[0].device.device)
+        flags = torch.tensor(there, dtype=torch.float32, device=self._compute_device)
         torch.ops.memtune.all_reduce_(flags, self._group.group_name, self._group.size(), "avg")
         given, zeros = (part.tolist() for part in flags.chunk(2))
         for piece, has, note_zero_gradient in zip(pieces, given, zeros, strict=True):
@@ -291,7 +310,7 @@ class ExpertOptimizer(SsdOptimizer):
         memory.
         """
         mine, piece.held.grad = piece.held.grad, None
-        device = piece.device.device
+        device = self._compute_device
         whole = (
             torch.zeros(piece.held.shape, dtype=piece.held.dtype, device=device)
             if mine is None
@@ -384,8 +403,9 @@ class ExpertOffloader(ParameterOffloader):
         self._used: list[set[int]] = [set() for _ in blocks]
         members = [[piece.device for i in mine for piece in optimizer.pieces[i]] for mine in self._members]
         self._places: dict[nn.Parameter, Place] = {}
+        self._accessed: set[int] = set()  # by the user, since the last moment or step
         super().__init__(context, residency, optimizer, members=members)
-        optimizer.hosts = self._hosts
+        optimizer.hosts, optimizer.before_reload = self._hosts, self._write_accessed
         if self._gathered is not None:  # Rule 7: a gather reads all experts' rows
             # One list for both: it never changes.
             self._last = self._used = [set(mine) for mine in self._members]
@@ -434,7 +454,7 @@ class ExpertOffloader(ParameterOffloader):
         found = {}
         for name, parameter in module.named_parameters():
             one = torch.zeros(
-                (), dtype=parameter.dtype, device=parameter.device, requires_grad=parameter.requires_grad
+                (), dtype=parameter.dtype, device=self._device, requires_grad=parameter.requires_grad
             )
             if parameter.requires_grad and torch.is_grad_enabled():
                 one.register_post_accumulate_grad_hook(
@@ -449,6 +469,7 @@ class ExpertOffloader(ParameterOffloader):
         # A block may be called again within its moment; guesses are made once.
         is_same = moment == self._moment
         self._expert_optimizer.moment = moment
+        self._write_accessed()
         super()._begin_moment(moment)
         if is_same:
             return
@@ -469,24 +490,21 @@ class ExpertOffloader(ParameterOffloader):
             ):
                 self._load_expert(expert)
 
-    def _load_whole_block(self, block: int) -> None:
-        self._resident.add(block)
-        for expert in self._members[block]:
-            self._load_expert(expert)
-
     @torch.no_grad()
     def _load_expert(self, expert: int) -> None:
         if expert in self._on_device:
             return
+        self._write_accessed()
         self._on_device.add(expert)
         self._resident.add(self._experts[expert].block)
         for piece, host in zip(
             self._expert_optimizer.pieces[expert], self._expert_optimizer.host(expert), strict=True
         ):
             place, weight = self._places[piece.device], piece.parts(host)[0].detach()
-            place.allocate()
+            allocate_together((place,))
             with _unsafe_preserve_version_counter(place.memory):
                 torch.ops.memtune.copy_to_device_(place.memory.detach(), weight)
+            place.of[0].restore()
             self.loaded_bytes += weight.nbytes
 
     def _free_units(self, units: Any) -> None:
@@ -495,8 +513,12 @@ class ExpertOffloader(ParameterOffloader):
             for expert in self._members[index]:
                 if expert in self._on_device:
                     self._on_device.discard(expert)
-                    for piece in self._expert_optimizer.pieces[expert]:
-                        self._places[piece.device].free()
+                    places = [place for place, _ in self._places_of(expert)]
+                    written = [place.of[0].adopt() for place in places]
+                    if any(written):
+                        self._expert_optimizer.set_weights(expert)
+                    free_together(places)
+                    self._show_mapping(expert)
 
     def _load_all(self) -> None:
         # Weights are about to be restored by `undo`, so updates must not be applied to them.
@@ -508,6 +530,7 @@ class ExpertOffloader(ParameterOffloader):
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         super()._step_begins(optimizer, args, kwargs)
+        self._write_accessed()
         for used in self._used if self._gathered is None else ():
             used.clear()
 
@@ -517,26 +540,34 @@ class ExpertOffloader(ParameterOffloader):
         self._expert_optimizer.average_gradients(mine)
         super()._emit_grad_use(mine)
 
-    # -- checkpoints -----------------------------------------------------------------------------------------
+    # -- access by the user ----------------------------------------------------------------------------------
 
-    def _into_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Put copies of experts into a state dict: the tensors are mapped from SSD, and callers may write
-        into them.
-        """
-        self._expert_optimizer.verify(set(module.parameters(recurse=False)))
-        super()._into_state_dict(module, state, prefix, metadata)
-        for name, parameter in module.named_parameters(recurse=False):
-            if prefix + name in state and parameter in self._hosts:
-                with tier(HOST):
-                    state[prefix + name] = state[prefix + name].clone()
+    def _places_of(self, expert: int) -> list[tuple[Place, nn.Parameter]]:
+        mine = [piece.device for piece in self._expert_optimizer.pieces[expert]]
+        return [(self._places[each], each) for each in mine]
 
-    def _write_back(self, loaded: list[nn.Parameter]) -> None:
-        for expert in dict.fromkeys(
-            self._expert_optimizer.expert_of[each]
-            for each in loaded
-            if each in self._expert_optimizer.expert_of
-        ):
-            self._expert_optimizer.set_weights(expert)
+    def _show_mapping(self, expert: int) -> None:
+        """Have the expert's parameters show their records on SSD, complete from the first access on."""
+        for place, parameter in self._places_of(expert):
+            if not isinstance(self._hosts[parameter], FakeTensor):
+                place.of[0].expect_values(partial(self._on_access, expert))
+
+    def _on_access(self, expert: int) -> None:
+        places = self._places_of(expert)
+        self._expert_optimizer.verify({parameter for _, parameter in places})
+        for place, parameter in places:
+            place.of[0].move_host(self._hosts[parameter])
+            place.of[0].settle()
+        self._accessed.add(expert)
+
+    def _write_accessed(self) -> None:
+        """Write experts that the user has changed through the file's mapping, with their checksums."""
+        while self._accessed:
+            expert = self._accessed.pop()
+            written = [place.of[0].adopt() for place, _ in self._places_of(expert)]
+            if any(written):
+                self._expert_optimizer.adopt(expert)
+            self._show_mapping(expert)
 
     def check(self) -> dict[str, Any]:
         """Return facts about the experts, for the audit.

@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import ApplyError
-from memtune.offload.core import unguarded
 from memtune.runtime import SSD, Context, before_step, local, tier_of
 
 _FIX = "forward and backward outside of Tuned.micro_batch; or offload: {states: {kind: optimizer_cpu}}"
@@ -130,13 +129,12 @@ class Gradients:
 
     def _clear(self, left: list[nn.Parameter], set_to_none: bool, every: list[nn.Parameter]) -> None:
         """Clear the gradients of `left`, and report those of `every` as cleared."""
-        with unguarded():
-            for each in left:
-                gradient = each.grad
-                if gradient is not None and (set_to_none or tier_of(gradient) == SSD):
-                    each.grad = None
-                elif gradient is not None:
-                    gradient.detach_().zero_()
+        for each in left:
+            gradient = each.grad
+            if gradient is not None and (set_to_none or tier_of(gradient) == SSD):
+                each.grad = None
+            elif gradient is not None:
+                gradient.detach_().zero_()
         self._grads_cleared.emit(every)
 
 

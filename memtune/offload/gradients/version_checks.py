@@ -22,6 +22,7 @@ Weights on the device that user code writes, although the host has the optimizer
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from memtune import refusals
 from memtune.errors import ApplyError
-from memtune.offload.core import OptimizerParameter, count_changes, sharded_like, unguarded
+from memtune.offload.core import OptimizerParameter, count_changes, sharded_like
 from memtune.runtime import (
     SSD,
     Context,
@@ -80,7 +81,7 @@ class WatchedGradients:
             and shown.grad is None
             and any(each.grad is not None for each in self._offloaded)
         ):
-            # From its size alone: an op on `shown`, whose memory may be freed, would load it.
+            # From its size alone: its values may be in flight, and its memory on the host.
             rows = torch.zeros(_rows_of(shown).shape, dtype=shown.dtype, device=shown.device)
             self._zeros = shown.grad = sharded_like(shown, rows)
         for each in self._shown():
@@ -113,8 +114,7 @@ class WatchedGradients:
         Raises:
             ApplyError: Gradients were changed, replaced or freed.
         """
-        with unguarded():  # most steps pass here
-            now = [None if (gradient := each.grad) is None else gradient._version for each in self._versions]
+        now = [None if (gradient := each.grad) is None else gradient._version for each in self._versions]
         changed: list[nn.Parameter] = []
         resident: list[nn.Parameter] = []
         n_offloaded = 0
@@ -136,10 +136,9 @@ class WatchedGradients:
                 code="MT364",
             )
         self._remove_placeholder()
-        with unguarded():
-            replaced = [
-                each for each in self._offloaded if isinstance(each, OptimizerParameter) and each.is_replaced
-            ]
+        replaced = [
+            each for each in self._offloaded if isinstance(each, OptimizerParameter) and each.is_replaced
+        ]
         if replaced:
             raise ApplyError(
                 f"{len(replaced)} gradients were assigned after a backward whose own are offloaded.",
@@ -270,7 +269,7 @@ def watch_loads(
             continue
         if before is not None:
             module.register_load_state_dict_pre_hook(UncopiedHook(before))
-        module.register_load_state_dict_post_hook(UncopiedHook(lambda mine=mine: on_loaded(mine)))  # type: ignore[misc]
+        module.register_load_state_dict_post_hook(UncopiedHook(partial(on_loaded, mine)))
 
 
 class ExternalWrites:
@@ -304,14 +303,16 @@ class ExternalWrites:
     def _versions(self) -> _Versions:
         """Return the versions of all weights; every step compares them."""
         more: dict[int, tuple[int, ...]] = {}
+        with torch._C.DisableTorchFunctionSubclass():
+            own = [of._version for of in self._of]
         if is_data_used() or self._shards:
             # In-place writes through an alias by `data`, and those of a shard's local tensor, do not count in
             # the parameter's own version.
+            rows = {place: self._of[place]._local_tensor._version for place in self._shards}  # type: ignore[attr-defined]
             for place, of in enumerate(self._of):
-                shard = getattr(of, "_local_tensor", None)
-                more[place] = *version_of_data(of), 0 if shard is None else shard._version
+                more[place] = *version_of_data(of), rows.get(place, 0)
             more = {place: each for place, each in more.items() if any(each)}
-        return [of._version for of in self._of], more
+        return own, more
 
     def _gathered(self) -> None:
         """Note the all-gather after a step, which writes the full parameters of sharded weights."""
@@ -335,19 +336,11 @@ class ExternalWrites:
                 if place in more:
                     self._seen[1][place] = more[place]
 
-    def leave_out(self, weights: Iterable[nn.Parameter]) -> None:
-        """Stop comparing `weights`, which are offloaded: another check refuses writes to them."""
+    def ignore_rows(self, weights: Iterable[nn.Parameter]) -> None:
+        """Count only writes to these weights themselves, not to the rows of a shard, whose memory changes."""
         left = {id(each) for each in weights}
-        kept = [(each, of) for each, of in zip(self._weights, self._of, strict=True) if id(each) not in left]
-        if len(kept) < len(self._weights):
-            written = self.take_external()
-            self._weights, self._of = [each for each, _ in kept], [of for _, of in kept]
-            self._place = {id(each): place for place, each in enumerate(self._weights)}
-            self._shards = [place for place, of in enumerate(self._of) if isinstance(of, DTensor)]
-            self._seen = self._versions()
-            for each in written:  # still to be found
-                if id(each) in self._place:
-                    self._seen[0][self._place[id(each)]] = -1
+        self._shards = [place for place in self._shards if id(self._of[place]) not in left]
+        self._seen = self._versions()
 
     def take_external(self) -> list[nn.Parameter]:
         """Return the weights that user code has written since the last `note_write`, each once."""

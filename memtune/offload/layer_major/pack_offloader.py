@@ -23,7 +23,7 @@ from memtune import refusals
 from memtune.offload.layer_major.packs import Span, in_parts
 from memtune.offload.optimizer import HostOptimizer
 from memtune.offload.parameters import DeferredBlocks
-from memtune.runtime import Context, EarlyUpdates, before_step, transfer
+from memtune.runtime import Context, EarlyUpdates, UncopiedHook, before_step, transfer
 
 
 class PackOffloader(DeferredBlocks):
@@ -74,18 +74,18 @@ class PackOffloader(DeferredBlocks):
     def _hook_evaluation(self, index: int, block: nn.Module) -> None:
         """Load and free block `index` at its own calls outside of a step; refuse a forward that records."""
 
-        def called(module: nn.Module, args: Any) -> None:
+        def called() -> None:
             if not self.is_stepping:
                 if torch.is_grad_enabled():
                     raise refusals.outside_of_step()
                 self._load_block(index)
 
-        def returned(module: nn.Module, args: Any, output: Any) -> None:
+        def returned() -> None:
             if not self.is_stepping:
                 self._free_units(self._of_block[index])
 
-        block.register_forward_pre_hook(called)
-        block.register_forward_hook(returned)
+        block.register_forward_pre_hook(UncopiedHook(called))
+        block.register_forward_hook(UncopiedHook(returned))
 
     def begin(self, pack: Span, following: Span | None, parts: int = 0) -> None:
         """Load `pack` and prefetch `following`.

@@ -77,6 +77,10 @@ class DeferredUpdates:
         """Return True if `finish` would not wait."""
         return all(each.done() for each in self._running.get(block, ((), {}))[0])
 
+    def unfinished(self) -> list[int]:
+        """Return the blocks whose updates wait or run."""
+        return [*self._waiting, *self._running]
+
     def finish(self, block: int) -> None:
         """Wait for the update of `block`; raise the error of a failed one."""
         updates, _ = self._running.pop(block, ((), {}))

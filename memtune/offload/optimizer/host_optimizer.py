@@ -41,7 +41,6 @@ from memtune.offload.core import (
     set_own_grad,
     state_to_host,
     to_host_now,
-    unguarded,
 )
 from memtune.offload.gradients import ExternalWrites, watch_loads
 from memtune.offload.optimizer.deferred_updates import DeferredUpdates, sync_reads, without_sync
@@ -177,8 +176,8 @@ class HostOptimizer:
 
     def _sync_before_checkpoints(self, context: Context) -> None:
         """Finish deferred and delayed updates before any state dict is read or loaded."""
-        context.model.register_state_dict_pre_hook(lambda *_: self._sync())
-        context.model.register_load_state_dict_pre_hook(lambda *_: self._sync())
+        context.model.register_state_dict_pre_hook(UncopiedHook(self._sync))
+        context.model.register_load_state_dict_pre_hook(UncopiedHook(self._sync))
         self._optimizer.register_state_dict_pre_hook(lambda _: self._sync())
         self._optimizer.register_load_state_dict_pre_hook(lambda *_: self._sync())
 
@@ -269,17 +268,16 @@ class HostOptimizer:
         refuse_added_parameters(optimizer, self._known)
         self._adopt_external_writes()
         here: list[tuple[nn.Parameter, nn.Parameter]] = []
-        with unguarded():
-            for pair in self._pairs:
-                host = pair[1]
-                if pair[0].grad is not None:
-                    here.append(pair)
-                elif (gradient := host.grad) is not None:  # offloaded during backward
-                    self._gradients[host] = gradient
-                    if self._native is not None:
-                        # The native step reads `_gradients`; `host.grad` would be a second reference that
-                        # outlives the update.
-                        host.grad = None
+        for pair in self._pairs:
+            host = pair[1]
+            if pair[0].grad is not None:
+                here.append(pair)
+            elif (gradient := host.grad) is not None:  # offloaded during backward
+                self._gradients[host] = gradient
+                if self._native is not None:
+                    # The native step reads `_gradients`; `host.grad` would be a second reference that
+                    # outlives the update.
+                    host.grad = None
         in_flight: list[tuple[nn.Parameter, nn.Parameter]] = []
         for part in groups(locals_of(parameter.grad for parameter, _ in here if parameter.grad is not None)):
             # Frees the previous group before the next copies start, so one group at a time exists twice.
@@ -321,7 +319,7 @@ class HostOptimizer:
         left = {id(each) for each in parameters}
         self._with_offloader += [pair for pair in self._copied if id(pair[0]) in left]
         self._copied = [pair for pair in self._copied if id(pair[0]) not in left]
-        self._writes.leave_out(parameter for parameter, _ in self._with_offloader)
+        self._writes.ignore_rows(parameter for parameter, _ in self._with_offloader)
 
     def expect(self, parameters: Iterable[nn.Parameter]) -> None:
         """Do nothing: all that an update needs is in host memory already."""
@@ -340,6 +338,7 @@ class HostOptimizer:
         gradients = {
             host: host.grad for device, host in self._pairs if device in wanted and host.grad is not None
         }
+        self._updated.update(gradients)
         if at_once:
             self._run_updates(gradients, None)
         else:
@@ -351,7 +350,6 @@ class HostOptimizer:
     def _run_overlapped(self, gradients: dict[nn.Parameter, Tensor]) -> None:
         used_gradients = []
         for host, gradient in gradients.items():
-            self._updated.add(host)
             if gradient.dtype is not host.dtype:
                 # bfloat16: the update writes the new weight into it, which `_copy_weights` reads.
                 self._gradients[host] = gradient
@@ -473,9 +471,8 @@ class HostOptimizer:
         A bfloat16 weight is in the memory of its gradient.
         """
         # No copies for these: the offloader loads the new weights before their next use.
-        with unguarded():
-            for _, host in self._with_offloader:
-                _drop(gradients, host)
+        for _, host in self._with_offloader:
+            _drop(gradients, host)
         new = self._copied
         if hosts is not None or self._has_narrow:
             # Without a gradient a bfloat16 weight was not updated, and has no new value on the host.
@@ -523,17 +520,17 @@ class HostOptimizer:
     @torch.no_grad()
     def _copy_to_host(self, parameters: Collection[nn.Parameter]) -> None:
         """Copy these weights of the device to their host copies."""
-        # The offloader writes the host copies of its parameters itself.
+        # An offloaded parameter shows its host copy, so that is written already.
         wanted = {id(each) for each in parameters}
         mine = [pair for pair in self._copied if id(pair[0]) in wanted]
         if mine:
             self._join()
         for parameter, host in mine:
             host.copy_(to_host_now(local(parameter)))
-            self._writes.note_write(parameter)
             if host in self._updated:
                 # The loaded weight replaces the early update's bfloat16 weight, which must not be copied.
                 self._gradients.pop(host, None)
+        self._writes.note_writes(list(parameters))
 
     def _adopt_external_writes(self) -> None:
         """Copy weights that the user has written on the device to the host; the next update starts from them.

@@ -2,9 +2,8 @@
 
 `HostParameters` loads and frees units (a block, or a chunk) and offloads gradients; `ParameterOffloader`
 decides when. A step is a sequence of moments, one for each use of a block in forward and in backward; a
-`Residency` lists the units to free and to load at each. States of a unit:
-
-    freed --allocate, H2D copy--> resident --free--> freed
+`Residency` lists the units to free and to load at each. `offload.core.offloaded_parameter` has the states of
+a parameter; a unit's parameters change state together.
 
 Order of a moment (`ParameterOffloader._begin_moment`), which the pass `parameter_offload_pass` follows op by
 op: wait for the gradients in D2H copies, free units, wait for the copy stream, load what the moment uses,
@@ -16,12 +15,14 @@ prefetch what the residency lists, update the block whose gradients are complete
 - Each block is updated inside backward once `Tuned.step` or `Tuned.micro_batch` has announced the last
   micro-batch; in other loops `optimizer.step()` updates all.
 - A unit that is used but not resident is loaded synchronously, so any order of calls is correct.
+- Between uses a parameter shows its host copy, so state dicts, loads and copies of the model need no hooks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -37,12 +38,12 @@ from memtune.errors import ApplyError
 from memtune.offload.core import (
     Chunks,
     GatheredBlocks,
+    OffloadedParameter,
     Pages,
     PendingUpdates,
     Piece,
     allocate_together,
     free_together,
-    guard_module,
     in_chunks,
     is_gathered,
     sharded_like,
@@ -57,6 +58,7 @@ from memtune.runtime import (
     Context,
     EarlyUpdates,
     ReplacedForward,
+    UncopiedHook,
     before_step,
     copy_to_device_together,
     groups,
@@ -150,13 +152,16 @@ class HostParameters:
         self._averaged_on_device = (
             self._resident_trained(context, set(mine)) if self._group is not None and when_ready else []
         )
-        # By block: the outermost module in it whose state dict is being loaded.
-        self._loading: dict[int, nn.Module] = {}
         self.loaded_bytes = 0
         context.undo.callback(self._load_all)
         if self._gathered is not None:
             for index in range(len(self._blocks)):
                 self._load_before_gathers(self._gathered, index)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes."""
+        return self._device
 
     def _resident_trained(self, context: Context, offloaded: set[nn.Parameter]) -> list[nn.Parameter]:
         """Return the trained block parameters not in `offloaded`; replicas average them on the device."""
@@ -179,11 +184,9 @@ class HostParameters:
 
     def _piece_of(self, parameter: nn.Parameter) -> Piece:
         """Return the memory of a parameter that is in no chunk."""
-        host = self._hosts[parameter]
-        if self._gathered is None:
-            return Piece(parameter.detach(), host, of=(parameter,))
-        rows = local(parameter.detach())
-        return Piece(rows, host, padded_bytes=self._gathered.rows_of(parameter).nbytes, of=(parameter,))
+        each = OffloadedParameter(parameter, self._hosts[parameter])
+        padded = 0 if self._gathered is None else self._gathered.rows_of(parameter).nbytes
+        return Piece(each.device, each.host, padded_bytes=padded, of=(each,))
 
     def _apply_layout(
         self, context: Context, mine: list[nn.Parameter], chunks: Chunks | Pages
@@ -193,17 +196,10 @@ class HostParameters:
         return [[piece] for piece in in_chunks(context, mine, self._hosts, chunks, self._gathered)]
 
     def _hook_block(self, context: Context, index: int) -> None:
-        """Register the grad-ready hooks of the block, and the hooks of state dicts."""
-        block = self._modules[index]
-        for module in block.modules():
-            guard_module(module)
+        """Register the grad-ready hooks of the block's parameters."""
+        for module in self._modules[index].modules() if self._gathered is not None else ():
             # A lambda: torch sets an attribute on the hook, which a bound method does not accept.
             module.register_state_dict_post_hook(lambda *args: self._into_state_dict(*args))
-            module.register_load_state_dict_pre_hook(lambda module, *_: self._load_begins(index, module))
-            module.register_load_state_dict_post_hook(lambda module, _: self._load_ends(index, module))
-        # Once for the whole model: `copy.deepcopy` and `torch.save` usually get the model, not a block.
-        if index == 0:
-            guard_module(context.model)
         for parameter in self._blocks[index]:
             if parameter.requires_grad and self._when_ready:
                 context.undo.callback(
@@ -226,10 +222,6 @@ class HostParameters:
         for index in units:
             self._load_unit(index)
 
-    def _load_whole_block(self, block: int) -> None:
-        """Load the whole block, into which new values are loaded."""
-        self._load_block(block)
-
     @torch.no_grad()
     def _load_unit(self, index: int) -> None:
         if index in self._resident:
@@ -239,6 +231,7 @@ class HostParameters:
 
     def _load_pieces(self, pieces: Iterable[Piece]) -> None:
         every = list(pieces)
+        self._adopt(each for piece in every for each in piece.of)
         hosts = [piece.host for piece in every]
         for part in groups(hosts):
             mine = every[part]
@@ -251,7 +244,18 @@ class HostParameters:
                 else:
                     for memory, host in zip(memories, hosts[part], strict=True):
                         self._copy(memory.detach(), host)
+        for piece in every:
+            for each in piece.of:
+                each.restore()
         self.loaded_bytes += sum([host.nbytes for host in hosts])
+
+    def _adopt(self, parameters: Iterable[OffloadedParameter]) -> None:
+        """Copy what the user has assigned to parameters between uses to their host copies."""
+        for each in parameters:
+            each.adopt()
+
+    def _offloaded(self) -> Iterator[OffloadedParameter]:
+        return (each for unit in self._units for piece in unit for each in piece.of)
 
     def _free_units(self, units: Any) -> None:
         # A copy of `units`: callers pass `_resident` itself, which shrinks inside the loop.
@@ -347,38 +351,17 @@ class HostParameters:
         # Before the update: it changes the host copies, and a unit that is still resident would be used as it
         # was.
         self._free_units(list(self._resident))
+        self._adopt(self._offloaded())
         self._version_check.require_unchanged()
         self._version_check.forget()
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     def _into_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Put rows into a state dict as FSDP2 shows them, on the mesh's device."""
         for name, parameter in module.named_parameters(recurse=False):
             if prefix + name in state and parameter in self._hosts:
-                # The parameter itself may be freed. The shape and sharding are those that FSDP2 shows for it.
                 state[prefix + name] = sharded_like(parameter, self._hosts[parameter])
-
-    def _load_begins(self, index: int, module: nn.Module) -> None:
-        """Make the block resident before a state dict is loaded into `module`, so torch can copy into it."""
-        # Pre-hooks run parents before children, so the first module to ask is the outermost one.
-        self._loading.setdefault(index, module)
-        self._load_whole_block(index)
-
-    def _load_ends(self, index: int, module: nn.Module) -> None:
-        """Copy the loaded values of `module` to the host; the outermost module's hook frees the block."""
-        self._write_back(
-            [each for each in module._parameters.values() if each is not None and each in self._hosts]
-        )
-        # Post-hooks run children before parents, so the outermost module's runs last.
-        if self._loading.get(index) is module:
-            del self._loading[index]
-            self._free_units(self._of_block[index])
-
-    @torch.no_grad()
-    def _write_back(self, loaded: list[nn.Parameter]) -> None:
-        """Copy the new values on the device to the host copies."""
-        for parameter in loaded:
-            self._hosts[parameter].copy_(local(parameter))
 
     def _resident_bytes(self) -> int:
         """Return the bytes of the blocks' parameters that are on the device."""
@@ -526,14 +509,12 @@ class ParameterOffloader(HostParameters):
         """Register the module hooks that begin the block's moments."""
         # Before FSDP2's own hooks: its all-gather reads the rows that a moment loads.
         block, first = self._modules[index], self._gathered is not None
-        block.register_forward_pre_hook(
-            lambda module, args: (
-                self._begin_moment(index) if torch.is_grad_enabled() else self._load_block(index)
+        block.register_forward_pre_hook(UncopiedHook(partial(self._before_forward, index)), prepend=first)
+        block.register_forward_hook(
+            UncopiedHook(
+                lambda module, args, output: self._after_forward(index, args, output), with_args=True
             ),
             prepend=first,
-        )
-        block.register_forward_hook(
-            lambda module, args, output: self._after_forward(index, args, output), prepend=first
         )
         self._hook_block(context, index)
 
@@ -555,6 +536,13 @@ class ParameterOffloader(HostParameters):
             self._is_last = False
 
     # -- moments ---------------------------------------------------------------------------------------------
+
+    def _before_forward(self, index: int) -> None:
+        """Begin the block's moment; without autograd only load it."""
+        if torch.is_grad_enabled():
+            self._begin_moment(index)
+        else:
+            self._load_block(index)
 
     def _after_forward(self, index: int, args: Any, output: Any) -> None:
         """Hook the block's outputs, so that its moment of backward begins when one has its gradient."""

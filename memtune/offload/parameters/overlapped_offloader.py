@@ -30,14 +30,15 @@ from memtune.offload.core import Piece, allocate_together, room_bytes
 from memtune.offload.optimizer import DeferredUpdates, HostOptimizer
 from memtune.offload.parameters.offloader import HostParameters, ParameterOffloader
 from memtune.program import Residency
-from memtune.runtime import Context, local, transfer
+from memtune.runtime import Context, after_step, local, transfer
 
 
 class DeferredBlocks(HostParameters):
     """Host parameters with a block per unit, of which some are updated deferred.
 
     A block is prefetched in two parts while its update runs: its memory is allocated at once, its values are
-    copied when the update has ended. `_defer` is called before any load.
+    copied when the update has ended. Until then its parameters' values are in flight. `_defer` is called
+    before any load.
     """
 
     _deferred: DeferredUpdates
@@ -57,6 +58,8 @@ class DeferredBlocks(HostParameters):
             if blocks
             else DeferredUpdates({})
         )
+        if blocks and not self._deferred.is_fake:
+            after_step(context.optimizer, lambda *_: self._expect_updates())
 
     def start_deferred(self) -> None:
         """Start the updates that the last step deferred, unless they are running already."""
@@ -116,10 +119,19 @@ class DeferredBlocks(HostParameters):
             self._unfilled.pop(unit, None)
         super()._free_units(units)
 
-    def _into_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    def _expect_updates(self) -> None:
+        """Have accesses to deferred blocks' parameters wait for their updates; post-step hook."""
+        for block in self._deferred.unfinished():
+            for piece in self._units[block]:
+                for each in piece.of:
+                    each.expect_values(self._finish_updates)
+
+    def _finish_updates(self) -> None:
+        """Finish all deferred updates, because the user reads or writes a parameter."""
         self.start_deferred()
         self._deferred.finish_all()
-        super()._into_state_dict(module, state, prefix, metadata)
+        for each in self._offloaded():
+            each.settle()
 
     def _deferred_facts(self) -> dict[str, Any]:
         """Return audit facts: number of deferred blocks, and the largest bytes of their gradients."""

@@ -196,7 +196,6 @@ class SsdOptimizer:
         before `step`.
         """
         self._offloaded_weights.update(kept)
-        self._writes.leave_out(kept)
         for piece in self._pieces:
             if piece.device in kept and piece.held.dtype is not piece.device.dtype:
                 # A float32 master gets gradients in the parameter's own dtype; torch would refuse them
@@ -420,9 +419,9 @@ class SsdOptimizer:
             return to_host_now(local(piece.device))
         if tier_of(kept) != SSD:
             return kept
-        host: Tensor = torch.ops.memtune.from_ssd(kept)
-        transfer.finish(host)
-        return host
+        # Through the mapping: what the user has written there has no checksum yet.
+        with tier(HOST):
+            return kept.clone()
 
     def check(self) -> dict[str, Any]:
         """Return the bytes on SSD, for the audit.

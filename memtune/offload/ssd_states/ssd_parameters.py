@@ -11,10 +11,12 @@ Rule 2. Loads are three levels deep: while a moment computes, units of the next 
   that is used but not being read is read synchronously.
 Rule 3. Host memory of a read is freed after the H2D copy.
 Rule 4. Reads for a use that did not happen are dropped when the step begins, because it writes new values.
-Rule 5. Tiled weights (`offload.tiles.tiled_weights`) are read and updated with their block, and are on the
-  device as a whole only while a state dict is loaded. Their host memory is freed with their block.
+Rule 5. Tiled weights (`offload.tiles.tiled_weights`) are read and updated with their block, and are never on
+  the device as a whole. Their host memory is freed with their block.
+Rule 6. Between uses a parameter on SSD shows the mapping of its file, which is verified at the first access.
+  What the user writes there is written again, with its checksum, before the next read.
 
-States of a unit:
+States of a unit (`offload.core.offloaded_parameter` has those of its parameters):
 
     SSD --read--> host buffer --H2D copy--> resident (buffer freed) --free--> SSD
 """
@@ -23,14 +25,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch._subclasses.fake_tensor import FakeTensor
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
-from memtune.offload.core import Piece
+from memtune.offload.core import OffloadedParameter, Piece
 from memtune.offload.parameters import ParameterOffloader, host_copy
 from memtune.offload.ssd_states.ssd_optimizer import SsdOptimizer
 from memtune.program import WRITES_IN_FLIGHT, Residency, ssd_reads_by_moment
@@ -82,8 +85,8 @@ class TieredOffloader(ParameterOffloader):
         tiled: Collection[nn.Parameter] = (),
     ) -> None:
         self._gradients: SsdGradients | None = None
-        self._tiled, self._loads_tiled = {id(each) for each in tiled}, False
-        self._tiled_on_host: set[int] = set()
+        self._tiled = {id(each) for each in tiled}
+        self._accessed: list[OffloadedParameter] = []  # on SSD, by the user, since the last read or step
         self._tile_sources: dict[Tensor, Tensor] = {}  # by SSD copy: host memory of a tiled weight
         self._tile_in_flight: list[
             tuple[Tensor, Tensor]
@@ -94,7 +97,6 @@ class TieredOffloader(ParameterOffloader):
         # `early=False`: records are updated in `step`, in the order of their reads.
         super().__init__(context, residency, StepEndUpdates(optimizer), early=False, copy=self._copy_in)
         optimizer.write_weights_to(self._hosts)
-        self._tiled_on_host = {id(self._hosts[each]) for each in tiled}
         if gradients == "ssd":
             self._gradients = SsdGradients(
                 self._trained, {p: name for name, p in context.model.named_parameters()}
@@ -142,6 +144,31 @@ class TieredOffloader(ParameterOffloader):
         if self._gradients is not None:
             self._gradients.flush()
 
+    # -- access by the user ----------------------------------------------------------------------------------
+
+    def _show_mapping(self, each: OffloadedParameter) -> None:
+        if not isinstance(each.host, FakeTensor):
+            each.expect_values(partial(self._on_access, each))
+
+    def _on_access(self, each: OffloadedParameter) -> None:
+        ssd_tensors.verified(each.host)
+        each.settle()
+        self._accessed.append(each)
+
+    @torch.no_grad()
+    def _write_accessed(self) -> None:
+        """Write what the user has changed through the files' mapping, with its checksums (Rule 6)."""
+        while self._accessed:
+            each = self._accessed.pop()
+            if each.adopt():
+                self._write(each)
+            self._show_mapping(each)
+
+    def _write(self, each: OffloadedParameter) -> None:
+        """Write the values that the parameter shows, and wait."""
+        torch.ops.memtune.write_ssd_(each.host, host_copy(each.parameter))
+        ssd_tensors.written(each.host)
+
     # -- reads -----------------------------------------------------------------------------------------------
 
     def _begin_moment(self, moment: int) -> None:
@@ -158,6 +185,7 @@ class TieredOffloader(ParameterOffloader):
                     self._read(self._units[unit])
 
     def _read(self, pieces: Iterable[Piece]) -> None:
+        self._write_accessed()
         for piece in pieces:
             # Already being read, for an earlier moment that asked for it.
             if piece.host not in self._reading:
@@ -172,16 +200,23 @@ class TieredOffloader(ParameterOffloader):
             # Tiles are loaded by the layer itself, so a tiled weight has no memory on the device.
             each
             for each in pieces
-            if self._loads_tiled or id(each.host) not in self._tiled_on_host
+            if id(each.of[0].parameter) not in self._tiled
         )
 
     def _load_all(self) -> None:
-        self._loads_tiled = True
+        self._tiled.clear()
         self._tile_sources.clear()
         super()._load_all()
 
     def _free_units(self, units: Any) -> None:
+        units = list(units)
+        mine = [each for unit in units for piece in self._units[unit] for each in piece.of]
+        for each in mine if self._where == "ssd" else ():
+            if each.is_resident and each.adopt():
+                self._write(each)
         super()._free_units(units)
+        for each in mine if self._where == "ssd" else ():
+            self._show_mapping(each)
         if not self._tile_sources:
             return
         # Also the current block: under FSDP2 its rows are freed before it computes (`fsdp_shards`).
@@ -202,6 +237,7 @@ class TieredOffloader(ParameterOffloader):
         kept = self._hosts[weight]
         if self._where == "host":
             return kept
+        self._write_accessed()
         if kept not in self._tile_sources:
             # The read that the moment has started, if the layer is reached in the expected order.
             read = self._reading.pop(kept, None)
@@ -240,63 +276,13 @@ class TieredOffloader(ParameterOffloader):
         torch.ops.memtune.copy_to_device_(memory, host)
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Drop reads of values that the step replaces (Rule 4)."""
+        """Drop reads of values that the step replaces (Rule 4), and write what the user has changed."""
         self._tile_sources.clear()
         while self._reading:
             # Awaited: the drive writes into these buffers until the read has ended.
             transfer.abandon(self._reading.popitem()[1])
         super()._step_begins(optimizer, args, kwargs)
-
-    # -- checkpoints -----------------------------------------------------------------------------------------
-
-    def _into_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for parameter in module.parameters(recurse=False) if self._where == "ssd" else ():
-            if parameter in self._hosts:
-                ssd_tensors.verified(self._hosts[parameter])
-        super()._into_state_dict(module, state, prefix, metadata)
-
-    @torch.no_grad()
-    def _load_whole_block(self, block: int) -> None:
-        """Load the block for a state dict, through the file's mapping.
-
-        `Tuned.load` has read values into the mapping, so checksums do not match until `_write_back` writes
-        them again.
-        """
-        self._tile_sources.clear()
-        if self._lacks_memory(block):
-            self._free_units(self._of_block[block])
-        if self._where == "host":
-            self._loads_tiled = True
-            super()._load_whole_block(block)
-            self._loads_tiled = False
-            return
-        for unit in set(self._of_block[block]) - self._resident:
-            self._resident.add(unit)
-            for piece in self._units[unit]:
-                if (reading := self._reading.pop(piece.host, None)) is not None:
-                    transfer.abandon(reading)
-                piece.allocate()
-                with _unsafe_preserve_version_counter(piece.memory):
-                    # Straight from the mapping, without a checksum: a load has just written it.
-                    piece.memory.detach().copy_(piece.host)
-
-    def _lacks_memory(self, block: int) -> bool:
-        """Return whether some of the block is freed.
-
-        Once all is resident it must not be loaded again: an outer module's hook may have loaded new values,
-        which are on the device only.
-        """
-        pieces = (piece for unit in self._of_block[block] for piece in self._units[unit])
-        return any(each.host.nbytes and not each.memory.untyped_storage().nbytes() for each in pieces)
-
-    @torch.no_grad()
-    def _write_back(self, loaded: list[nn.Parameter]) -> None:
-        if self._where == "host":
-            super()._write_back(loaded)
-            return
-        for parameter in loaded:
-            torch.ops.memtune.write_ssd_(self._hosts[parameter], host_copy(parameter))
-            ssd_tensors.written(self._hosts[parameter])
+        self._write_accessed()
 
     def check(self) -> dict[str, Any]:
         """Return facts about the blocks' parameters and the bytes read, for the audit.

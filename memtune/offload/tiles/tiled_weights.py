@@ -33,6 +33,10 @@ from memtune.runtime import Context, transfer
 class TileStore(Protocol):
     """Holds tiled weights on the host and takes their gradients."""
 
+    @property
+    def device(self) -> torch.device:
+        """Return the device that computes."""
+
     def host_of(self, weight: nn.Parameter) -> Tensor:
         """Return this rank's rows of the weight, in host memory."""
 
@@ -46,7 +50,7 @@ class Tiles(Protocol):
     def height(self, weight: nn.Parameter) -> int:
         """Return the number of rows of the weight that this rank has."""
 
-    def load(self, weight: nn.Parameter, host: Tensor, rows: slice) -> Tensor:
+    def load(self, host: Tensor, rows: slice, device: torch.device) -> Tensor:
         """Return the tile of these rows, on the device."""
 
     def multiply(
@@ -75,9 +79,9 @@ class WholeTiles:
         """As in `Tiles`."""
         return len(weight)
 
-    def load(self, weight: nn.Parameter, host: Tensor, rows: slice) -> Tensor:
+    def load(self, host: Tensor, rows: slice, device: torch.device) -> Tensor:
         """As in `Tiles`."""
-        return load_rows(weight, host, rows)
+        return load_rows(host, rows, device)
 
     def multiply(
         self, tokens: Tensor, take: Callable[[], Tensor], bias: Tensor | None, out: Tensor, rows: slice
@@ -99,9 +103,9 @@ class WholeTiles:
         return gradient
 
 
-def load_rows(weight: nn.Parameter, host: Tensor, rows: slice) -> Tensor:
-    """Return these rows of `host` on the device of `weight`."""
-    there = torch.empty((rows.stop - rows.start, *weight.shape[1:]), dtype=weight.dtype, device=weight.device)
+def load_rows(host: Tensor, rows: slice, device: torch.device) -> Tensor:
+    """Return these rows of `host` on `device`."""
+    there = torch.empty((rows.stop - rows.start, *host.shape[1:]), dtype=host.dtype, device=device)
     torch.ops.memtune.copy_to_device_(there, host[rows])
     return there
 
@@ -162,7 +166,7 @@ class _Weight(NamedTuple):
 
     def loaded_tiles(self) -> Iterator[tuple[slice, Callable[[], Tensor]]]:
         """Yield rows and a function that returns their tile once; the next tile is prefetched by then."""
-        host, device, rows = self.store.host_of(self.parameter), self.parameter.device, self.rows()
+        host, device, rows = self.store.host_of(self.parameter), self.store.device, self.rows()
         # The caller pops a tile from the list, so that no local variable of this generator keeps it alive.
         there = [self._load(host, rows[0])]
         for i, mine in enumerate(rows):
@@ -181,7 +185,7 @@ class _Weight(NamedTuple):
         return split_rows(self.tiles.height(self.parameter), self.parts)
 
     def _load(self, host: Tensor, rows: slice) -> Tensor:
-        return self.tiles.load(self.parameter, host, rows)
+        return self.tiles.load(host, rows, self.store.device)
 
 
 def _forward(module: nn.Linear, weight: _Weight, x: Tensor) -> Tensor:
@@ -273,9 +277,9 @@ class ShardedTiles:
         """Return C."""
         return len(weight) // self._ranks
 
-    def load(self, weight: nn.Parameter, host: Tensor, rows: slice) -> Tensor:
+    def load(self, host: Tensor, rows: slice, device: torch.device) -> Tensor:
         """Return a tile (R · k, K) gathered from all ranks."""
-        mine = load_rows(weight, host, rows)
+        mine = load_rows(host, rows, device)
         tile = mine.new_empty(self._ranks * len(mine), *mine.shape[1:])
         torch.ops.memtune.all_gather_into_(tile, mine, self._name, self._ranks)
         return tile

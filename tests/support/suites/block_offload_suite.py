@@ -7,12 +7,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import cache
 from threading import Event
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from support.zoo_paths import ZOO
 
 from memtune.api import Tuned
+from memtune.offload.core.parameter_memory import allocate_together
 from memtune.program.step import Resource, Step
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
 from memtune.technique import Technique
@@ -88,7 +89,6 @@ class LayersSuite(TechniqueSuite):
         return (self.variants or (self.default(),))[0]
 
     def sabotage(self, tuned: Tuned) -> bool:
-        block = tuned._context.model.get_submodule(tuned._context.blocks[0])
-        for parameter in block.parameters():
-            parameter.untyped_storage().resize_(parameter.nbytes)
+        store: Any = tuned._context.checks["offload.states"].__self__  # type: ignore[attr-defined]
+        allocate_together(store._units[0])
         return True

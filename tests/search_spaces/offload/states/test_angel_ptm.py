@@ -20,9 +20,9 @@ from memtune.autotune.search.dry_runs import traced_under
 from memtune.config.tuned_config import load_config
 from memtune.errors import ApplyError, UsageError
 from memtune.offload.core.parameter_layout import Pages, aligned, loads_of, paged, timeline
-from memtune.offload.core.parameter_memory import mark_resident
 from memtune.offload.parameters.parameter_offload_pass import moment_of_ops, sizes_in_blocks
 from memtune.program.step import Kind, Program, Resource, Step, Tier
+from memtune.runtime.memory_tiers import DEVICE, mark
 from memtune.search_spaces.offload.states.angel_ptm import AngelPtm
 from memtune.technique import Target
 from memtune.testing import rewritten
@@ -71,9 +71,7 @@ class TestAngelPtm(LayersSuite):
     update = OWN
 
     def sabotage(self, tuned: Tuned) -> bool:
-        parameter = next(tuned._context.model.get_submodule(tuned._context.blocks[0]).parameters())
-        mark_resident([parameter])
-        parameter.data = parameter.detach().clone()
+        mark(next(iter(tuned.optimizer.state.values()))["exp_avg"], DEVICE)
         return True
 
     def test_blocks_are_resident_in_part(self) -> None:

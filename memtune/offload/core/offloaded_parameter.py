@@ -1,0 +1,213 @@
+"""A parameter of a block: one object owns where its values are, and which memory the user's parameter shows.
+
+The user's parameter remains one Python object. Between uses its memory is the host's (or the mapping of a
+file on SSD), which has the true values; from load to free it is the device's. State dicts, loads, writes
+through `data`, copies, pickles and averages of weights therefore see a plain parameter. FSDP2 registers the
+sharded parameter between uses for the same reason; here `data` is exchanged, not the object, so that
+references of the user, hooks and the graph's accumulators remain valid.
+
+    on the device: is_resident             parameter is device; `host` has the values of the load
+        | free                ^ restore, after the H2D copy
+        v                     |
+    on the host, on SSD                    parameter is host; the device's memory may be freed
+        | expect_values       ^ settle: at the first access, or when the values are loaded
+        v                     |
+    in flight                              parameter is host, which an update writes; an access waits for it
+
+A write by the user counts in the parameter's version in all states, so autograd finds one between forward and
+backward. A parameter that is written, or whose `data` is assigned, on the device is copied to the host when
+it is freed; one whose `data` is assigned between uses is copied to the host before its next use (`adopt`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Final, SupportsIndex
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from memtune.errors import ApplyError
+from memtune.runtime import plain_type, version_of_data
+
+_DATA: Final[Any] = torch._C.TensorBase.data
+"""torch's own `data`: that of a tracked parameter (`runtime.data_alias`) counts assignments."""
+
+
+def set_data(parameter: nn.Parameter, memory: Tensor) -> None:
+    """Exchange the memory of `parameter`, as `parameter.data = memory` does, without a count as a write."""
+    _DATA.__set__(parameter, memory)
+
+
+class OffloadedParameter:
+    """The memory of one parameter, of a rank's rows if FSDP2 shards it, on the device and between uses.
+
+    Args:
+        parameter: Of the model; on the device.
+        host: Its values between uses, of the same shape and dtype.
+    """
+
+    __slots__ = ("__weakref__", "_class", "_writes", "device", "host", "is_resident", "parameter")
+
+    def __init__(self, parameter: nn.Parameter, host: Tensor) -> None:
+        self.parameter, self.host, self.is_resident = parameter, host, True
+        # A detached alias shares the version counter, and keeps the storage that saved views refer to.
+        self.device = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
+        self._writes = self._count_writes()
+        self._class: type | None = None  # the parameter's own class while its values are in flight
+
+    def _count_writes(self) -> tuple[int, ...]:
+        return (self.parameter._version, *version_of_data(self.parameter))
+
+    def _shows(self, memory: Tensor) -> bool:
+        """Return whether the parameter's memory is `memory`, and not what the user has assigned."""
+        shown: Any = self.parameter
+        if isinstance(shown, DTensor):
+            shown = shown._local_tensor
+        # By storage: `data_ptr()` is 0 for all that is freed, and fake tensors have none.
+        alias: bool = torch._C._is_alias_of(shown, memory)  # type: ignore[attr-defined]
+        return alias and shown.storage_offset() == memory.storage_offset()
+
+    def _show(self, memory: Tensor) -> None:
+        if isinstance(self.parameter, DTensor):
+            self.parameter._local_tensor = memory
+        else:
+            set_data(self.parameter, memory)
+
+    # -- states ----------------------------------------------------------------------------------------------
+
+    def free(self) -> None:
+        """Show the host's memory, which gets what the user has written on the device since the load."""
+        if not self.is_resident:
+            return
+        if self.adopt():
+            self._copy_to(self.host)
+        self.is_resident = False
+        self._show(self.host)
+
+    def restore(self) -> None:
+        """Show the device's memory, which has the host's values now."""
+        self.settle()
+        if not self.is_resident:
+            self._show(self.device)
+            self.is_resident, self._writes = True, self._count_writes()
+
+    def adopt(self) -> bool:
+        """Copy what the user has assigned to `data` to the memory of this state.
+
+        Returns:
+            Whether the user has written the values since the last call or load, in this or another way.
+
+        Raises:
+            ApplyError: What is assigned has another shape or dtype.
+        """
+        if self._class is not None:  # an access would have settled it
+            return False
+        memory = self.device if self.is_resident else self.host
+        is_assigned = not self._shows(memory)
+        if is_assigned:
+            self._copy_to(memory)
+            self._show(memory)
+        before, self._writes = self._writes, self._count_writes()
+        return is_assigned or before != self._writes
+
+    def move_host(self, host: Tensor) -> None:
+        """Have `host` as the memory between uses from here on, which has the values."""
+        self.host = host
+        if not self.is_resident:
+            self._show(host)
+
+    @torch.no_grad()
+    def _copy_to(self, memory: Tensor) -> None:
+        shown: Any = self.parameter
+        values = shown._local_tensor if isinstance(shown, DTensor) else shown.detach()
+        if values.shape != memory.shape or values.dtype is not memory.dtype:
+            raise ApplyError(
+                f"A weight of shape {tuple(memory.shape)} and {memory.dtype} was changed to"
+                f" {tuple(values.shape)} and {values.dtype} after memtune.apply.",
+                evidence="Its memory, and the plan, are those of the type that it had.",
+                fix="model.to(dtype), model.half() and the like before memtune.apply",
+                code="MT364",
+            )
+        memory.copy_(values)
+
+    # -- values in flight ------------------------------------------------------------------------------------
+
+    def expect_values(self, finish: Callable[[], None]) -> None:
+        """Have each access to the parameter call `finish` first, until `settle`; it is not on the device."""
+        if self._class is None and not self.is_resident:
+            self._class = type(self.parameter)
+            self.parameter.__class__ = _IN_FLIGHT[plain_type(self.parameter)]
+            self.parameter._finish = finish  # type: ignore[attr-defined]
+
+    def settle(self) -> None:
+        """End the wait: the host has the values."""
+        if self._class is not None:
+            del self.parameter._finish  # type: ignore[attr-defined]
+            self.parameter.__class__, self._class = self._class, None
+
+
+class _InFlight(Tensor):
+    """A parameter whose values are in flight: access to them calls `_finish`, which settles it."""
+
+    _finish: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _is_metadata(func):
+            for each in tree_leaves((args, kwargs)):
+                if isinstance(each, _InFlight):
+                    each._finish()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._finish()
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        self._finish()
+        return self.__reduce_ex__(protocol)
+
+
+class _ParameterInFlight(_InFlight, nn.Parameter):
+    """A full parameter."""
+
+
+class _ShardInFlight(_InFlight, DTensor):
+    """A parameter that FSDP2 shards; its methods that read rows pass no `__torch_function__`."""
+
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        self._finish()
+        return self.to_local(grad_placements=grad_placements)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        self._finish()
+        return self.redistribute(*args, **kwargs)
+
+    def full_tensor(self, **kwargs: Any) -> Tensor:
+        self._finish()
+        return self.full_tensor(**kwargs)
+
+
+_IN_FLIGHT: Final[dict[type, type]] = {nn.Parameter: _ParameterInFlight, DTensor: _ShardInFlight}
+_VIEWS: Final = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
+_METADATA: Final = frozenset(
+    {"size", "stride", "dim", "numel", "element_size", "storage_offset", "__len__", "__hash__"}
+    | {"is_contiguous", "is_floating_point", "is_complex", "get_device", "untyped_storage"}
+    | {"requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
+)
+"""Functions that read no values."""
+
+
+def _is_metadata(func: Any) -> bool:
+    name, owner = func.__name__, getattr(func, "__self__", None)
+    # Attributes are descriptors: torch passes `Tensor.grad.__get__`, whose owner names the attribute.
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = getattr(owner, "__name__", None) or getattr(getattr(owner, "fget", None), "__name__", "")
+        return attribute not in _VIEWS
+    return name in _METADATA
