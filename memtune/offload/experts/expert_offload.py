@@ -556,8 +556,8 @@ class ExpertOffloader(ParameterOffloader):
         places = self._places_of(expert)
         self._expert_optimizer.verify({parameter for _, parameter in places})
         for place, parameter in places:
-            place.of[0].move_host(self._hosts[parameter])
             place.of[0].settle()
+            place.of[0].move_host(self._hosts[parameter])
         self._accessed.add(expert)
 
     def _write_accessed(self) -> None:

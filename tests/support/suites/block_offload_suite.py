@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from threading import Event
 from typing import Any, ClassVar
 
@@ -89,6 +89,7 @@ class LayersSuite(TechniqueSuite):
         return (self.variants or (self.default(),))[0]
 
     def sabotage(self, tuned: Tuned) -> bool:
-        store: Any = tuned._context.checks["offload.states"].__self__  # type: ignore[attr-defined]
+        check: Any = tuned._context.checks["offload.states"]
+        store: Any = check.args[0] if isinstance(check, partial) else check.__self__
         allocate_together(store._units[0])
         return True

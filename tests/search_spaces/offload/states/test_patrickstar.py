@@ -168,7 +168,7 @@ class TestPatrickStar(LayersSuite):
         self.check_drift("tied", apart)
 
     def test_gradient_in_place_is_not_read_as_its_weight(self) -> None:
-        """Also after a backward that raised while all chunks are resident: no chunk appears freed."""
+        """Also after a backward that raised while all chunks are resident."""
         workload, model, optimizer = build(ZOO["tied"])
         _, plans = planned(ZOO["tied"], DEFAULT)
         plan = plans["offload.states"].document()
@@ -186,11 +186,8 @@ class TestPatrickStar(LayersSuite):
         with pytest.raises(InterruptedError):
             workload.loss(model, workload.make_batch(2)).backward()
         hook.remove()
-        with pytest.raises(ApplyError, match="freed on the device"):
-            model.layers[2].up.weight.norm()  # type: ignore[index, union-attr]
-        with pytest.raises(ApplyError, match="copied"):
-            copy.deepcopy(model)
-        assert all(torch.equal(wanted[name], value) for name, value in model.state_dict().items())
+        for each in (model, copy.deepcopy(model)):
+            assert all(torch.equal(wanted[name], value) for name, value in each.state_dict().items())
         workload.loss(model, workload.make_batch(2)).backward()
 
     def test_non_chunk_bytes_of_both_gradient_modes_follow_from_one_rewrite(self) -> None:
