@@ -53,6 +53,7 @@ class PagedOffloader(ParameterOffloader):
     ) -> None:
         self._in_frame: dict[int, int] = {}  # by frame, the page that was loaded last
         self._spare: InFrames | None = None
+        self._written: set[OffloadedParameter] = set()  # by the user, since the last `swap`
         modules = [context.model.get_submodule(name) for name in context.blocks]
         members = [[each for each in module.parameters() if each not in resident] for module in modules]
         super().__init__(context, residency, optimizer, chunks=pages, early=False, members=members)
@@ -85,6 +86,9 @@ class PagedOffloader(ParameterOffloader):
     def _offloaded(self) -> Iterator[OffloadedParameter]:
         return iter(self._owners.values())
 
+    def _adopt(self, parameters: Iterable[OffloadedParameter]) -> None:
+        self._written.update([each for each in parameters if each.adopt()])
+
     def _take(self, found: InFrames) -> None:
         self._in_frames, self._hosts = found, found.hosts
 
@@ -100,11 +104,13 @@ class PagedOffloader(ParameterOffloader):
         self._free_units(list(self._resident))
         assert self._spare is not None
         spare, self._spare = self._spare, self._in_frames
+        self._adopt(self._offloaded())
         for parameter, each in self._owners.items():
             # A sweep writes all trained weights to the other memory, but not frozen ones.
-            if each.adopt() and parameter not in self._trained:
+            if each in self._written and parameter not in self._trained:
                 spare.hosts[parameter].copy_(each.host)
             each.move_host(spare.hosts[parameter])
+        self._written.clear()
         self._take(spare)
 
     @torch.no_grad()

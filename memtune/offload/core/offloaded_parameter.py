@@ -102,7 +102,7 @@ class OffloadedParameter:
             Whether the user has written the values since the last call or load, in this or another way.
 
         Raises:
-            ApplyError: What is assigned has another shape or dtype.
+            ApplyError: The assigned tensor has another shape or dtype.
         """
         if self._class is not None:  # an access would have settled it
             return False
