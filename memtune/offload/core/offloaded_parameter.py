@@ -17,6 +17,10 @@ references of the user, hooks and the graph's accumulators remain valid.
 A write by the user counts in the parameter's version in all states, so autograd finds one between forward and
 backward. A parameter that is written, or whose `data` is assigned, on the device is copied to the host when
 it is freed; one whose `data` is assigned between uses is copied to the host before its next use (`adopt`).
+
+An exchange between types of devices gives a parameter a new gradient accumulator, which DDP's reducer would
+not know. Where DDP averages its gradient, a parameter keeps the device's memory, and functions that are
+called with it while that is freed get the host's.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from typing import Any, Final, SupportsIndex
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map_only
 
 from memtune.errors import ApplyError
 from memtune.runtime import plain_type, version_of_data
@@ -48,12 +52,13 @@ class OffloadedParameter:
     Args:
         parameter: Of the model; on the device.
         host: Its values between uses, of the same shape and dtype.
+        keeps: The parameter shows the device's memory at all times.
     """
 
-    __slots__ = ("__weakref__", "_class", "_writes", "device", "host", "is_resident", "parameter")
+    __slots__ = ("_class", "_keeps", "_writes", "device", "host", "is_resident", "parameter")
 
-    def __init__(self, parameter: nn.Parameter, host: Tensor) -> None:
-        self.parameter, self.host, self.is_resident = parameter, host, True
+    def __init__(self, parameter: nn.Parameter, host: Tensor, *, keeps: bool = False) -> None:
+        self.parameter, self.host, self._keeps, self.is_resident = parameter, host, keeps, True
         # A detached alias shares the version counter, and keeps the storage that saved views refer to.
         self.device = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
         self._writes = self._count_writes()
@@ -86,7 +91,8 @@ class OffloadedParameter:
         if self.adopt():
             self._copy_to(self.host)
         self.is_resident = False
-        self._show(self.host)
+        if not self._keeps:
+            self._show(self.host)
 
     def restore(self) -> None:
         """Show the device's memory, which has the host's values now."""
@@ -139,39 +145,54 @@ class OffloadedParameter:
     def expect_values(self, finish: Callable[[], None]) -> None:
         """Have each access to the parameter call `finish` first, until `settle`; it is not on the device."""
         if self._class is None and not self.is_resident:
-            self._class = type(self.parameter)
-            self.parameter.__class__ = _IN_FLIGHT[plain_type(self.parameter)]
-            self.parameter._finish = finish  # type: ignore[attr-defined]
+            self._class, shown = type(self.parameter), self.parameter
+            shown.__class__ = _IN_FLIGHT[plain_type(shown)]
+            vars(shown).update(_finish=finish, _host=self.host if self._keeps else None)
 
     def settle(self) -> None:
         """End the wait: the host has the values."""
         if self._class is not None:
-            del self.parameter._finish  # type: ignore[attr-defined]
+            del vars(self.parameter)["_finish"], vars(self.parameter)["_host"]
             self.parameter.__class__, self._class = self._class, None
 
 
 class _InFlight(Tensor):
-    """A parameter whose values are in flight: access to them calls `_finish`, which settles it."""
+    """A parameter whose values are in flight: access to them calls `_finish`, which settles it.
+
+    With `_host`, functions that autograd does not record are called with that tensor instead.
+    """
 
     _finish: Callable[[], None]
+    _host: Tensor | None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not _is_metadata(func):
-            for each in tree_leaves((args, kwargs)):
-                if isinstance(each, _InFlight):
-                    each._finish()
+        name, attribute = _called(func)
+        if name not in _METADATA and (not attribute or attribute in _VIEWS):
+            is_recorded = torch.is_grad_enabled() and not ({name, attribute} & _UNRECORDED)
+            args, kwargs = tree_map_only(_InFlight, lambda each: each._values(is_recorded), (args, kwargs))
+            if attribute == "data":  # the class's own, which may count writes (`runtime.data_alias`)
+                return _DATA_OF[name](*args)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def _values(self, is_recorded: bool) -> Tensor:
+        """Return the tensor that has the values: the parameter, or its host memory."""
+        if self._host is not None and not is_recorded:
+            return self._host
         self._finish()
-        return copy.deepcopy(self, memo)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._alone(), memo)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        self._finish()
-        return self.__reduce_ex__(protocol)
+        return self._alone().__reduce_ex__(protocol)
+
+    def _alone(self) -> Any:
+        values = self._values(False)
+        return self if values is self else nn.Parameter(values, self.requires_grad)
 
 
 class _ParameterInFlight(_InFlight, nn.Parameter):
@@ -196,6 +217,20 @@ class _ShardInFlight(_InFlight, DTensor):
 
 _IN_FLIGHT: Final[dict[type, type]] = {nn.Parameter: _ParameterInFlight, DTensor: _ShardInFlight}
 _VIEWS: Final = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
+_UNRECORDED: Final = frozenset({"data", "detach"})
+
+
+def _assign(of: Tensor, value: Tensor) -> None:
+    if isinstance(of, nn.Parameter):
+        of.data = value
+    else:
+        of.copy_(value)  # the host's memory, which others share
+
+
+_DATA_OF: Final[dict[str, Callable[..., Any]]] = {
+    "__get__": lambda of, *_: of.data,
+    "__set__": _assign,
+}
 _METADATA: Final = frozenset(
     {"size", "stride", "dim", "numel", "element_size", "storage_offset", "__len__", "__hash__"}
     | {"is_contiguous", "is_floating_point", "is_complex", "get_device", "untyped_storage"}
@@ -204,10 +239,10 @@ _METADATA: Final = frozenset(
 """Functions that read no values."""
 
 
-def _is_metadata(func: Any) -> bool:
+def _called(func: Any) -> tuple[str, str]:
+    """Return the name of `func`, and of the attribute that it gets or sets."""
     name, owner = func.__name__, getattr(func, "__self__", None)
     # Attributes are descriptors: torch passes `Tensor.grad.__get__`, whose owner names the attribute.
-    if name in ("__get__", "__set__", "__delete__"):
-        attribute = getattr(owner, "__name__", None) or getattr(getattr(owner, "fget", None), "__name__", "")
-        return attribute not in _VIEWS
-    return name in _METADATA
+    if name not in ("__get__", "__set__", "__delete__"):
+        return name, ""
+    return name, getattr(owner, "__name__", None) or getattr(getattr(owner, "fget", None), "__name__", "")

@@ -184,7 +184,7 @@ class HostParameters:
 
     def _piece_of(self, parameter: nn.Parameter) -> Piece:
         """Return the memory of a parameter that is in no chunk."""
-        each = OffloadedParameter(parameter, self._hosts[parameter])
+        each = OffloadedParameter(parameter, self._hosts[parameter], keeps=not self._when_ready)
         padded = 0 if self._gathered is None else self._gathered.rows_of(parameter).nbytes
         return Piece(each.device, each.host, padded_bytes=padded, of=(each,))
 
@@ -263,6 +263,8 @@ class HostParameters:
             if index in self._resident:
                 self._resident.discard(index)
                 free_together(self._units[index])
+                for each in () if self._when_ready else self._units[index]:
+                    each.of[0].expect_values(partial(self._load_unit, index))
 
     def _load_all(self) -> None:
         """Make all units resident when the config is undone."""

@@ -29,6 +29,7 @@ from torch.optim.swa_utils import AveragedModel
 from memtune.api import apply
 from memtune.autotune.record_parallel.fake_process_group import fake_ranks
 from memtune.errors import ApplyError
+from memtune.offload.core.offloaded_parameter import OffloadedParameter
 from memtune.ssd import offload_dir
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -100,7 +101,6 @@ def in_place(model: Net) -> None:
 def through_data(model: Net) -> None:
     for each in model.parameters():
         each.data.mul_(0.9)
-        each.data[:1].add_(0.1)
 
 
 def assigned(model: Net) -> None:
@@ -246,6 +246,34 @@ def test_sharded_weights_show_their_rows_between_steps(name: str) -> None:
             (each[: each.numel() // 2] == 1.0).all() for each in rows if each.untyped_storage().nbytes()
         )
         assert weight.untyped_storage().nbytes() == 0 or (weight.to_local() == 1.0).all()
+
+
+@torch.no_grad()
+def test_parameter_that_keeps_its_memory_has_the_hosts_values_while_it_is_freed() -> None:
+    """As where DDP averages its gradient."""
+    parameter, host = nn.Parameter(torch.ones(3)), torch.full((3,), 2.0)
+    each, loads = OffloadedParameter(parameter, host, keeps=True), list[str]()
+    each.free()
+    each.device.untyped_storage().resize_(0)
+
+    def load() -> None:
+        loads.append("load")
+        each.device.untyped_storage().resize_(host.nbytes)
+        each.device.copy_(host)
+        each.restore()
+
+    each.expect_values(load)
+    parameter.mul_(3)
+    parameter.data.sub_(1)
+    assert torch.equal(parameter.detach(), torch.full((3,), 5.0))
+    parameter.data = torch.full((3,), 7.0)
+    assert torch.equal(copy.deepcopy(parameter), host)
+    assert (host.tolist(), loads, parameter.shape, parameter.grad) == ([7.0] * 3, [], (3,), None)
+    with torch.enable_grad():
+        out = parameter.square().sum()  # recorded, so its values are loaded
+    out.backward()
+    assert (loads, parameter.grad.tolist()) == (["load"], [14.0] * 3)  # type: ignore[union-attr]
+    assert type(parameter) is nn.Parameter
 
 
 def test_autograd_grad_accepts_freed_parameters() -> None:
