@@ -171,13 +171,13 @@ class _InFlight(Tensor):
         name, attribute = _called(func)
         if name not in _METADATA and (not attribute or attribute in _VIEWS):
             is_recorded = torch.is_grad_enabled() and not ({name, attribute} & _UNRECORDED)
-            args, kwargs = tree_map_only(_InFlight, lambda each: each._values(is_recorded), (args, kwargs))
+            args, kwargs = tree_map_only(_InFlight, lambda each: each._source(is_recorded), (args, kwargs))
             if attribute == "data":  # the class's own, which may count writes (`runtime.data_alias`)
                 return _DATA_OF[name](*args)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def _values(self, is_recorded: bool) -> Tensor:
+    def _source(self, is_recorded: bool) -> Tensor:
         """Return the tensor that has the values: the parameter, or its host memory."""
         if self._host is not None and not is_recorded:
             return self._host
@@ -191,7 +191,7 @@ class _InFlight(Tensor):
         return self._alone().__reduce_ex__(protocol)
 
     def _alone(self) -> Any:
-        values = self._values(False)
+        values = self._source(False)
         return self if values is self else nn.Parameter(values, self.requires_grad)
 
 
@@ -245,4 +245,5 @@ def _called(func: Any) -> tuple[str, str]:
     # Attributes are descriptors: torch passes `Tensor.grad.__get__`, whose owner names the attribute.
     if name not in ("__get__", "__set__", "__delete__"):
         return name, ""
-    return name, getattr(owner, "__name__", None) or getattr(getattr(owner, "fget", None), "__name__", "")
+    getter = getattr(owner, "fget", None)
+    return name, str(getattr(owner, "__name__", None) or getattr(getter, "__name__", ""))
