@@ -7,7 +7,7 @@ of a `memtune` to record, by default this one; versions are recorded one after t
 The answer is the first line that matches the pattern of the session; lines are counted as a reader sees them,
 after redraws. Silence is the longest time in which nothing was written. Unexplained words are those of the
 whole output that neither a dictionary of English (`--words`, Debian's wamerican-small) nor docs/glossary.md
-has. `--casts` keeps the recordings for asciinema.
+has. `--casts` keeps the recordings for asciinema; `--json` replaces in FILE the sessions that were recorded.
 """
 
 from __future__ import annotations
@@ -176,8 +176,10 @@ def main() -> None:
     options = parser.parse_args()
     versions = dict(each.split("=", 1) for each in options.version or (f"now={Path(sys.executable).parent}",))
     known, found = vocabulary(options.words), dict[str, dict[str, Any]]()
+    if options.json is not None and options.json.exists():
+        found = json.loads(options.json.read_text())
     for name in options.only or SESSIONS:
-        found[name] = {"command": SESSIONS[name].command}
+        found.setdefault(name, {})["command"] = SESSIONS[name].command
         for version, folder in versions.items():
             file = f"{version}-{name.replace(' ', '-')}.cast"
             cast = None if options.casts is None else options.casts / file

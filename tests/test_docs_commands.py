@@ -1,11 +1,12 @@
-"""Commands of the documentation run as they are written, page by page, in an empty folder.
+"""Commands of the documentation and of the examples run as they are written, in an empty folder.
 
-A block marked `bash` can run anywhere: on a CPU, without a network. A block with a title is that file. All
-pages but one are slow; `make test-slow` runs them.
+A block marked `bash` can run anywhere: on a CPU, without a network. A block with a title is that file. Of an
+example's docstring those commands run that need no GPU. `make test-slow` runs all, `make test` one page.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -35,33 +36,42 @@ def with_pass(text: str) -> str:
 
 def run_page(text: str, folder: Path) -> Iterator[tuple[str, subprocess.CompletedProcess[str]]]:
     """Write the files of a page and run its commands in order; yield each line with its outcome."""
-    home = folder / "home"
-    home.mkdir()
-    environment = {  # neither the user's settings nor those of this test run
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "HOME": str(home),
-        "LANG": "C.UTF-8",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
     for language, title, body in FENCE.findall(with_pass(text)):
         if title:
             (folder / title).write_text(body, encoding="utf-8")
         for line in body.splitlines() if language == "bash" else ():
             if line.strip():
-                yield (
-                    line,
-                    subprocess.run(
-                        ["bash", "-euo", "pipefail", "-c", line],
-                        cwd=folder,
-                        env=environment,
-                        stdin=subprocess.DEVNULL,
-                        capture_output=True,
-                        text=True,
-                        timeout=1800,
-                        check=False,
-                    ),
-                )
+                yield line, run_line(line, folder)
+
+
+def run_line(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in `folder`, with neither the user's settings nor those of this test run."""
+    (folder / "home").mkdir(exist_ok=True)
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HOME": str(folder / "home"),
+        "LANG": "C.UTF-8",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", line],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+
+
+def checked(done: Iterator[tuple[str, subprocess.CompletedProcess[str]]]) -> None:
+    """Assert that there are commands and that each exits with 0."""
+    lines = list(done)
+    assert lines
+    failed = [f"{line}\n{each.stdout}{each.stderr}" for line, each in lines if each.returncode]
+    assert not failed, failed[0]
 
 
 @pytest.mark.timeout(3600)  # searches and plans of large models: minutes on an idle machine
@@ -70,7 +80,23 @@ def run_page(text: str, folder: Path) -> Iterator[tuple[str, subprocess.Complete
 )
 def test_page_runs_as_written(page, tmp_path):
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    lines = list(run_page((ROOT / page).read_text(encoding="utf-8"), tmp_path))
-    assert lines
-    failed = [f"{line}\n{done.stdout}{done.stderr}" for line, done in lines if done.returncode]
-    assert not failed, failed[0]
+    checked(run_page((ROOT / page).read_text(encoding="utf-8"), tmp_path))
+
+
+def commands(example: Path) -> list[str]:
+    """Return the commands in an example's docstring that need no GPU."""
+    text = ast.get_docstring(ast.parse(example.read_text(encoding="utf-8"))) or ""
+    found = re.findall(r"^ {4}((?:\w+=\S+ )?(?:memtune|python) .*)$", text, re.MULTILINE)
+    return [each for each in found if " search " not in each or "--device cpu" in each]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "example",
+    [each for each in sorted(ROOT.glob("examples/*.py")) if commands(each)],
+    ids=lambda each: each.stem,
+)
+def test_docstring_of_example_runs_as_written(example, tmp_path):
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    checked((line, run_line(line, tmp_path)) for line in commands(example))
