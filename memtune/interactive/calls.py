@@ -86,7 +86,12 @@ def _with_shared_options(function: Callable[Given, Returned]) -> Callable[Given,
     """
     own = list(inspect.signature(function).parameters.values())
     shared = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS.get(name), annotation=hint)
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=_DEFAULTS.get(name),
+            annotation=getattr(hint, "__forward_arg__", hint),  # a TypedDict wraps its texts
+        )
         for name, hint in SharedOptions.__annotations__.items()
     ]
     signature = inspect.Signature(

@@ -31,6 +31,7 @@ def test_function_has_the_options_of_its_command(name):
     left_out = OF_A_TERMINAL & options.keys()
     quiet = {"quiet"} - options.keys()
     assert arguments.keys() - OF_PYTHON - quiet == options.keys() - left_out
+    assert "ForwardRef" not in str(inspect.signature(getattr(memtune, name)))
     same = options.keys() - left_out
     assert {each: str(arguments[each]) for each in same} == {each: str(options[each]) for each in same}
 
