@@ -62,6 +62,14 @@ class EnvironmentFault(MemtuneError):
     exit_code = 3
 
 
+class Interrupted(MemtuneError):
+    """Ctrl-C or a signal ended the command at once."""
+
+    def __init__(self, what: str, exit_code: int) -> None:
+        super().__init__(what, code="MT130")
+        self.exit_code = exit_code
+
+
 class ApplyError(UsageError):
     """Error when `memtune.apply` cannot do what the config says; the model is unchanged (exit code 2)."""
 

@@ -22,6 +22,7 @@ class Control:
         self._lock = threading.Lock()
         self._paused = self._stopping = False
         self._exit_code = 0
+        self._begun = False
         self._kills: list[int] = []
 
     @property
@@ -57,15 +58,26 @@ class Control:
         with self._lock:
             self._stopping = True
 
-    def interrupt(self, exit_code: int = 130) -> bool:
-        """Request a `stop` because of Ctrl-C or a signal; return whether it is the first.
+    @property
+    def begun(self) -> bool:
+        """Return whether trials have begun."""
+        return self._begun
 
-        A second one should end at once.
+    def begin(self) -> None:
+        """Record that trials begin: from now on an end keeps the best."""
+        with self._lock:
+            self._begun = True
+
+    def interrupt(self, exit_code: int = 130) -> bool:
+        """Request a `stop` because of Ctrl-C or a signal; return whether the search ends in order.
+
+        Before the first trial there is nothing to keep, and after a second request there is no time: the
+        caller should end at once.
         """
         with self._lock:
             first = self._exit_code == 0
             self._stopping, self._exit_code = True, self._exit_code or exit_code
-            return first
+            return first and self._begun
 
     def kill(self, number: int) -> None:
         """Request the end of one running trial."""
@@ -82,7 +94,8 @@ class Control:
     def catch_signals(self) -> Iterator[None]:
         """Handle signals inside.
 
-        The first Ctrl-C, SIGTERM or SIGHUP requests an orderly end, the second raises KeyboardInterrupt.
+        The first Ctrl-C, SIGTERM or SIGHUP requests an orderly end; the second, or one before the first
+        trial, raises KeyboardInterrupt.
 
         Does nothing outside the main thread, where Python delivers no signals.
         """

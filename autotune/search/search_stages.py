@@ -73,6 +73,7 @@ class Stages:
         """Run all stages; the log records any reason that ends the search."""
         try:
             with self.driver.control.catch_signals():
+                self.driver.control.begin()
                 self._announce()
                 again = self.driver.restore(self.sampler.trials(), logged)
                 self._explore([*self._baselines(), *(job for job in again if job.role != "baseline")])

@@ -407,7 +407,7 @@ class SearchApp(App[None]):
     def action_interrupt(self) -> None:
         """Request an orderly stop on the first Ctrl-C, after which the caller exits with 130.
 
-        End at once on the second.
+        End at once on the second, and before the first trial.
         """
         if self._control is None or not self._control.interrupt():
             self.forced = self._control is not None

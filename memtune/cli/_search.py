@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from memtune.cli import _options
 from memtune.cli._crash_report import report_crashes
 from memtune.cli._output import emit, results, say
+from memtune.errors import Interrupted
 from memtune.progress import Progress, columns, shown
 from memtune.search_spaces import matching
 
 if TYPE_CHECKING:
-    from memtune.autotune.search import SearchOutcome, StudyFolder
+    from memtune.autotune.search import Control, SearchOutcome, StudyFolder
     from memtune.autotune.space import SearchOptions
 
 
@@ -55,7 +56,7 @@ def search(given: dict[str, Any]) -> int:
     def work() -> SearchOutcome:
         return run_search(options, control, say=progress.phase)
 
-    with report_crashes(given["model"], given["as_json"]), results() as stream:
+    with report_crashes(given["model"], given["as_json"]), _interruptible(control), results() as stream:
         if quiet or options.dry_run:
             with control.catch_signals(), _showing(progress, quiet):
                 outcome = work()
@@ -80,6 +81,18 @@ def search(given: dict[str, Any]) -> int:
     elif not quiet:
         say(outcome.message)
     return outcome.exit_code
+
+
+@contextlib.contextmanager
+def _interruptible(control: Control) -> Iterator[None]:
+    """Turn a KeyboardInterrupt inside into one message with the exit code of its signal."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(
+            "stopped at once; --resume goes on." if control.begun else "stopped before the first trial.",
+            control.exit_code or 130,
+        ) from None
 
 
 def _resuming(given: dict[str, Any], folder: StudyFolder) -> str:

@@ -16,6 +16,7 @@ from support.zoo_paths import ZOO
 from memtune import cli
 from memtune.cli._commands import failure_text
 from memtune.config.tuned_config import load_config
+from memtune.errors import Interrupted
 from memtune.executors.base import TrialResult
 from memtune.ssd import offload_dir
 
@@ -555,3 +556,14 @@ def test_python_call_shows_a_phase_while_torch_loads(folder: Path):
     )
     assert done.stderr.splitlines()[0].startswith("loading torch")
     assert done.stderr.splitlines()[-1] == "torch loads"
+
+
+def test_interruption_has_one_message_and_the_code_of_its_signal():
+    from memtune.autotune.search import Control
+    from memtune.cli._search import _interruptible
+
+    control = Control()
+    control.interrupt(143)
+    with pytest.raises(Interrupted, match="before the first trial") as raised, _interruptible(control):
+        raise KeyboardInterrupt
+    assert raised.value.exit_code == 143

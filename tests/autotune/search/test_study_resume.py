@@ -49,6 +49,19 @@ def interrupting(
     return run
 
 
+def test_signal_before_the_first_trial_ends_at_once():
+    control = Control()
+    with control.catch_signals(), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+    assert control.exit_code == 143
+    control = Control()
+    control.begin()
+    with control.catch_signals():
+        signal.raise_signal(signal.SIGINT)
+    assert control.stopping
+    assert control.exit_code == 130
+
+
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
 def test_ctrl_c_writes_best_so_far(after: int):
     options, control = asked(), Control()

@@ -301,6 +301,7 @@ def test_follow_raises_error_of_search(tmp_path):
 
 def test_control_first_signal_asks_second_raises():
     control = Control()
+    control.begin()
     before = signal.getsignal(signal.SIGINT)
     with control.catch_signals():
         signal.raise_signal(signal.SIGTERM)

@@ -143,6 +143,7 @@ def all_events() -> list:
 
 def search(path: str, control: Control, pause_s: float = 0.12) -> str:
     """Write the search into a log, and follow requests of `control` as a real search does."""
+    control.begin()
     with EventLog(path) as log:
         paused, best = False, None
         for event in opening() + [event for row in TRIALS for event in trial_events(row)]:
