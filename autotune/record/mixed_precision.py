@@ -4,12 +4,13 @@ have.
 FSDP2 gathers parameters in `param_dtype`, casts floating-point inputs of every unit, and frees the gathered
 copies: no op casts a weight, as under autocast. The model is recorded with its parameters in that type and
 with the casts of inputs and outputs; the state that a rank keeps (weights, optimizer state, the optimizer's
-temporaries) is then widened to its own type again. Gradients stay narrow until they are reduced.
+temporaries) is then given its own type again, parameter by parameter: LoRA's frozen weights may be narrow.
+Gradients stay narrow until they are reduced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -42,19 +43,22 @@ class PrecisionRecordings:
         """Return the recording under `precision`, or why the model cannot run so."""
         key = precision, compiling
         if key not in self._known:
-            found = self._of_model.attempt(compiling, _narrowed_by(precision))
-            self._known[key] = found if isinstance(found, Reason) else _widened(found)
+            own: dict[str, int] = {}
+            found = self._of_model.attempt(compiling, _narrowed_by(precision, own))
+            self._known[key] = found if isinstance(found, Reason) else _widened(found, own)
         return self._known[key]
 
 
-def _narrowed_by(precision: ComputePrecision) -> Callable[[Session], None]:
+def _narrowed_by(precision: ComputePrecision, own: dict[str, int]) -> Callable[[Session], None]:
+    """Return a change of a session to `precision`; it writes bytes per element of the parameters to `own`."""
     narrow = _TYPES[precision.param_dtype]
     output = _TYPES[precision.output_dtype] if precision.output_dtype else None
 
     def change(session: Session) -> None:
         model = session.model
         with session.mode:
-            for parameter in model.parameters():
+            for name, parameter in model.named_parameters():
+                own[name] = parameter.element_size()
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(narrow)
         if precision.cast_forward_inputs:
@@ -74,8 +78,8 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
     )
 
 
-def _widened(recording: Recording) -> Recording:
-    small = _wide(recording.step)
+def _widened(recording: Recording, own: Mapping[str, int]) -> Recording:
+    small = _wide(recording.step, own)
     ratio = small.storages.bytes // np.maximum(recording.step.storages.bytes, 1)
     traffic = small.ops.traffic_bytes // np.maximum(recording.step.ops.traffic_bytes, 1)
     return replace(
@@ -83,14 +87,17 @@ def _widened(recording: Recording) -> Recording:
         step=small,
         bytes_slope=recording.bytes_slope * np.maximum(ratio, 1),
         traffic_slope=recording.traffic_slope * np.maximum(traffic, 1),
-        exact={size: _wide(step) for size, step in recording.exact.items()},
+        exact={size: _wide(step, own) for size, step in recording.exact.items()},
     )
 
 
-def _wide(step: Step, itemsize: int = 4) -> Step:
-    """Return `step` with weights and what the optimizer makes of them in elements of `itemsize` bytes."""
+def _wide(step: Step, own: Mapping[str, int]) -> Step:
+    """Return `step` with weights, and what the optimizer makes of them, in elements of `own` bytes."""
     columns, storages = columns_of(step.parameters), step.storages
-    factor = np.where(columns.itemsize < itemsize, itemsize // columns.itemsize, 1)
+    itemsize = np.array(
+        [own.get(name, size) for name, size in zip(columns.names, columns.itemsize.tolist(), strict=True)]
+    )
+    factor = np.maximum(itemsize // np.maximum(columns.itemsize, 1), 1)
     mine = np.flatnonzero(storages.owner >= 0)
     owner = storages.owner[mine]
     made_by = np.where(storages.producer[mine] >= 0, step.ops.phase[storages.producer[mine]], Phase.OPTIMIZER)
@@ -103,7 +110,8 @@ def _wide(step: Step, itemsize: int = 4) -> Step:
     weights, first = np.unique(columns.storage, return_index=True)
     n_bytes[weights] = storages.bytes[weights] * factor[first]
     updates = step.ops.phase >= Phase.BOUNDARY
-    traffic = np.where(updates, step.ops.traffic_bytes * int(factor.max(initial=1)), step.ops.traffic_bytes)
+    trained = factor[columns.trainable]
+    traffic = np.where(updates, step.ops.traffic_bytes * int(trained.max(initial=1)), step.ops.traffic_bytes)
     return replace(
         step.with_storages(bytes=n_bytes).with_ops(traffic_bytes=traffic),
         parameters=replace(columns, itemsize=(columns.itemsize * factor).astype(columns.itemsize.dtype)),

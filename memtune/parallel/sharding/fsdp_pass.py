@@ -98,6 +98,7 @@ def _forward(
     """
     whole = _whole(step, how, units.parameters)
     place = np.arange(len(units))
+    casts = _cast_parameters(step, how, units.parameters)
     starts = units.first_forward if how.param_itemsize is None else _after_input_casts(step, units)
     # A gather is issued when the unit `prefetch` places before is copied out.
     when = GatherTiming(np.maximum(place - (how.prefetch or 0), 0), place, starts)
@@ -109,7 +110,7 @@ def _forward(
         how.degree,
         prefetch_distance=how.prefetch_distance(Phase.FORWARD),
         stream=how.gather_stream,
-        casts=how.param_itemsize is not None,
+        casts=casts,
     )
     unit, waiting = _waiting_sources(step, how.blocks_per_unit)
     edit.hold_through(waiting, _last_at(made, when)[unit])
@@ -165,6 +166,14 @@ def _whole(step: Step, how: Sharding, parameters: Ragged) -> Ragged:
     columns = columns_of(step.parameters)
     shards, itemsize = shards_of(columns, how.degree), how.param_itemsize or columns.itemsize.astype(np.int64)
     return replace(parameters, values=(shards.numel * itemsize)[parameters.values] * how.degree)
+
+
+def _cast_parameters(step: Step, how: Sharding, parameters: Ragged) -> Mask | None:
+    """Return which of `parameters` are cast before a gather, those of another type; None if none is."""
+    if how.param_itemsize is None:
+        return None
+    other: Mask = columns_of(step.parameters).itemsize[parameters.values] != how.param_itemsize
+    return other if other.any() else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,7 +245,7 @@ def _backward(
         groups,
         prefetch_distance=how.prefetch_distance(Phase.BACKWARD),
         stream=how.gather_stream,
-        casts=how.param_itemsize is not None,
+        casts=_cast_parameters(step, how, parameters),
     )
     edit.hold_through(made.whole, units.last_backward[order][whole.part])
     uses.to(parameters.values, made.whole, forward=False)
@@ -372,7 +381,7 @@ def gather_units(
     *,
     prefetch_distance: int,
     stream: int,
-    casts: bool = False,
+    casts: Mask | None = None,
 ) -> GatheredUnit:
     """Gather units from `group` ranks each and copy them out into full parameters.
 
@@ -385,24 +394,24 @@ def gather_units(
         group: Ranks that hold a shard each.
         prefetch_distance: Prefetch distance of a gather on the link's own stream (`Ops.prefetch`).
         stream: Stream of the gathers.
-        casts: Each unit's shards are first cast into one flat tensor, which is freed after the gather: two
-            ops more.
+        casts: Parameters whose shards are first cast, each unit's into one flat tensor that is freed after
+            the gather: two ops more. None for none.
     """
     # Per gather: [flat tensor, cast,] buffer, all-gather; per copy-out: one allocation per parameter, the
     # copy.
     sums, before, copied_before = whole.sums(), when.op[when.issued], when.op[when.used]
-    n_casts = 2 * casts
+    n_casts = 0 if casts is None else 2
     begin, first = when.starts(whole.count, 2 + n_casts)
-    flat, cast, make = (begin, begin + 1, begin + n_casts) if casts else (begin[:0], begin[:0], begin)
+    flat, cast, make = (begin, begin + 1, begin + n_casts) if n_casts else (begin[:0], begin[:0], begin)
     gather, allocate, copy = make + 1, whole.places(first), first + whole.count
     n_ops = len(whole.values) + (3 + n_casts) * len(sums)
-    shard_bytes = sums // group
+    cast_bytes = sums[:0] if casts is None else replace(whole, values=whole.values * casts).sums() // group
     rows = edit.add_ops(
         column(
             n_ops,
             np.int32,
-            *([(flat, edit.name_id("aten.empty.memory_format"))] if casts else []),
-            *([(cast, edit.name_id("aten._foreach_copy_.default"))] if casts else []),
+            *([(flat, edit.name_id("aten.empty.memory_format"))] if n_casts else []),
+            *([(cast, edit.name_id("aten._foreach_copy_.default"))] if n_casts else []),
             (make, edit.name_id("aten.empty.memory_format")),
             (gather, edit.name_id("memtune.all_gather_into_.default")),
             (allocate, edit.name_id("memtune.allocate")),
@@ -411,7 +420,7 @@ def gather_units(
         before=column(
             n_ops,
             np.int32,
-            *([(flat, before), (cast, before)] if casts else []),
+            *([(flat, before), (cast, before)] if n_casts else []),
             (make, before),
             (gather, before),
             (allocate, copied_before[whole.part]),
@@ -428,9 +437,7 @@ def gather_units(
             (copy, 0),
         ),
         # a cast reads shards of float32
-        traffic_bytes=column(
-            n_ops, np.int64, (cast, (3 * shard_bytes)[: len(cast)]), (gather, sums), (copy, 2 * sums)
-        ),
+        traffic_bytes=column(n_ops, np.int64, (cast, 3 * cast_bytes), (gather, sums), (copy, 2 * sums)),
         group=column(n_ops, np.int32, (gather, group)),
         stream=column(n_ops, np.uint8, (gather, stream)),
         prefetch=column(n_ops, np.uint8, (gather, prefetch_distance)),
@@ -446,8 +453,8 @@ def gather_units(
         ],
     )
     made = GatheredUnit(storages[buffer], rows[gather], rows[copy], storages[inside])
-    if casts:
-        narrow = edit.add_storages(shard_bytes, producer=rows[flat], kind=Kind.COMMUNICATION)
+    if n_casts:
+        narrow = edit.add_storages(cast_bytes, producer=rows[flat], kind=Kind.COMMUNICATION)
         edit.add_uses(rows[cast], narrow, mode=WRITES)
         edit.add_uses(rows[gather], narrow)
     edit.add_uses(rows[gather], made.buffer)

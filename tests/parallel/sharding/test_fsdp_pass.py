@@ -113,6 +113,7 @@ CASES = (
     Case("lora", reduce=torch.bfloat16, reshard=False, prefetch=2),
     Case("gpt", param=torch.bfloat16),
     Case("lora", param=torch.bfloat16, micro_batches=2),
+    Case("tobf16", param=torch.bfloat16, reduce=torch.float32, micro_batches=2),  # narrow shards stay narrow
     Case("gpt", param=torch.bfloat16, reduce=torch.float32, micro_batches=2, recompute="full"),
     Case("gpt", param=torch.bfloat16, degree=2, two_hop=True, micro_batches=2, blocks_per_unit=2),
     Case("hf_llama", param=torch.bfloat16, reduce=torch.float32, reshard=2, recompute="selective"),
