@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import torch
 
@@ -77,6 +77,18 @@ def measure(
     return ContextMemory(context, both - context)
 
 
+def reserved_bytes(says: IO[str]) -> int:
+    """Return the next number that the other process prints; its libraries may print lines of their own.
+
+    Raises:
+        EnvironmentFault: It ended without one.
+    """
+    for line in iter(says.readline, ""):
+        if line.strip().isdigit():
+            return int(line)
+    raise EnvironmentFault("A second process could not use the device.", code="MT104")
+
+
 @contextmanager
 def _process(on: torch.device) -> Iterator[Stage]:
     with subprocess.Popen(
@@ -93,10 +105,7 @@ def _process(on: torch.device) -> Iterator[Stage]:
                 asks.write("\n")
                 asks.flush()
             is_first = False
-            line = says.readline()
-            if not line:
-                raise EnvironmentFault("A second process could not use the device.", code="MT104")
-            return int(line)
+            return reserved_bytes(says)
 
         try:
             yield stage

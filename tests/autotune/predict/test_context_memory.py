@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -42,6 +43,13 @@ def test_measure_refuses_a_device_that_others_use() -> None:
     device = Device((320, -50))
     with pytest.raises(EnvironmentFault, match="other processes"):
         context_memory.measure(ON, lambda on: device.free, device.process)
+
+
+def test_lines_of_libraries_are_skipped_and_a_dead_process_is_named() -> None:
+    says = io.StringIO("a library's banner\n2097152\n4194304\n")
+    assert [context_memory.reserved_bytes(says) for _ in range(2)] == [2097152, 4194304]
+    with pytest.raises(EnvironmentFault, match="second process"):
+        context_memory.reserved_bytes(says)
 
 
 def test_measured_context_replaces_the_table_and_its_range() -> None:
