@@ -131,7 +131,10 @@ _MAMF = (
     "largest measured bf16 rate of torch.matmul over the data sheet's: stas00/ml-engineering,"
     ' compute/accelerator/README.md @744d01e, "Maximum Achievable Matmul FLOPS comparison table"'
     " (A100 SXM 0.869, A100 PCIe 0.811, H100 SXM 0.803, GH200 0.838, B200 0.776, GB200 0.729, MI300X 0.514,"
-    " MI325X 0.604, MI355X 0.68); 0.8 where the table has no such card"
+    " MI325X 0.604, MI355X 0.68); cards missing there: median of the runs of torch.matmul in"
+    " zzc0721/torch-performance-test-data database.md @9d82827 (RTX 3090 76.6 TFLOP/s, RTX 4090 164.8,"
+    " RTX 4070 Ti SUPER 91, RTX 5090 238, L40S 269, H100 PCIe 496; float16: V100 94.8, T4 42): GeForce"
+    " cards run at higher clocks than their data sheets state; 0.8 where neither has the card"
 )
 _ML = "https://github.com/stas00/ml-engineering/blob/744d01e/compute/accelerator/README.md"
 _MATMUL = {"sm80": 0.869, "sm90": 0.803, "sm100": 0.776, "sm103": 0.786, "gfx942": 0.514, "gfx950": 0.68}
@@ -179,6 +182,7 @@ _GPU_MODELS = {
         _PCIE5,
         "NVIDIA H100 data sheet (half its sparse figures),"
         " https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html",
+        matmul=0.656,
     ),
     "b200": _GpuModel(
         "NVIDIA B200",
@@ -205,6 +209,7 @@ _GPU_MODELS = {
         _PCIE4,
         "NVIDIA L40S data sheet (it lists dense | sparse), checked against"
         " https://www.mullet.se/product.html?product_id=355414",
+        matmul=0.743,
     ),
     "l4": _GpuModel(
         "NVIDIA L4",
@@ -241,6 +246,7 @@ _GPU_MODELS = {
         _DESK4,
         "NVIDIA Ada GPU architecture white paper, appendix A; checked against https://hmc-tech.com (165.2 and"
         " 82.58)",
+        matmul=0.998,
     ),
     "rtx-5090": _GpuModel(
         "NVIDIA GeForce RTX 5090",
@@ -253,8 +259,20 @@ _GPU_MODELS = {
         _DESK5,
         "NVIDIA RTX Blackwell white paper (838 sparse with 16-bit accumulation is 209.5 dense with 32-bit);"
         " checked against https://www.spheron.network/blog/nvidia-rtx-5090-specs/",
+        matmul=1.136,
     ),
-    "rtx-3090": _GpuModel("NVIDIA GeForce RTX 3090", "sm86", 23.7, 71, 35.6, 35.6, 0.936, _DESK4, _GA102),
+    "rtx-3090": _GpuModel(
+        "NVIDIA GeForce RTX 3090",
+        "sm86",
+        23.7,
+        71,
+        35.6,
+        35.6,
+        0.936,
+        _DESK4,
+        _GA102,
+        matmul=1.079,
+    ),
     "v100": _GpuModel(
         "NVIDIA V100 SXM2 32 GB",
         "sm70",
@@ -266,6 +284,7 @@ _GPU_MODELS = {
         _DGX1,
         _VOLTA,
         fp16=125,
+        matmul=0.759,
     ),
     "mi300x": _GpuModel(
         "AMD Instinct MI300X",
@@ -402,6 +421,19 @@ _GPU_MODELS = {
         " in the"
         " GA102 white paper, appendix A",
     ),
+    "rtx-4070-ti-super": _GpuModel(
+        "NVIDIA GeForce RTX 4070 Ti SUPER",
+        "sm89",
+        15.7,
+        88.2,
+        44.1,
+        44.1,
+        0.672,
+        _DESK4,
+        "NVIDIA's specification of the card: 8,448 cores at 2.61 GHz, 672 GB/s; tensor rates per core as in"
+        " the Ada white paper, appendix A",
+        matmul=1.032,
+    ),
     "t4": _GpuModel(
         "NVIDIA T4",
         "sm75",
@@ -413,6 +445,7 @@ _GPU_MODELS = {
         _PCIE4._replace(pcie=12),
         f"{_NV}/tesla-t4; bf16 is computed in fp32",
         fp16=65,
+        matmul=0.646,
     ),
     "v100-16g": _GpuModel(
         "NVIDIA V100 SXM2 16 GB",
@@ -425,6 +458,7 @@ _GPU_MODELS = {
         _DGX1,
         _VOLTA,
         fp16=125,
+        matmul=0.759,
     ),
     "a100-pcie": _GpuModel(
         "NVIDIA A100 PCIe 80 GB",
@@ -593,6 +627,7 @@ def match(title: str, memory_bytes: int) -> str | None:
     words = title.lower().replace("-", " ").replace("max 1", "max1").split()
     stems = {key: key.removeprefix("rtx-").split("-")[0] for key in _GPU_MODELS}
     hits = [key for key, stem in stems.items() if stem in words]
+    hits = [key for key in hits if all(each in words for each in ("ti", "super") if f"-{each}" in key)]
     if "pcie" not in words:
         hits = [key for key in hits if not key.endswith("-pcie")] or hits
     elif any(key.endswith("-pcie") for key in hits):

@@ -59,7 +59,7 @@ class _Roofline(NamedTuple):
 # factor on either (`Hardware.residuals`), and of whole steps in Calibration.
 _CLASSES: tuple[tuple[str, tuple[str, ...], _Roofline, _Roofline], ...] = (
     ("attention", ("attention", "flash", "sdpa"), _Roofline(0.40, 0.5, 3.0), _Roofline(1.0, 0.7)),
-    ("convolution", ("convolution", "aten.conv"), _Roofline(0.45, 0.5, 8.0), _Roofline(0.50, 0.6)),
+    ("convolution", ("convolution", "aten.conv"), _Roofline(0.45, 0.5, 8.0), _Roofline(0.575, 0.6)),
     ("recurrent", ("lstm", "gru", "rnn"), _Roofline(0.40, 0.5, 8.0), _Roofline(0.35, 0.5)),
     (
         "optimizer",
@@ -175,7 +175,7 @@ def _shares_on_gpu(names: tuple[str, ...], architecture: str, matmul: float) -> 
                 for part, chip, share in _ATTENTION_ON_GPU
                 if part in name and architecture.startswith(chip)
             )
-        return matmul if kind == "matmul" else 1.0
+        return matmul if kind in ("matmul", "convolution") else 1.0  # both are bound by the tensor cores
 
     return np.array([share(name) for name in names])
 
@@ -335,7 +335,8 @@ def op_s(
     share = hardware.local_ranks(ranks) if hardware.device == "cpu" else 1
     work, traffic = np.array([flops]), np.array([traffic_bytes])
     rate = hardware.matmul_flops_per_s(dtype)
-    reached = hardware.matmul_efficiency if hardware.device != "cpu" and kind == "matmul" else 1.0
+    on_tensor_cores = hardware.device != "cpu" and kind in ("matmul", "convolution")
+    reached = hardware.matmul_efficiency if on_tensor_cores else 1.0
     found = _seconds(
         np.array([CLASSES.index(kind)]),
         np.zeros(1, np.intp),
