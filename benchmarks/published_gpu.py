@@ -20,14 +20,17 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from published.mended_cases import CAUSES, MENDED
+from published.mended_cases import ATTENTION, CAUSES, MENDED
 from published_gpu_report import markdown, plot
+from published_ranges import derive_all
 
 ROOT = Path(__file__).parents[1]
 MODELS, OWN_ROWS = ROOT / "benchmarks/published/gpu_models", ROOT / "benchmarks/published/gpu_rows.json"
@@ -64,12 +67,19 @@ class Case:
     excluded: str = ""
     cuda: str = ""
     """Version of CUDA if its context differs from that of today's versions."""
+    attention: str = ""
+    """Attention kernel if it is not one of torch's, a key of `ATTENTION`."""
+    hardware: dict[str, float] = field(default_factory=dict)
+    """Fields of `Hardware` that the source states otherwise than the table's usual node."""
     cause: str = ""
     """Reason why the prediction is off, if it is known and no setting expresses it."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a result needs: the measurement, without the way in which it is expressed."""
-        return {name: value for name, value in asdict(self).items() if name not in ("sizes", "config")}
+        return {name: value for name, value in asdict(self).items() if name not in _EXPRESSION}
+
+
+_EXPRESSION = ("sizes", "config", "hardware")
 
 
 @dataclass(frozen=True)
@@ -107,15 +117,17 @@ def _from_folder(case: dict[str, Any]) -> Case:
     """Return a case of the folder; its environment has the sizes, behind a letter."""
     name = case["id"]
     sizes: dict[str, Any] = {key.partition("_")[2]: value for key, value in case["env"].items()}
-    settings, gpu_type, cuda = case["cfg"]["settings"], case["gpu_type"], ""
+    settings, gpu_type, cuda, attention = case["cfg"]["settings"], case["gpu_type"], "", ""
+    source = name.partition("-")[0]
     for each in MENDED:
         if name.startswith(each.start):
             sizes |= each.sizes
             settings = each.settings(settings)
             gpu_type, cuda = each.gpu_type or gpu_type, each.cuda or cuda
+            attention, source = each.attention or attention, each.of or source
     return Case(
         id=name,
-        source=name.partition("-")[0],
+        source=source,
         model=case["model"],
         sizes=sizes,
         config={**case["cfg"], "settings": settings},
@@ -124,6 +136,7 @@ def _from_folder(case: dict[str, Any]) -> Case:
         measured={ours: case[theirs] for theirs, ours in NAMES.items() if case.get(theirs)},
         excluded=next((why for start, why in EXCLUDED.items() if name.startswith(start)), ""),
         cuda=cuda,
+        attention=attention,
         cause=CAUSES.get(name, ""),
     )
 
@@ -144,7 +157,7 @@ def _predict(case: Case) -> Row:
     from memtune.autotune.space.search_options import PlanOptions
     from memtune.errors import MemtuneError
 
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+    with _as_stated(case), tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         json.dump(case.config, file)
         file.flush()
         options = PlanOptions(
@@ -170,6 +183,20 @@ def _predict(case: Case) -> Row:
     for values, seconds in zip((middle, low, high), step, strict=True):
         values["step"] = seconds
     return Row(case, found.status, middle, low, high, found.reason)
+
+
+def _as_stated(case: Case) -> ExitStack:
+    """Return what gives the table's hardware the source's node, and the roofline its attention kernel."""
+    from memtune import hardware
+    from memtune.hardware import roofline
+
+    machine = replace(hardware.find(case.gpu_type), **case.hardware)
+    found = ExitStack()
+    found.enter_context(mock.patch.object(hardware, "find", return_value=machine))
+    if case.attention:
+        kernel = (("_attention", "", ATTENTION[case.attention][machine.architecture]),)
+        found.enter_context(mock.patch.object(roofline, "_ATTENTION_ON_GPU", kernel))
+    return found
 
 
 def _more_outside(case: Case) -> tuple[int, int, int]:
@@ -232,11 +259,18 @@ def summary(rows: Iterable[Row]) -> dict[str, Any]:
             "median_ratio": statistics.median(_ratio(row, column) for row in mine),
             "within_25_percent": sum(each <= 0.25 for each in errors) / len(mine),
             "inside_interval": sum(inside) / len(mine),
+            "half_width": statistics.median(
+                (row.high[column] - row.low[column]) / 2 / row.predicted[column] for row in mine
+            ),
             "factors": factors(mine, column),
             "held_by_others": held_by_others(mine, column),
         }
     steps = [row for row in counted if row.ratio("step") is not None]
     found["sources"] = by_source(steps)
+    found["ranges"] = {
+        name: {**asdict(each), "factors": each.factors, "held": each.held}
+        for name, each in derive_all([row.to_dict() for row in counted]).items()
+    }
     return found
 
 

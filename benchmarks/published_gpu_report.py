@@ -11,6 +11,7 @@ from published.mended_cases import INEXPRESSIBLE
 COLUMNS = (("allocated", "GiB"), ("reserved", "GiB"), ("device", "GiB"), ("step", "s"))
 _COLOURS = {"allocated": "#1f77b4", "reserved": "#ff7f0e", "device": "#2ca02c", "step": "#d62728"}
 _SIZE, _EDGE = 420, 46
+_RANGES = {"torch": "torch's counters", "device": "device totals"}
 
 
 def markdown(rows: Sequence[Any], summary: dict[str, Any], plot_name: str, left: Sequence[str] = ()) -> str:
@@ -19,17 +20,29 @@ def markdown(rows: Sequence[Any], summary: dict[str, Any], plot_name: str, left:
     lines += [f"![predicted against measured]({plot_name})", ""] if plot_name else []
     lines += [
         "| column | cases | median error | worst | predicted/measured | inside the interval"
-        " | measured/predicted, nine of ten | inside that of all other sources |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
+        " | its half-width, median | measured/predicted, nine of ten | inside that of all other sources |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for column, _ in COLUMNS:
         if column in summary:
             each = summary[column]
             lines.append(
                 f"| {column} | {each['cases']} | {each['median_error']:.1%} | {each['worst_error']:.1%}"
-                f" | {each['median_ratio']:.2f} | {each['inside_interval']:.0%}"
+                f" | {each['median_ratio']:.2f} | {each['inside_interval']:.0%} | {each['half_width']:.0%}"
                 f" | {_range(each['factors'])} | {_share(each['held_by_others'])} |"
             )
+    for name, derived in summary["ranges"].items():
+        low, high = derived["factors"]
+        lines += [
+            "",
+            f"Range without trials of {_RANGES[name]}, derived by `published_ranges.py`: true bytes are {low}"
+            f" to {high} of predicted. The range of all other sources holds {derived['held']:.0%} of a"
+            " source's rows on average: "
+            + ", ".join(
+                f"{source} {share:.0%}" for source, (_, share) in sorted(derived["by_source"].items())
+            )
+            + ".",
+        ]
     if "step" in summary:
         lines += ["", f"Steps within ±25 %: {summary['step']['within_25_percent']:.0%}."]
     lines += [

@@ -21,6 +21,9 @@ class Mended:
     more: dict[str, Any] = field(default_factory=dict)
     gpu_type: str = ""
     cuda: str = ""
+    attention: str = ""
+    of: str = ""
+    """Source, if the name does not begin with it."""
 
     def settings(self, given: dict[str, Any]) -> dict[str, Any]:
         """Return the settings `given` with the changes."""
@@ -74,6 +77,8 @@ MENDED = (
         " gathers and computes in bfloat16 and reduces in float32",
         {"PARAM_DTYPE": 1},
         states=_BF16,
+        attention="flash-1",
+        of="llm-foundry",
     ),
     Mended(
         "nanogpt-124m-compile",
@@ -82,6 +87,14 @@ MENDED = (
         {"ATTN": "manual", "TF32": 1},
     ),
 )
+
+ATTENTION: dict[str, dict[str, float]] = {
+    # mosaicml/llm-foundry @061f2c7 measured its tables with `attn_impl` triton, the first FlashAttention. It
+    # reaches 25 to 40 % of A100's rate in both directions (FlashAttention-2, arXiv:2307.08691, abstract), and
+    # is taken to be on H100 faster by as much as FlashAttention-2: 335 over 225 TFLOP/s (section 4.1).
+    "flash-1": {"sm80": 0.325, "sm90": 0.153},
+}
+"""Attention kernel → architecture → share of the matrix rate."""
 
 _LONGER = (
     "measured bytes grow with the batch as if samples had 1,450 tokens, in Llama 2 7B and 13B alike; the"
@@ -137,6 +150,47 @@ INEXPRESSIBLE: tuple[tuple[str, str], ...] = (
         "Lightning-AI/litgpt tutorials/resource-tables.md: LoRA on several GPUs",
     ),
     ("transformers' Adafactor", "perf_train_gpu_one.mdx @0016acf: 12,295 and 4,847 MiB"),
+    (
+        "weights streamed from host or SSD together with an update inside backward: LoHan keeps bfloat16"
+        " weights of 13B off a card of 24 GB, while `lohan` keeps weights on the device and `zero_infinity`,"
+        " which streams them, updates after backward",
+        "RC4ML/LoHan evaluation_data.md @feb88fe: figures 5(a), 7(a), 7(b), 10(b) and 11, 39 throughputs of"
+        " 13B, 70B and 175B on RTX 4090; its TFLOP/s also come without a formula",
+    ),
+    (
+        "settings that a system's own search chose and its paper does not state",
+        "ProTrain, arXiv:2406.08334: throughputs on RTX 3090 and A100 by numbers of persistent chunks,"
+        " swapped and recomputed blocks that the stored text does not give",
+    ),
+    (
+        "experts divided over ranks with DeepEP's kernels, Transformer Engine's kernels",
+        "NVIDIA-NeMo/Automodel docs/performance-summary.md @01926a5: DeepSeek V3, Kimi K2, Qwen3 MoE 30B,"
+        " GPT-OSS 20B and 120B on H100; NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md @00b7660: GPT"
+        " OSS 120B, DeepSeek V3, Qwen3 on H100, B200, GB200, GB300",
+    ),
+    (
+        "interleaved pipelines with tensor parallelism under LoRA",
+        "NVIDIA-NeMo/Automodel docs/performance-summary.md @01926a5: Llama 3 70B, 608 tokens/s a GPU",
+    ),
+    (
+        "context parallelism in 8 bits",
+        "NVIDIA/NeMo docs/source/performance/performance_long_sequence.md @0aa2671: Llama 2 7B from 4K to"
+        " 1,024K tokens on 4 to 1,024 H100",
+    ),
+    (
+        "ZeRO-3 whose largest live set is limited by a number of elements, not of blocks",
+        "huggingface/peft README.md @0032f32: T0_3B, mt0-xxl and bloomz-7b1 with DeepSpeed and CPU"
+        " offloading (9.8, 22 and 18.1 GB); h2oai/h2o-llmstudio pull request 288",
+    ),
+    (
+        "apex's O2 (float16 weights with float32 masters and a scaled loss)",
+        "NVIDIA/DeepLearningExamples PyTorch/LanguageModeling/BERT/README.md @729963d: SQuAD in mixed"
+        " precision",
+    ),
+    (
+        "kernels fused by hand (Triton), measured alone",
+        "linkedin/Liger-Kernel benchmark/data/all_benchmark_data.csv @ead96b6: the provider liger",
+    ),
     (
         "batches of unequal length, whose tokens are not published",
         "torchtune's baseline of 25.5 GiB and its lora_finetune.rst; pytorch/ao torchao/optim/README.md"

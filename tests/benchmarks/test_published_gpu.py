@@ -73,10 +73,27 @@ def test_factors_hold_nine_of_ten_and_each_source_is_judged_by_the_others() -> N
     assert published_gpu.held_by_others(rows, "allocated") == 0.0
 
 
-def test_ranges_without_trials_hold_what_the_committed_results_show() -> None:
-    from memtune.autotune.predict.simulation import UNCALIBRATED_PEAK, UNCALIBRATED_RESERVED
+def test_ranges_hold_nine_of_ten_of_every_source_and_are_tried_on_the_others() -> None:
+    from published_ranges import derive
 
-    found = json.loads((BENCHMARKS / "results/published-gpu.json").read_text())["summary"]
-    for column, (low, high) in (("allocated", UNCALIBRATED_PEAK), ("reserved", UNCALIBRATED_RESERVED)):
-        if found[column].get("factors"):
-            assert low <= found[column]["factors"][0] <= found[column]["factors"][1] <= high
+    many, few = [place / 1000 for place in range(1, 101)], [0.2, 0.3]
+    found = derive({"many": many, "few": few})
+    assert found.half_width == 0.3
+    assert found.by_source == {"many": (0.3, 1.0), "few": (0.091, 0.0)}
+    assert found.factors == (0.74, 1.35)
+    assert found.held == 0.5
+
+
+def test_ranges_without_trials_are_those_that_the_committed_results_give() -> None:
+    from published_ranges import derive_all
+
+    from memtune.autotune.predict.simulation import (
+        UNCALIBRATED_DEVICE,
+        UNCALIBRATED_PEAK,
+        UNCALIBRATED_RESERVED,
+    )
+
+    rows = json.loads((BENCHMARKS / "results/published-gpu.json").read_text())["rows"]
+    found = derive_all(rows)
+    assert found["torch"].factors == UNCALIBRATED_PEAK == UNCALIBRATED_RESERVED
+    assert found["device"].factors == UNCALIBRATED_DEVICE

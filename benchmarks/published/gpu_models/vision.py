@@ -1,5 +1,8 @@
-"""Image classifiers in float32 with random weights: NAME is vgg16, vgg19, resnet50, resnet101, resnet152,
-mobilenet_v2, convnext_tiny or convnext_base, as in the papers; OPT is the optimizer, CLS the classes.
+"""Image classifiers with random weights, as in the papers: NAME is vgg16, vgg19, resnet18 to resnet152,
+wide_resnet50_2, resnext101_32x4d, mobilenet_v2, convnext_tiny, convnext_small or convnext_base; CLS the
+classes. OPT is the optimizer, with MOMENTUM, as a loop over parameters with LOOP. AMP is the type of
+autocast, LAST puts channels last, KEEPS_GRADS is zero_grad of torch before 2.0, DROP the share of samples
+whose deepest block ConvNeXt skips. With READY the images are on the device before the step.
 """
 
 from __future__ import annotations
@@ -7,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from case_sizes import whole, word
+from case_sizes import SIZES, real, whole, word
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 NAME, SIDE, CLASSES = word("NAME", "resnet50"), whole("IMG", 224), whole("CLS", 1000)
 global_batch = whole("B", 8)
+zero_grad_to_none = not whole("KEEPS_GRADS", 0)
+SHAPE, READY = (3, SIDE, SIDE), bool(whole("READY", 0))
+FORMAT = torch.channels_last if whole("LAST", 0) else torch.contiguous_format
 
 
 def _normed(inputs: int, outputs: int, size: int = 1, stride: int = 1, groups: int = 1) -> list[nn.Module]:
@@ -22,14 +28,18 @@ def _normed(inputs: int, outputs: int, size: int = 1, stride: int = 1, groups: i
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions around a shortcut (He et al. 2016)."""
+    """Three convolutions around a shortcut (He et al. 2016), the middle one `inner` wide and in groups."""
 
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
+    times = 4
+    """Width of the output over `width`."""
+
+    def __init__(self, inputs: int, width: int, stride: int, inner: int, groups: int) -> None:
         super().__init__()
         act = nn.ReLU(inplace=True)
         self.body = nn.Sequential(
-            *_normed(inputs, width), act, *_normed(width, width, 3, stride), act, *_normed(width, 4 * width)
-        )
+            *_normed(inputs, inner), act, *_normed(inner, inner, 3, stride, groups), act,
+            *_normed(inner, 4 * width),
+        )  # fmt: skip
         changes = stride > 1 or inputs != 4 * width
         self.shortcut = nn.Sequential(*(_normed(inputs, 4 * width, 1, stride) if changes else ()))
         self.act = nn.ReLU(inplace=True)
@@ -40,6 +50,20 @@ class Bottleneck(nn.Module):
         found += self.shortcut(x)
         activated: Tensor = self.act(found)
         return activated
+
+
+class Basic(Bottleneck):
+    """Two convolutions around a shortcut, in smaller ResNets."""
+
+    times = 1
+
+    def __init__(self, inputs: int, width: int, stride: int, inner: int, groups: int) -> None:
+        super().__init__(inputs, width, stride, inner, groups)
+        self.body = nn.Sequential(
+            *_normed(inputs, width, 3, stride), nn.ReLU(inplace=True), *_normed(width, width, 3)
+        )
+        changes = stride > 1 or inputs != width
+        self.shortcut = nn.Sequential(*(_normed(inputs, width, 1, stride) if changes else ()))
 
 
 class Inverted(nn.Module):
@@ -100,14 +124,17 @@ def _vgg(convolutions: tuple[int, ...]) -> Iterator[nn.Module]:
     yield nn.Linear(4096, CLASSES)
 
 
-def _resnet(depths: tuple[int, ...]) -> Iterator[nn.Module]:
+def _resnet(
+    depths: tuple[int, ...], block: type[Bottleneck] = Bottleneck, group_width: int = 64, groups: int = 1
+) -> Iterator[nn.Module]:
     yield from (*_normed(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
     inputs = 64
     for stage, depth in enumerate(depths):
         for place in range(depth):
             width = 64 << stage
-            yield Bottleneck(inputs, width, 2 if stage and not place else 1)
-            inputs = 4 * width
+            inner = width * group_width // 64 * groups
+            yield block(inputs, width, 2 if stage and not place else 1, inner, groups)
+            inputs = block.times * width
     yield from (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, CLASSES))
 
 
@@ -143,32 +170,51 @@ def _layers() -> Iterator[nn.Module]:
         case "resnet50" | "resnet101" | "resnet152":
             deep = {"resnet50": (4, 6), "resnet101": (4, 23), "resnet152": (8, 36)}[NAME]
             yield from _resnet((3, *deep, 3))
+        case "resnet18":
+            yield from _resnet((2, 2, 2, 2), Basic)
+        case "resnet34":
+            yield from _resnet((3, 4, 6, 3), Basic)
+        case "wide_resnet50_2":
+            yield from _resnet((3, 4, 6, 3), group_width=128)
+        case "resnext101_32x4d":
+            yield from _resnet((3, 4, 23, 3), group_width=4, groups=32)
         case "mobilenet_v2":
             yield from _mobilenet()
         case "convnext_tiny":
-            yield from _convnext((3, 3, 9, 3), 96, 0.1)
+            yield from _convnext((3, 3, 9, 3), 96, real("DROP", 0.1))
+        case "convnext_small":
+            yield from _convnext((3, 3, 27, 3), 96, real("DROP", 0.4))
         case "convnext_base":
-            yield from _convnext((3, 3, 27, 3), 128, 0.5)
+            yield from _convnext((3, 3, 27, 3), 128, real("DROP", 0.5))
         case other:
             raise ValueError(other)
 
 
 def model() -> nn.Module:
     """Return the classifier."""
-    return nn.Sequential(*_layers())
+    return nn.Sequential(*_layers()).to(memory_format=FORMAT)  # type: ignore[call-overload,no-any-return]
 
 
 def batch(size: int) -> tuple[Tensor, Tensor]:
-    """Return images and labels."""
-    return torch.randn(size, 3, SIDE, SIDE), torch.randint(CLASSES, (size,))
+    """Return images, without values if they are on the device before the step, and labels."""
+    images = torch.randn(size, *(() if READY else SHAPE))
+    return images if READY else images.to(memory_format=FORMAT), torch.randint(CLASSES, (size,))
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Return the cross-entropy."""
-    return F.cross_entropy(model(batch[0]), batch[1])
+    images, labels = batch
+    if READY:
+        images = torch.empty(len(labels), *SHAPE, device=labels.device, memory_format=FORMAT)
+    narrow = getattr(torch, word("AMP", "bfloat16"))
+    with torch.autocast(images.device.type, narrow, enabled=bool(word("AMP"))):
+        return F.cross_entropy(model(images), labels)
 
 
 def optimizer(params: list[Tensor]) -> torch.optim.Optimizer:
     """Return the optimizer of the case."""
-    made: torch.optim.Optimizer = getattr(torch.optim, word("OPT", "Adam"))(params, lr=1e-3)
+    more = {"momentum": real("MOMENTUM", 0.0)} if "MOMENTUM" in SIZES else {}
+    made: torch.optim.Optimizer = getattr(torch.optim, word("OPT", "Adam"))(
+        params, lr=1e-3, foreach=False if whole("LOOP", 0) else None, **more
+    )
     return made

@@ -15,7 +15,7 @@ from support.synthetic_steps import columns_of, make_step
 from memtune import _native, hardware
 from memtune.autotune.predict.caching_allocator import AllocatorSettings, event_stream, replay
 from memtune.autotune.predict.python_work import PythonWork
-from memtune.autotune.predict.simulation import ACTIVATIONS, Calibration, simulate
+from memtune.autotune.predict.simulation import ACTIVATIONS, UNCALIBRATED_PEAK, Calibration, simulate
 from memtune.hardware.roofline import matmul_dtype, op_costs
 from memtune.memory.arena_settings import ArenaSettings
 from memtune.program.step import FOREVER, Kind, Parameter, Phase, Program, RankClass, Resource, Step, Tier
@@ -278,14 +278,16 @@ def test_bytes_that_only_cudnn_knows_widen_the_range() -> None:
         return simulate(program_of((1, step)), GPU)
 
     plain = predicted("aten.add.Tensor", Kind.TEMPORARY)
-    assert plain.allocated_bytes == (6 * mib, int(5.4 * mib), math.ceil(6.6 * mib))
+    low, high = UNCALIBRATED_PEAK
+    assert plain.allocated_bytes == (6 * mib, math.floor(6 * mib * low), math.ceil(6 * mib * high))
     assert plain.device_bytes[0] == plain.peak_reserved_bytes + GPU.context_bytes
     for name, kind in (
         ("aten.convolution.default", Kind.WORKSPACE),
         ("aten._cudnn_rnn.default", Kind.TEMPORARY),
     ):
         found = predicted(name, kind)
-        assert found.allocated_bytes == (6 * mib, int(0.9 * 4 * mib), math.ceil(1.1 * 8 * mib))
+        most = math.hypot(plain.allocated_bytes[2] - 6 * mib, 2 * mib)  # independent errors
+        assert found.allocated_bytes[2] == pytest.approx(6 * mib + most, abs=2)
         assert found.outside_bytes - plain.outside_bytes == GPU.cudnn_bytes > 0
 
 
