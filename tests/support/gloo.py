@@ -4,6 +4,7 @@ argument)`.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -16,13 +17,17 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from memtune.search_spaces import SLOTS, kinds
+
 # Processes are forked from one that has imported torch, which takes most of the time of a test otherwise. It
 # has run no op, so that it has no threads which a fork would lose.
 FRESH = multiprocessing.get_context("forkserver")
 FRESH.set_forkserver_preload(
     [
-        *("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "memtune.testing"),
+        *("torch", "torch.distributed.fsdp", "torch.distributed.tensor"),
         "torch._dynamo",  # the first optimizer imports it, a third of torch
+        *("pytest", "memtune.testing"),  # each rank imports its test's file
+        *(f"memtune.search_spaces.{slot}.{kind}" for slot in SLOTS for kind in kinds(slot)),
     ]
 )
 
@@ -84,6 +89,7 @@ def _rank(
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # collections do not traverse what the server has imported
     torch.set_num_threads(1)
     backends = "gloo"
     if device == "sim":
