@@ -47,7 +47,7 @@ from memtune.program.step import Kind, Program, Recording, Resource, Step
 from memtune.runtime.memory_tiers import HOST, tier
 from memtune.runtime.transfer import COUNTERS
 from memtune.ssd import offload_dir
-from memtune.ssd.ssd_tensors import Extent, SsdFile
+from memtune.ssd.ssd_file import Extent, SsdFile
 from memtune.technique import Reason, Target
 from memtune.testing.training import build
 from memtune.workload.workload import Workload

@@ -34,7 +34,8 @@ from typing import Any
 import torch
 
 from memtune.ssd import offload_dir
-from memtune.ssd.ssd_tensors import Disk, Extent
+from memtune.ssd.ssd_file import Extent
+from memtune.ssd.ssd_tensors import Disk
 from memtune.units import MIB
 
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}

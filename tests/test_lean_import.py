@@ -35,6 +35,11 @@ def test_import_memtune_loads_nothing_heavy(tmp_path: Path) -> None:
     )
 
 
+def test_updater_process_loads_no_torch(tmp_path: Path) -> None:
+    """Each domain of `smart_infinity` has one: torch would take seconds of its start and 200 MiB."""
+    assert "torch" not in loaded_after("import memtune.offload.near_storage.update_worker", tmp_path)
+
+
 def test_light_runtime_loads_no_search_package_and_touches_no_device(tmp_path: Path) -> None:
     modules = light_modules()
     assert {"memtune.technique", "memtune.search_spaces", "memtune.runtime"} <= set(modules)

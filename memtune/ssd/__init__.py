@@ -21,9 +21,8 @@ if TYPE_CHECKING:
         copy_to_slot,
         tensors_of,
     )
-    from memtune.ssd.numa import cores_of_drive
     from memtune.ssd.offload_dir import RunFolder, all_allowed, flush
-    from memtune.ssd.ssd_tensors import TENSORS, WRITE_PRIORITY, Extent, SsdFile, Ticket
+    from memtune.ssd.ssd_file import TENSORS, WRITE_PRIORITY, Extent, SsdFile, Ticket, cores_of_drive
 else:
     __getattr__ = open_door(__name__)
 

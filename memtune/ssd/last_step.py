@@ -41,7 +41,7 @@ from memtune.device import accelerator, platform_of
 from memtune.errors import EnvironmentFault
 from memtune.runtime import HOST, Context, local, tier
 from memtune.ssd import offload_dir, ssd_tensors
-from memtune.ssd.ssd_tensors import TENSORS, Extent
+from memtune.ssd.ssd_file import TENSORS, Extent
 
 _CPU_RANDOM: Final = "random numbers, cpu"
 _DEVICE_RANDOM: Final = "random numbers, device"

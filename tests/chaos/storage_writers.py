@@ -31,7 +31,8 @@ from memtune.executors.base import TrialResult
 from memtune.search_spaces import find, null
 from memtune.search_spaces.execution import Execution
 from memtune.ssd.last_step import Manifest
-from memtune.ssd.ssd_tensors import Disk, Extent
+from memtune.ssd.ssd_file import Extent
+from memtune.ssd.ssd_tensors import Disk
 
 KINDS = {"no space": 1, "input/output error": 2, "short write": 3}
 Check = Callable[[bool], None]

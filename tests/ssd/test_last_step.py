@@ -35,7 +35,7 @@ import memtune
 from memtune.errors import EnvironmentFault
 from memtune.ssd import offload_dir, ssd_tensors
 from memtune.ssd.last_step import Manifest, dead_runs
-from memtune.ssd.ssd_tensors import TENSORS
+from memtune.ssd.ssd_file import TENSORS
 
 
 def killed_and_resumed(tmp_path: Path, acts: range, again: int = -1, resume: str = "last_step") -> int:

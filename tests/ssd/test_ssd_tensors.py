@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 
 from memtune.errors import EnvironmentFault
 from memtune.runtime.memory_tiers import tier_of
-from memtune.ssd.ssd_tensors import ALIGN, WRITE_PRIORITY, Disk, _Free
+from memtune.ssd.ssd_file import ALIGN, WRITE_PRIORITY, _Free
+from memtune.ssd.ssd_tensors import Disk
 
 
 @pytest.fixture(params=["auto", "threads"])

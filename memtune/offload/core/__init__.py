@@ -15,7 +15,6 @@ if TYPE_CHECKING:
         is_gathered,
         sharded_like,
     )
-    from memtune.offload.core.fsdp_shards_pass import gathers_of, members_of_units, rows_of_gradients
     from memtune.offload.core.offloaded_parameter import OffloadedParameter, set_data
     from memtune.offload.core.optimizer_param import (
         OptimizerParameter,
@@ -77,11 +76,9 @@ __all__ = [
     "count_changes",
     "deferred_blocks",
     "free_together",
-    "gathers_of",
     "in_chunks",
     "is_gathered",
     "loads_of",
-    "members_of_units",
     "model_order",
     "not_one_by_one",
     "optimizer_parameter",
@@ -92,7 +89,6 @@ __all__ = [
     "put_back",
     "resident_count",
     "room_bytes",
-    "rows_of_gradients",
     "runs",
     "sentinel_index",
     "set_data",

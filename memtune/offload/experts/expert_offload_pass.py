@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from memtune.offload.core import gathers_of, rows_of_gradients
 from memtune.offload.experts.host_cache import expert_traffic
 from memtune.offload.experts.resume_experts_pass import hold_to_the_end, spare_slots, write_resident
 from memtune.offload.parameters import first_ops, stream_parameters
@@ -30,8 +29,10 @@ from memtune.program import (
     Step,
     Tier,
     columns_of,
+    gathers_of,
     memoized,
     raw_gradients,
+    rows_of_gradients,
     window_residency,
 )
 from memtune.workload import Expert

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from memtune.offload.core import gathers_of, rows_of_gradients
 from memtune.program import (
     FOREVER,
     I32,
@@ -23,7 +22,9 @@ from memtune.program import (
     Resource,
     Step,
     columns_of,
+    gathers_of,
     raw_gradients,
+    rows_of_gradients,
 )
 
 

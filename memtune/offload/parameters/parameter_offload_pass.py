@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from memtune.offload.core import Chunks, Pages, aligned, gathers_of
+from memtune.offload.core import Chunks, Pages, aligned
 from memtune.offload.gradients import BlockGradients, average, bytes_in_copies, offload_in_place
 from memtune.offload.parameters.overlap_pass import (
     FreedAt,
@@ -56,6 +56,7 @@ from memtune.program import (
     Tier,
     Units,
     columns_of,
+    gathers_of,
     hold_prefetched_copies,
     order_of_use,
     pending_copy_sources,

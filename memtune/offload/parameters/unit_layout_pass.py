@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from memtune.offload.core import Chunks, Pages, gathers_of, runs
+from memtune.offload.core import Chunks, Pages, runs
 from memtune.program import (
     FOREVER,
     I32,
@@ -23,6 +23,7 @@ from memtune.program import (
     Tier,
     Units,
     columns_of,
+    gathers_of,
     order_of_use,
     ssd_reads_by_moment,
 )

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memtune.offload.core import gathers_of, members_of_units
 from memtune.offload.tiles.tiled_weights_pass import (
     BACKWARD,
     Layer,
@@ -20,7 +19,7 @@ from memtune.offload.tiles.tiled_weights_pass import (
     run_layers_in_tiles,
     without_whole_weights,
 )
-from memtune.program import I32, READS, Edit, Kind, Resource, Step, columns_of
+from memtune.program import I32, READS, Edit, Kind, Resource, Step, columns_of, gathers_of, members_of_units
 
 _PACK = "fsdp.chunk_cat.default"
 _REDUCES_AFTER = 2

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from memtune import refusals
 from memtune.effects import Effects
-from memtune.offload.core import gathers_of, is_gathered
+from memtune.offload.core import is_gathered
 from memtune.offload.experts import (
     ExpertOffloader,
     ExpertOffloadSpec,
@@ -17,7 +17,7 @@ from memtune.offload.experts import (
     only_experts,
     used_in,
 )
-from memtune.program import Program, Rule, window_residency
+from memtune.program import Program, Rule, gathers_of, window_residency
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
 from memtune.search_spaces.offload.states._common import EAGER_ONLY, cannot_run_on_ranks, replicas

@@ -13,9 +13,9 @@ from memtune import refusals
 from memtune.effects import Effects
 from memtune.errors import ApplyError
 from memtune.hardware import Hardware
-from memtune.offload.core import BlockTimes, deferred_blocks, gathers_of
+from memtune.offload.core import BlockTimes, deferred_blocks
 from memtune.offload.parameters import Overlap, native_update_bytes, not_in_layers
-from memtune.program import Program, Step, columns_of, smallest_window
+from memtune.program import Program, Step, columns_of, gathers_of, smallest_window
 from memtune.runtime import Context
 from memtune.search_spaces.offload.states._common import (
     EAGER_ONLY,

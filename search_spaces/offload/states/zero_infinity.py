@@ -10,7 +10,7 @@ from torch import nn
 from memtune import refusals
 from memtune.effects import Effects
 from memtune.errors import ApplyError
-from memtune.offload.core import gathers_of, is_gathered
+from memtune.offload.core import is_gathered
 from memtune.offload.optimizer import UPDATES, HostOptimizer, Native, no_native_update, optimizer_on_host
 from memtune.offload.parameters import stream_parameters
 from memtune.offload.ssd_states import (
@@ -32,7 +32,7 @@ from memtune.offload.tiles import (
     tileable_rows,
     weights_before_biases,
 )
-from memtune.program import Kind, Program, is_in_expert, window_residency
+from memtune.program import Kind, Program, gathers_of, is_in_expert, window_residency
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
 from memtune.search_spaces.offload.states._common import EAGER_ONLY, cannot_run_on_ranks, replicas, window_of

@@ -14,10 +14,10 @@ from support.suites.block_offload_suite import block_bytes, total
 from support.suites.layer_major_suite import CHAIN
 
 from memtune.errors import ApplyError
-from memtune.offload.core.fsdp_shards_pass import gathers_of
 from memtune.offload.gradients.block_grad_ready_pass import weights_are_free
 from memtune.program.parameter_columns import columns_of
 from memtune.program.residency import order_of_use, window_residency
+from memtune.program.shard_columns import gathers_of
 from memtune.program.step import Kind, Resource, Tier
 from memtune.search_spaces import find
 from memtune.search_spaces.offload.activations.copy_out import CopyOut

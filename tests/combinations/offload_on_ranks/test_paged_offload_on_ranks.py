@@ -24,10 +24,10 @@ from support.suites.block_offload_suite import total
 from support.suites.layer_major_suite import CHAIN
 
 from memtune.errors import ApplyError
-from memtune.offload.core.fsdp_shards_pass import gathers_of
 from memtune.offload.core.parameter_layout import Pages, paged, timeline
 from memtune.offload.parameters.parameter_offload_pass import sizes_in_blocks
 from memtune.program.parameter_columns import columns_of
+from memtune.program.shard_columns import gathers_of
 from memtune.program.step import Kind, Resource, Step
 from memtune.runtime import transfer
 from memtune.search_spaces.offload.states.angel_ptm import AngelPtm

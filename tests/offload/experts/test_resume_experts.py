@@ -24,7 +24,7 @@ from memtune.offload.experts.expert_offload import ExpertOptimizer
 from memtune.offload.experts.resume_experts import ResidentSlots
 from memtune.ssd import ssd_tensors
 from memtune.ssd.last_step import Manifest
-from memtune.ssd.ssd_tensors import TENSORS
+from memtune.ssd.ssd_file import TENSORS
 
 BATCHES = [torch.randn(2, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(5)]
 KEEPS = STATES | {"resume": "last_step"}

@@ -15,7 +15,7 @@ from pydantic import Field
 from memtune.effects import Effects
 from memtune.errors import ApplyError
 from memtune.offload.chunks import ChunkPlan, GradientsInPlace, as_few_as_used, chunk_sizes
-from memtune.offload.core import bytes_in_chunks, gathers_of, is_gathered, pack
+from memtune.offload.core import bytes_in_chunks, is_gathered, pack
 from memtune.offload.gradients import average_on_device
 from memtune.offload.optimizer import HostOptimizer, optimizer_on_host, updated_first
 from memtune.offload.parameters import (
@@ -25,7 +25,7 @@ from memtune.offload.parameters import (
     sizes_in_blocks,
     stream_parameters,
 )
-from memtune.program import Program, Rule, Step, Units, cache_residency, columns_of, memoized
+from memtune.program import Program, Rule, Step, Units, cache_residency, columns_of, gathers_of, memoized
 from memtune.runtime import Context
 from memtune.search_spaces.offload.states._common.layer_offload import (
     EAGER_ONLY,

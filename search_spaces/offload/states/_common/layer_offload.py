@@ -8,7 +8,6 @@ import numpy as np
 
 from memtune import refusals
 from memtune.hardware import Hardware, op_costs
-from memtune.offload.core import gathers_of
 from memtune.offload.optimizer import Native, optimizer_on_host, unknown_optimizer
 from memtune.offload.parameters import (
     Overlap,
@@ -24,6 +23,7 @@ from memtune.program import (
     Resource,
     Step,
     columns_of,
+    gathers_of,
     memoized,
     window_residency,
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memtune.ssd.numa import cores_in, cores_of_drive
+from memtune.ssd.ssd_file import cores_in, cores_of_drive
 
 
 @pytest.mark.parametrize(("text", "cores"), [("0-2,5\n", {0, 1, 2, 5}), ("7", {7}), ("", set())])
