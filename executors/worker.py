@@ -125,12 +125,12 @@ def run(rank: _Rank) -> dict[str, Any]:
     measured.host_peak = ledger.peak_allocated_bytes(HOST)
     measured.by_kind = {kind.name.lower(): n for kind, n in ledger.peak_breakdown().items() if n}
     measured.other_load = measured.load.others() if measured.load is not None else 0.0
+    if not platform_of(rank.device).is_host:
+        # The buffers of the measurements below are not the training's.
+        memory_statistics.limit(rank.device, None)
     with tier(HOST):
         measured.reference_s = reference_s(rank.device)
     if trial.clock_ops:
-        if not platform_of(rank.device).is_host:
-            # The buffers of the measurements are not the training's.
-            memory_statistics.limit(rank.device, None)
         with tier(HOST):
             measured.rates = measure_rates(rank.device, local_ranks=_local_ranks(rank))
         measured.op_times = _clock_ops(rank, workload, tuned, measured)
