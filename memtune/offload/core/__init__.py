@@ -15,7 +15,16 @@ if TYPE_CHECKING:
         is_gathered,
         sharded_like,
     )
-    from memtune.offload.core.offloaded_parameter import OffloadedParameter, set_data
+    from memtune.offload.core.offloaded_parameter import (
+        OffloadedParameter,
+        Piece,
+        allocate_together,
+        free_together,
+        in_chunks,
+        place_in,
+        put_back,
+        set_data,
+    )
     from memtune.offload.core.optimizer_param import (
         OptimizerParameter,
         model_order,
@@ -36,14 +45,6 @@ if TYPE_CHECKING:
         runs,
         timeline,
         until,
-    )
-    from memtune.offload.core.parameter_memory import (
-        Piece,
-        allocate_together,
-        free_together,
-        in_chunks,
-        place_in,
-        put_back,
     )
     from memtune.offload.core.update_triggers import (
         PendingUpdates,

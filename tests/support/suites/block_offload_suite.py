@@ -13,7 +13,7 @@ import pytest
 from support.zoo_paths import ZOO
 
 from memtune.api import Tuned
-from memtune.offload.core.parameter_memory import allocate_together
+from memtune.offload.core.offloaded_parameter import allocate_together
 from memtune.program.step import Resource, Step
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
 from memtune.technique import Technique

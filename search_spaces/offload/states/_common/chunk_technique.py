@@ -1,6 +1,6 @@
 """Rules, pass and apply of techniques that keep the blocks' parameters in chunks on the host.
 
-The layout of chunks is in `offload.core.parameter_memory`.
+The layout of chunks is in `offload.core.offloaded_parameter`.
 """
 
 from __future__ import annotations
