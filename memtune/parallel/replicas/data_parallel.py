@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memtune.errors import ApplyError
 from memtune.parallel.ranks import require_ranks
+from memtune.parallel.replicas.broadcast_buffers import BroadcastBuffers
 from memtune.runtime import Context, count_collective
 from memtune.workload import experts_of
 
@@ -47,6 +48,9 @@ class Replicas:
         self._ranks = context.placement.world_size
         self._averaged_bytes = 0
         self._model = context.model
+        if _ddp_averages_nothing(context):
+            self._average_nothing(context)
+            return
         with _excluded(context):
             self.wrapper = DistributedDataParallel(
                 context.model,
@@ -66,6 +70,20 @@ class Replicas:
         context.loop.runner = self.wrapper
         context.loop.sync, context.placement.states_average_grads = self._sync, True
         context.checks["sharding.states"] = self._check
+
+    def _average_nothing(self, context: Context) -> None:
+        """Only broadcast buffers: DDP refuses a model none of whose gradients it averages."""
+        buffers = BroadcastBuffers(context, dist.distributed_c10d._get_default_group())
+
+        @contextmanager
+        def sync(last: bool) -> Iterator[None]:
+            yield
+            if last:
+                buffers.step_ends()
+
+        context.loop.runner = context.model
+        context.loop.sync, context.placement.states_average_grads = sync, True
+        context.checks["sharding.states"] = lambda: {"ranks": self._ranks, "averaged_bytes": 0}
 
     def _sync(self, last: bool) -> AbstractContextManager[Any]:
         return self._all_averaged() if last else self.wrapper.no_sync()
@@ -114,16 +132,24 @@ def _not_reduced_by_ddp(context: Context) -> list[str]:
     return context.blocks if context.placement.offload.averages == "blocks" else []
 
 
+def _names_not_reduced_by_ddp(context: Context) -> tuple[set[str], int]:
+    """Return the trained parameters whose gradients another component averages, and the number of all."""
+    mine = {f"{name}." for name in _not_reduced_by_ddp(context)}
+    trained = [name for name, parameter in context.model.named_parameters() if parameter.requires_grad]
+    return {name for name in trained if any(name.startswith(block) for block in mine)}, len(trained)
+
+
+def _ddp_averages_nothing(context: Context) -> bool:
+    inside, count = _names_not_reduced_by_ddp(context)
+    return 0 < len(inside) == count
+
+
 @contextmanager
 def _excluded(context: Context) -> Iterator[None]:
-    """Exclude from DDP the parameters whose gradients other mechanisms average, if there are any and DDP has
-    others left.
-    """
+    """Exclude from DDP the parameters whose gradients other mechanisms average, if there are any."""
     model: Any = context.model
-    mine = {f"{name}." for name in _not_reduced_by_ddp(context)}
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    inside = {name for name in trained if any(name.startswith(block) for block in mine)}
-    if not inside or len(inside) == len(trained):
+    inside, _ = _names_not_reduced_by_ddp(context)
+    if not inside:
         yield
         return
     before = vars(model).get(_IGNORED)
