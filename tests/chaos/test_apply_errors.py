@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memtune.api import apply
+from memtune.autotune.record_parallel import fake_ranks
 from memtune.errors import MemtuneError
 from memtune.ssd import offload_dir
 
@@ -33,6 +34,15 @@ OTHERS: dict[str, dict[str, Any]] = {
         "offload": {"activations": {"kind": "copy_out", "min_bytes": 0}, "states": {"kind": "l2l"}},
     },
 }
+ON_RANKS: dict[str, dict[str, Any]] = {
+    f"{kind} on ranks": {"sharding": {"states": {"kind": kind}}} for kind in ("zero1", "zero2", "zero3")
+} | {
+    "zero3, zero_offload on ranks": {
+        "sharding": {"states": {"kind": "zero3"}},
+        "offload": {"states": {"kind": "zero_offload"}},
+    },
+}
+"""On rank 0 of two of torch's fake process group, whose collectives move nothing."""
 _REGISTER = {
     nn.Module: (
         "forward_pre_hook forward_hook full_backward_hook full_backward_pre_hook state_dict_pre_hook"
@@ -127,7 +137,9 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -
             each.untyped_storage().nbytes(),
             each.detach().clone().tolist(),
         )
-        found[f"parameter {name}"] = id(each), type(each), memory, hooks, each.grad is None, sizes(vars(each))
+        # FSDP2 numbers a parameter once and for all, so that shared ones are found.
+        own = {key: value for key, value in vars(each).items() if key != "_fsdp_orig_uid"}
+        found[f"parameter {name}"] = id(each), type(each), memory, hooks, each.grad is None, sizes(own)
     found["groups"] = [[id(each) for each in group["params"]] for group in optimizer.param_groups]
     found["optimizer"] = sizes(vars(optimizer))
     found["state"] = {id(each): sizes(state) for each, state in optimizer.state.items()}
@@ -142,13 +154,18 @@ def trained_once() -> tuple[Net, torch.optim.Optimizer]:
     return model, optimizer
 
 
-@pytest.mark.parametrize("name", [*STATES, *OTHERS])
+@pytest.mark.parametrize("name", [*STATES, *OTHERS, *ON_RANKS])
 def test_error_at_any_call_of_apply_leaves_all_as_before(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with fake_ranks(2 if name in ON_RANKS else 1):
+        fails_and_restores(name, tmp_path, monkeypatch)
+
+
+def fails_and_restores(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
     plan = (ALL | AT_END)[name][1] if name in STATES else {}
-    settings = (STATES | OTHERS)[name]
+    settings = (STATES | OTHERS | ON_RANKS)[name]
     config = {"settings": settings, "plan": {"offload.states": plan} if plan else {}}
     wanted, optimizer = trained_once()
     interrupted_loops.step(wanted, optimizer, 1)

@@ -165,16 +165,18 @@ class _SameCalls:
     def __init__(self, context: Context, layers: Sequence[str], group: dist.ProcessGroup) -> None:
         self._group, self._device, self._forwards = group, context.device, 0
         model, end = context.model, "the end of the model"
-        handles = [
-            model.register_forward_pre_hook(UncopiedHook(self._begins)),
-            model.register_forward_hook(UncopiedHook(partial(self._calls, end))),
+        registrations = (
+            partial(model.register_forward_pre_hook, UncopiedHook(self._begins)),
+            partial(model.register_forward_hook, UncopiedHook(partial(self._calls, end))),
             *(
-                model.get_submodule(n).register_forward_pre_hook(UncopiedHook(partial(self._calls, n)))
+                partial(
+                    model.get_submodule(n).register_forward_pre_hook, UncopiedHook(partial(self._calls, n))
+                )
                 for n in layers
             ),
-        ]
-        for handle in handles:
-            context.undo.callback(handle.remove)
+        )
+        for register in registrations:  # one by one: those before an error are undone
+            context.undo.callback(register().remove)
 
     def _begins(self) -> None:
         self._forwards += 1

@@ -46,11 +46,9 @@ class Partition(ShardedBuckets):
         for bucket in self._buckets:
             for part in bucket.parts:
                 before, after = self._hooks_of(bucket, part)
-                for handle in (
-                    part.parameter.register_hook(before),
-                    part.parameter.register_post_accumulate_grad_hook(after),
-                ):
-                    context.undo.callback(handle.remove)
+                # One by one: if the second registration fails, the first is undone.
+                context.undo.callback(part.parameter.register_hook(before).remove)
+                context.undo.callback(part.parameter.register_post_accumulate_grad_hook(after).remove)
 
     def _hooks_of(
         self, bucket: Bucket, part: Part
