@@ -7,6 +7,7 @@ The search runs in a thread, the display in the main thread; a search without a 
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,8 @@ from memtune.autotune.ui.view import STATUS_TEXT, SearchView, TrialView
 from memtune.progress import Progress, reported_to
 
 T = TypeVar("T")
+_UNWIND_S = 5.0
+"""Seconds that a search gets to end after Ctrl-C; a native call is not interrupted."""
 REDRAW_S = 0.25
 _COLUMNS = (("#", 3), ("samples/s", 13), ("step", 8), ("peak", 8))
 _WIDE_COLUMNS = (("#", 3), ("samples/s", 13), ("batch", 5), ("step", 8), ("predicted", 9), ("peak", 17))
@@ -554,13 +557,24 @@ def run_tui(
     return app.forced
 
 
+def _interrupt(thread: threading.Thread) -> None:
+    """Raise KeyboardInterrupt in `thread` and wait for its end, so that native threads that it started are
+    joined: the process would abort otherwise.
+    """
+    assert thread.ident is not None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt)
+    )
+    thread.join(_UNWIND_S)
+
+
 def with_tui(
     search: Callable[[], T], log_path: str | Path, control: Control, progress: Progress | None = None
 ) -> T:
     """Run `search` in a thread and its display in this one; return or raise as `search` does.
 
-    The first Ctrl-C or SIGTERM asks `control` for an orderly end, the second raises KeyboardInterrupt here at
-    once: the search's thread then ends with the process.
+    The first Ctrl-C or SIGTERM asks `control` for an orderly end, the second raises KeyboardInterrupt in the
+    search's thread and here.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -580,6 +594,7 @@ def with_tui(
         if thread.is_alive() and run_tui(
             log_path, control, over=lambda: not thread.is_alive(), progress=progress
         ):
+            _interrupt(thread)
             raise KeyboardInterrupt
         if thread.is_alive():
             # The display broke or lost its terminal; hours of search must not go with it.

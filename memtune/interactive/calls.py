@@ -26,7 +26,7 @@ Returned = TypeVar("Returned")
 class SharedOptions(TypedDict, total=False):
     """Options that `search` and `plan` share.
 
-    Args:
+    Attributes:
         batch: `batch(size)`, which returns that many samples on the CPU; or one batch, whose samples are used
             over and over.
         loss: `loss(model, batch)`, which returns a scalar.
@@ -104,7 +104,7 @@ def _with_shared_options(function: Callable[Given, Returned]) -> Callable[Given,
         bound.apply_defaults()
         return function(*bound.args, **bound.kwargs)
 
-    rows = (SharedOptions.__doc__ or "").partition("Args:\n")[2].strip()
+    rows = (SharedOptions.__doc__ or "").partition("Attributes:\n")[2].strip()
     call.__doc__ = (function.__doc__ or "").replace("options: As in `SharedOptions`.", rows)
     call.__signature__ = signature  # type: ignore[attr-defined]  # read by inspect
     return call
