@@ -153,8 +153,8 @@ from memtune.executors.local import LocalExecutor
 executor = LocalExecutor(2, log_dir=sys.argv[1], command=sys.argv[2:4])
 for text in sys.argv[4:]:
     executor.submit(Trial.model_validate_json(text))
-list(executor.wait(1000))
-list(executor.wait(1000))
+while True:
+    list(executor.wait(1000))
 """
 
 
