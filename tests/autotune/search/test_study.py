@@ -51,10 +51,14 @@ def test_search_measures_audits_confirms_and_writes_config():
     assert SearchOutcome.from_dict(outcome.to_dict()) == outcome
 
 
+BUDGETS = (5, 7, 6, 8, 9, 64)
+"""MiB by seed; the two that are drawn are those of other tests here, whose programs are made already."""
+
+
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_search_winner_fits_and_is_no_worse_than_baselines(seed: int):
-    options = asked(seed=seed, budget_bytes=[5, 6, 7, 8, 9, 12][seed] * 2**20)
+    options = asked(seed=seed, budget_bytes=BUDGETS[seed] * 2**20)
     outcome = run(options, truth(options, peak=0.1, step=1.0))
     assert outcome.measured is not None
     assert outcome.measured["peak_bytes"] <= (options.budget_bytes or 0)
