@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from memtune import refusals
 from memtune.offload.chunks.paged_offloader import PagedOffloader
 from memtune.offload.optimizer import Gradients, HostOptimizer, Sweeps
-from memtune.runtime import HOST, Context, mark, page_locked, tier
+from memtune.runtime import HOST, Context, mark, page_locked, tier, track_data
 
 
 def _twin(host: Tensor, locked: bool) -> Tensor:
@@ -49,6 +49,8 @@ class LockFreeOptimizer(HostOptimizer):
     def publish_to(self, store: PagedOffloader) -> None:
         """Publish the weights of blocks to `store`, all others to the device."""
         self._store, self._spare = store, store.double()
+        for device, _ in self._pairs:
+            track_data(device)  # a write during a sweep is refused
         for _, host in self._pairs:
             if host not in self._spare:
                 with tier(HOST):

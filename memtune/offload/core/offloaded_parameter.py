@@ -38,15 +38,20 @@ from memtune.errors import ApplyError
 from memtune.offload.core.fsdp_shards import GatheredBlocks
 from memtune.offload.core.optimizer_param import to_host_now
 from memtune.offload.core.parameter_layout import Chunks
-from memtune.runtime import HOST, Context, local, mark, plain_type, version_of_data
+from memtune.runtime import HOST, Context, is_data_used, local, mark, plain_type, version_of_data
 
+_is_alias_of: Final[Callable[[Tensor, Tensor], bool]] = torch._C._is_alias_of  # type: ignore[attr-defined]
 _DATA: Final[Any] = torch._C.TensorBase.data
-"""torch's own `data`: that of a tracked parameter (`runtime.data_alias`) counts assignments."""
+set_data: Final[Callable[[nn.Parameter, Tensor], None]] = _DATA.__set__
+"""Exchange the memory of a parameter, as `parameter.data = memory` does.
+
+torch's own: that of a tracked parameter (`runtime.data_alias`) counts assignments.
+"""
 
 
-def set_data(parameter: nn.Parameter, memory: Tensor) -> None:
-    """Exchange the memory of `parameter`, as `parameter.data = memory` does, without a count as a write."""
-    _DATA.__set__(parameter, memory)
+def _at(memory: Tensor) -> tuple[Tensor, int]:
+    """Return `memory` with its place in its storage, which costs a call to ask for."""
+    return memory, memory.storage_offset()
 
 
 class OffloadedParameter:
@@ -58,30 +63,31 @@ class OffloadedParameter:
         keeps: The parameter shows the device's memory at all times.
     """
 
-    __slots__ = ("_class", "_keeps", "_writes", "device", "host", "is_resident", "parameter")
+    __slots__ = (
+        *("_class", "_device_at", "_host_at", "_is_shard", "_keeps", "_writes"),
+        *("device", "host", "is_resident", "parameter"),
+    )
 
     def __init__(self, parameter: nn.Parameter, host: Tensor, *, keeps: bool = False) -> None:
         self.parameter, self.host, self._keeps, self.is_resident = parameter, host, keeps, True
+        self._is_shard = isinstance(parameter, DTensor)
         # A detached alias shares the version counter, and keeps the storage that saved views refer to.
         self.device = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
-        self._writes = self._count_writes()
+        self._device_at, self._host_at = _at(self.device), _at(host)
         self._class: type | None = None  # the parameter's own class while its values are in flight
+        self._writes = self._count_writes()
 
-    def _count_writes(self) -> tuple[int, ...]:
-        return (self.parameter._version, *version_of_data(self.parameter))
+    def _count_writes(self) -> int:
+        version = self.parameter._version
+        return version + sum(version_of_data(self.parameter)) if is_data_used() else version
 
-    def _shows(self, memory: Tensor) -> bool:
-        """Return whether the parameter's memory is `memory`, and not what the user has assigned."""
-        shown: Any = self.parameter
-        if isinstance(shown, DTensor):
-            shown = shown._local_tensor
-        # By storage: `data_ptr()` is 0 for all that is freed, and fake tensors have none.
-        alias: bool = torch._C._is_alias_of(shown, memory)  # type: ignore[attr-defined]
-        return alias and shown.storage_offset() == memory.storage_offset()
+    def _memory(self) -> Any:
+        """Return the tensor that has the parameter's memory."""
+        return self.parameter._local_tensor if self._is_shard else self.parameter  # type: ignore[attr-defined]
 
     def _show(self, memory: Tensor) -> None:
-        if isinstance(self.parameter, DTensor):
-            self.parameter._local_tensor = memory
+        if self._is_shard:
+            self.parameter._local_tensor = memory  # type: ignore[attr-defined]
         else:
             set_data(self.parameter, memory)
 
@@ -89,19 +95,20 @@ class OffloadedParameter:
 
     def free(self) -> None:
         """Show the host's memory, which gets what the user has written on the device since the load."""
-        if not self.is_resident:
-            return
-        if self.adopt():
-            self._copy_to(self.host)
-        self.is_resident = False
-        if not self._keeps:
-            self._show(self.host)
+        if self.is_resident:
+            if self.adopt():
+                self._copy_to(self.host)
+            self.is_resident = False
+            if not self._keeps:
+                self._show(self.host)
 
     def restore(self) -> None:
         """Show the device's memory, which has the host's values now."""
-        self.settle()
+        if self._class is not None:
+            self.settle()
         if not self.is_resident:
-            self._show(self.device)
+            if not self._keeps:
+                self._show(self.device)
             self.is_resident, self._writes = True, self._count_writes()
 
     def adopt(self) -> bool:
@@ -115,8 +122,10 @@ class OffloadedParameter:
         """
         if self._class is not None:  # an access would have settled it
             return False
-        memory = self.device if self.is_resident else self.host
-        is_assigned = not self._shows(memory)
+        memory, at = self._device_at if self.is_resident else self._host_at
+        shown = self._memory() if self._is_shard else self.parameter
+        # By storage: `data_ptr()` is 0 for all that is freed, and fake tensors have none.
+        is_assigned = not _is_alias_of(shown, memory) or shown.storage_offset() != at
         if is_assigned:
             self._copy_to(memory)
             self._show(memory)
@@ -125,14 +134,13 @@ class OffloadedParameter:
 
     def move_host(self, host: Tensor) -> None:
         """Have `host` as the memory between uses from here on, which has the values."""
-        self.host = host
+        self.host, self._host_at = host, _at(host)
         if not self.is_resident:
             self._show(host)
 
     @torch.no_grad()
     def _copy_to(self, memory: Tensor) -> None:
-        shown: Any = self.parameter
-        values = shown._local_tensor if isinstance(shown, DTensor) else shown.detach()
+        values = self._memory().detach()
         if values.shape != memory.shape or values.dtype is not memory.dtype:
             raise ApplyError(
                 f"A weight of shape {tuple(memory.shape)} and {memory.dtype} was changed to"

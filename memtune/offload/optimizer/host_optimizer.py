@@ -67,6 +67,7 @@ from memtune.runtime import (
     tier_of,
     to_host_together,
     transfer,
+    untrack_data,
     with_hooks,
 )
 
@@ -320,6 +321,8 @@ class HostOptimizer:
         self._with_offloader += [pair for pair in self._copied if id(pair[0]) in left]
         self._copied = [pair for pair in self._copied if id(pair[0]) not in left]
         self._writes.ignore_rows(parameter for parameter, _ in self._with_offloader)
+        for parameter, _ in self._with_offloader:
+            untrack_data(parameter)  # a write through `data` is to the host copy itself
 
     def expect(self, parameters: Iterable[nn.Parameter]) -> None:
         """Do nothing: all that an update needs is in host memory already."""

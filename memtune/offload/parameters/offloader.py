@@ -231,7 +231,8 @@ class HostParameters:
 
     def _load_pieces(self, pieces: Iterable[Piece]) -> None:
         every = list(pieces)
-        self._adopt(each for piece in every for each in piece.of)
+        for piece in every:
+            self._adopt(piece.of)
         hosts = [piece.host for piece in every]
         for part in groups(hosts):
             mine = every[part]
