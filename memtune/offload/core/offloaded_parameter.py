@@ -51,7 +51,7 @@ torch's own: that of a tracked parameter (`runtime.data_alias`) counts assignmen
 
 def _at(memory: Tensor) -> tuple[Tensor, int]:
     """Return `memory` with its place in its storage, which costs a call to ask for."""
-    return memory, memory.storage_offset()
+    return memory, int(memory.storage_offset())
 
 
 class OffloadedParameter:
