@@ -37,9 +37,12 @@ class Bottleneck(nn.Module):
         super().__init__()
         act = nn.ReLU(inplace=True)
         self.body = nn.Sequential(
-            *_normed(inputs, inner), act, *_normed(inner, inner, 3, stride, groups), act,
+            *_normed(inputs, inner),
+            act,
+            *_normed(inner, inner, 3, stride, groups),
+            act,
             *_normed(inner, 4 * width),
-        )  # fmt: skip
+        )
         changes = stride > 1 or inputs != 4 * width
         self.shortcut = nn.Sequential(*(_normed(inputs, 4 * width, 1, stride) if changes else ()))
         self.act = nn.ReLU(inplace=True)
