@@ -1,7 +1,8 @@
 """FLOPs of one ATen call: torch's formulas for matrix products, one per output element for other ops.
 
-torch's formulas cover the attention kernels of CUDA, but not those of the CPU, nor recurrent layers; these
-are here. A multiply and an add count as two FLOPs, as in torch.
+torch's formulas cover the attention kernels of CUDA, but not those of the CPU, nor recurrent layers, and
+count the weight gradient of a convolution in groups as if it had none; these are here. A multiply and an add
+count as two FLOPs, as in torch.
 """
 
 from __future__ import annotations
@@ -26,6 +27,13 @@ def _recurrent(input: Tensor, weights: tuple[Tensor, Tensor], passes: int) -> fl
     return float(passes * 2 * input.shape[0] * input.shape[1] * sum(weight.numel() for weight in weights))
 
 
+def _convolution_backward(slope: Tensor, image: Tensor, weight: Tensor, *more: Any) -> float:
+    """Return the FLOPs of the gradients of image and weight, each as many as the forward has."""
+    transposed, wanted = bool(more[4]), more[-1]
+    each = 2 * (image if transposed else slope).numel() * _numel([*weight.shape[1:]])
+    return float(each * sum(map(bool, wanted[:2])))
+
+
 def _numel(sizes: list[int]) -> int:
     product = 1
     for size in sizes:
@@ -41,6 +49,7 @@ _HERE: dict[str, Callable[..., float]] = {
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": lambda _, q, k, v, *__, **___: (
         _attention(q, k, v, (3, 2))
     ),
+    "aten.convolution_backward.default": _convolution_backward,
     "aten.mkldnn_rnn_layer.default": lambda x, w1, w2, *_, **__: _recurrent(x, (w1, w2), 1),
     "aten.mkldnn_rnn_layer_backward.default": lambda x, w1, w2, *_, **__: _recurrent(x, (w1, w2), 2),
 }
