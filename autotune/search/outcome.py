@@ -79,6 +79,7 @@ def trial_rows(finished: Sequence[FinishedTrial]) -> tuple[dict[str, Any], ...]:
             "role": each.job.role,
             "name": each.job.name,
             "summary": each.job.scored.choice.summary,
+            "sentence": each.job.scored.choice.sentence,
             "settings": each.job.scored.choice.dump(),
             "predicted_peak_bytes": each.job.scored.prediction.peak_allocated_bytes,
             "predicted_reserved_bytes": each.job.scored.prediction.peak_reserved_bytes,

@@ -210,6 +210,7 @@ def _dry_run(options: SearchOptions, folder: StudyFolder, say: Callable[[str], N
             "role": role,
             "name": name,
             "summary": each.choice.summary,
+            "sentence": each.choice.sentence,
             "settings": each.choice.dump(),
             "predicted_peak_bytes": each.prediction.peak_allocated_bytes,
             "predicted_step_s": each.prediction.step_s,

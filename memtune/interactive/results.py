@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -13,7 +13,7 @@ from memtune.autotune.search import PlanReport, PlanRow, SearchOutcome
 from memtune.config import TunedConfig
 from memtune.units import format_bytes, format_rate, format_seconds
 
-_COLUMNS = ("#", "trial", "result", "step", "samples/s", "peak", "settings")
+_COLUMNS = ("#", "trial", "result", "step", "samples/s", "peak", "micro-batch", "setting")
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Any:
@@ -107,7 +107,8 @@ class SearchResult:
                 format_seconds(step) if step else "",
                 format_rate(rate) if rate else "",
                 format_bytes(peak) if peak else "",
-                row["summary"],
+                _micro_batch(row["settings"]["execution"]),
+                row.get("sentence", row["summary"]),  # studies of earlier versions have no sentences
             )
 
     def __repr__(self) -> str:
@@ -197,6 +198,12 @@ class PlanResult:
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(repr(self))}</pre>{self.plot().svg}"
+
+
+def _micro_batch(execution: Mapping[str, Any]) -> str:
+    """Return the samples of a micro-batch, and how many make a step if several do: `4×2`."""
+    size, accumulate = execution.get("micro_batch") or "", execution.get("accumulate", 1)
+    return f"{size}×{accumulate}" if accumulate > 1 else str(size)
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:

@@ -83,6 +83,8 @@ def trial(
         "name": name,
         "summary": f"mb 4 · setting {number}",
         "status": status,
+        "sentence": f"recomputes one block in {number + 2} in backward",
+        "settings": {"execution": {"micro_batch": 4, "accumulate": 2}},
         "peak_allocated_bytes": peak_mib * 2**20 if status == "ok" else None,
         "step_s": step_s if status == "ok" else None,
         "samples_per_s": 4 / step_s if status == "ok" else None,
@@ -122,7 +124,8 @@ def test_search_result_gives_best_trials_and_picture(outcome, tmp_path):
     )
     said = repr(found)
     assert outcome.message in said
-    assert all(row["summary"] in said for row in outcome.trials)
+    assert all(row["sentence"] in said and row["summary"] not in said for row in outcome.trials)
+    assert said.count("4×2") == len(outcome.trials)
     html = found._repr_html_()
     assert html.count("<tr>") == len(outcome.trials) + 1
     assert "limit 6.00 MiB" in found.plot().svg
