@@ -524,6 +524,15 @@ class Driver:
         """Return whether other load or a changed machine makes a trial's time doubtful."""
         return result.other_load > BUSY or abs(math.log(self._slowdown(result))) > BUSY
 
+    def _disturbance(self, result: TrialResult) -> str:
+        """Return what `is_disturbed` found."""
+        slowdown, found = self._slowdown(result), []
+        if result.other_load > BUSY:
+            found.append(f"others used {result.other_load:.0%} of its cores")
+        if abs(math.log(slowdown)) > BUSY:
+            found.append(f"a fixed matrix product took {slowdown:.2f} times as long as in the median trial")
+        return " and ".join(found)
+
     def refuses(self, choice: Choice) -> bool:
         """Return whether `choice` has all techniques of a set that refused the live model in two trials."""
         return any(struck <= kinds(choice) for struck in self._struck)
@@ -549,9 +558,7 @@ class Driver:
             if self.is_disturbed(done.result) and not self._noted_disturbance:
                 self._noted_disturbance = True
                 self.note(
-                    f"the machine was not quiet during trial {done.number}: others used"
-                    f" {done.result.other_load:.0%} of its cores, and a fixed matrix product took"
-                    f" {self._slowdown(done.result):.2f} times as long as in the median trial",
+                    f"the machine was not quiet during trial {done.number}: {self._disturbance(done.result)}",
                     warning=True,
                 )
         verdict = judge(self.measured(), self.setup.goal)
