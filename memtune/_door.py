@@ -30,7 +30,11 @@ def open_door(room: str) -> Callable[[str], Any]:
         if name not in homes:
             # `from room import submodule` asks here first and falls back to the import system on this error.
             raise AttributeError(f"module '{room}' exports no '{name}'")
-        home = importlib.import_module(homes[name])
+        try:
+            home = importlib.import_module(homes[name])
+        except AttributeError as error:
+            # `from room import name` would report any AttributeError as a name that does not exist.
+            raise ImportError(f"{homes[name]} could not be imported: {error}") from error
         value = home if homes[name] == f"{room}.{name}" else getattr(home, name)
         setattr(importlib.import_module(room), name, value)  # later uses find the name without this function
         return value

@@ -92,6 +92,7 @@ class Sampler:
                 storage=storage, sampler=tpe, study_name="memtune", direction="minimize", load_if_exists=True
             )
             self._storage = storage
+            self._withdraw_enqueued()
             self._optuna = {
                 _number(each): each.number
                 for each in self._study.get_trials(deepcopy=False)
@@ -100,6 +101,14 @@ class Sampler:
             """Optuna's number by number. A pruned suggestion gives its number back: those that run have no
             holes.
             """
+
+    def _withdraw_enqueued(self) -> None:
+        """Prune trials that a process enqueued and did not start before it died.
+
+        `ask` would start them instead of what is asked for, and they cannot fail.
+        """
+        for each in self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            self._storage.set_trial_state_values(each._trial_id, TrialState.PRUNED)
 
     def ask(
         self, choice: Choice | None = None, *, role: str = "search", name: str = ""

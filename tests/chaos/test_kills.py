@@ -10,7 +10,9 @@ import random
 import shutil
 import signal
 import sys
+import tempfile
 import time
+import traceback
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,24 +129,28 @@ def names(folder: Path) -> set[str]:
 
 def killed(run: Any, after_s: float) -> bool:
     """Run a function in a fork of this process, killed after `after_s`; return False if it ended before."""
-    pid = os.fork()
-    if not pid:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        try:
-            run()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    until = time.monotonic() + after_s
-    while time.monotonic() < until:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            assert status == 0
-            return False
-        time.sleep(0.002)
-    os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
-    return True
+    with tempfile.TemporaryFile() as said:
+        pid = os.fork()
+        if not pid:
+            os.dup2(said.fileno(), 2)
+            try:
+                run()
+                os._exit(0)
+            except BaseException:
+                os.write(2, traceback.format_exc().encode())
+            finally:
+                os._exit(1)
+        until = time.monotonic() + after_s
+        while time.monotonic() < until:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                said.seek(0)
+                assert status == 0, said.read().decode(errors="replace")
+                return False
+            time.sleep(0.002)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        return True
 
 
 DRIVER = """

@@ -172,7 +172,10 @@ def check(
                     rank["peaks"],
                     wanted,
                 )
-                assert rank["host_peak"] == pytest.approx(step.peak_bytes(Tier.HOST), rel=0.02)
+                # Sharded experts hold up to 4 % less than predicted, replicas what is predicted.
+                assert rank["host_peak"] == pytest.approx(
+                    step.peak_bytes(Tier.HOST), rel=0.05 if divided else 0.02
+                )
     return ranks
 
 
