@@ -172,10 +172,10 @@ def check(
                     rank["peaks"],
                     wanted,
                 )
-                # Sharded experts hold up to 4 % less than predicted, replicas what is predicted.
-                assert rank["host_peak"] == pytest.approx(
-                    step.peak_bytes(Tier.HOST), rel=0.05 if divided else 0.02
-                )
+                # From the second step on, sharded experts hold 4 % less than predicted.
+                wanted_host = step.peak_bytes(Tier.HOST)
+                least = (0.95 if divided else 0.98) * wanted_host
+                assert least <= rank["host_peak"] <= 1.02 * wanted_host, (rank["host_peak"], wanted_host)
     return ranks
 
 
