@@ -97,6 +97,13 @@ def format_rate(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 99.95 else f"{per_s:#.3g}"
 
 
+def format_micro_batch(samples: int | None, accumulate: int) -> str:
+    """Return the samples of a micro-batch, and how many make a step if several do: `2×4`; empty for None."""
+    if samples is None:
+        return ""
+    return f"{samples}×{accumulate}" if accumulate > 1 else str(samples)
+
+
 def format_ranks(degree: int | None) -> str:
     """Return `4 ranks`, or `all ranks` for None."""
     return "all ranks" if degree is None else f"{degree} ranks"

@@ -525,7 +525,7 @@ class Driver:
         return result.other_load > BUSY or abs(math.log(self._slowdown(result))) > BUSY
 
     def _disturbance(self, result: TrialResult) -> str:
-        """Return what `is_disturbed` found."""
+        """Return the causes for which `is_disturbed` holds."""
         slowdown, found = self._slowdown(result), []
         if result.other_load > BUSY:
             found.append(f"others used {result.other_load:.0%} of its cores")

@@ -44,8 +44,8 @@ _ALL = ("all",)
 _SMALL = tuple(("small", place) for place in range(4))
 """The neighbourhoods of this many candidates with the smallest peaks are explored too."""
 _EXECUTIONS = 3
-"""Number of executions (micro-batches) whose best candidates' neighbourhoods are explored: one technique is
-best with most micro-batches, and its neighbours differ as little as its own times.
+"""Number of executions (micro-batches) whose best candidates' neighbourhoods are explored. The best of most
+micro-batches have the same techniques, so further neighbourhoods repeat those combinations.
 """
 _SLOWER = 2.0
 """The neighbourhood of a technique is not explored if its best candidate is slower than the best of all by

@@ -15,7 +15,7 @@ from memtune.autotune.search import PlanReport, PlanRow
 from memtune.autotune.space import describe
 from memtune.autotune.ui import formatting
 from memtune.hardware import BUSY
-from memtune.units import format_bytes, format_seconds
+from memtune.units import format_bytes, format_micro_batch, format_seconds
 
 _MODULES = 4
 """Modules to show of a peak."""
@@ -222,7 +222,7 @@ def _table(rows: Sequence[PlanRow], facts: Mapping[str, Any]) -> Table:
 
 
 def _batch(row: PlanRow) -> str:
-    return f"{row.micro_batch or '–'}" + (f"×{row.accumulate}" if row.accumulate > 1 else "")
+    return format_micro_batch(row.micro_batch, row.accumulate) or "–"
 
 
 def _peak_bar(row: PlanRow, scale: int) -> Text:

@@ -35,6 +35,7 @@ from memtune.autotune.search import (
 )
 from memtune.errors import ConfigError
 from memtune.executors import TrialResult
+from memtune.units import format_micro_batch
 
 Shown = Literal["running", "ok", "oom", "timeout", "crash", "unfit", "cancelled"]
 STATUS_TEXT: dict[str, str] = {
@@ -90,8 +91,7 @@ class TrialView:
     def micro_batches(self) -> str:
         """Return `4`, or `2×4` for four micro-batches of two samples; empty if unknown."""
         execution = self.settings.get("execution") or {}
-        size, accumulate = execution.get("micro_batch"), execution.get("accumulate", 1)
-        return "" if size is None else f"{size}×{accumulate}" if accumulate > 1 else str(size)
+        return format_micro_batch(execution.get("micro_batch"), execution.get("accumulate", 1))
 
     @property
     def label(self) -> str:

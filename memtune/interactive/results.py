@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any, Literal
 from memtune.autotune.report import Picture, Point, front
 from memtune.autotune.search import PlanReport, PlanRow, SearchOutcome
 from memtune.config import TunedConfig
-from memtune.units import format_bytes, format_rate, format_seconds
+from memtune.units import format_bytes, format_micro_batch, format_rate, format_seconds
 
 _COLUMNS = ("#", "trial", "result", "step", "samples/s", "peak", "micro-batch", "setting")
 
@@ -99,6 +99,7 @@ class SearchResult:
     def _table(self) -> Iterator[tuple[str, ...]]:
         yield _COLUMNS
         for row in self.outcome.trials:
+            execution = row["settings"]["execution"]
             step, rate, peak = (row.get(each) for each in ("step_s", "samples_per_s", "peak_allocated_bytes"))
             yield (
                 str(row.get("number", "")),
@@ -107,7 +108,7 @@ class SearchResult:
                 format_seconds(step) if step else "",
                 format_rate(rate) if rate else "",
                 format_bytes(peak) if peak else "",
-                _micro_batch(row["settings"]["execution"]),
+                format_micro_batch(execution.get("micro_batch"), execution.get("accumulate", 1)),
                 row.get("sentence", row["summary"]),  # studies of earlier versions have no sentences
             )
 
@@ -198,12 +199,6 @@ class PlanResult:
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(repr(self))}</pre>{self.plot().svg}"
-
-
-def _micro_batch(execution: Mapping[str, Any]) -> str:
-    """Return the samples of a micro-batch, and how many make a step if several do: `4×2`."""
-    size, accumulate = execution.get("micro_batch") or "", execution.get("accumulate", 1)
-    return f"{size}×{accumulate}" if accumulate > 1 else str(size)
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:

@@ -260,9 +260,6 @@ class RowReplay:
             nth = np.repeat(np.arange(1, count + 1), len(column))
             return (repeated + nth * np.tile(strides.of(column), count)).astype(column.dtype)
 
-        def joined(parts: Sequence[Any]) -> Any:
-            return np.concatenate(parts) if parts else _NONE
-
         op_parts = self._ops[second.op_parts :]
         if op_parts:
             self._ops.append(
@@ -275,7 +272,7 @@ class RowReplay:
                 }
             )
         if storage_parts := self._storages[second.storage_parts :]:
-            n_bytes, tier, kind, producer, owner, held = map(joined, zip(*storage_parts, strict=True))
+            n_bytes, tier, kind, producer, owner, held = map(np.concatenate, zip(*storage_parts, strict=True))
             self._storages.append(
                 (
                     *(copies(each) for each in (n_bytes, tier, kind)),
@@ -286,12 +283,12 @@ class RowReplay:
             )
         new_uses = np.asarray(self._new_uses[second.new_uses :], np.int32).reshape(-1, 3).T
         parts = [*self._op_uses[second.use_parts :], tuple(new_uses)]
-        op, storage, mode = map(joined, zip(*parts, strict=True))
+        op, storage, mode = map(np.concatenate, zip(*parts, strict=True))
         self._op_uses.append(
             (copies(op, self._op_strides), copies(storage, self._storage_strides), copies(mode))
         )
         if holds := self._holds[second.holds :]:
-            numbers, until = map(joined, zip(*holds, strict=True))
+            numbers, until = map(np.concatenate, zip(*holds, strict=True))
             self._holds.append((copies(numbers, self._storage_strides), copies(until, self._op_strides)))
         self.n_ops += count * ops
         self.n_storages += count * storages
