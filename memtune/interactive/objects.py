@@ -32,10 +32,10 @@ _FILE = '''"""{title}: the objects given to memtune, stored for processes that t
 
 import sys
 
-sys.path.extend(each for each in {path} if each not in sys.path)
-
 from memtune.interactive import load_functions
 
+# After torch is imported: it tries modules that need not exist, such as `cuda`, and would find the user's.
+sys.path.extend(each for each in {path} if each not in sys.path)
 globals().update(load_functions({folder!r}))
 '''
 

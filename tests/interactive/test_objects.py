@@ -85,6 +85,13 @@ def test_fresh_process_loads_a_model_with_its_weights():
     assert workload_of(net, batch=batch, loss=loss, optimizer=torch.optim.SGD) != path
 
 
+def test_module_of_the_user_does_not_answer_imports_of_torch(tmp_path, monkeypatch):
+    # torch tries `from cuda.bindings import runtime` before it has all its names.
+    (tmp_path / "cuda.py").write_text("from torch import nn")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert probe(workload_of(Net, batch=batch, loss=loss)).imports_torch
+
+
 def test_path_and_module_are_the_file_itself(tmp_path, monkeypatch):
     assert workload_of(ZOO["gpt"]) == str(ZOO["gpt"])
     (tmp_path / "my_model.py").write_text(ZOO["gpt"].read_text())
