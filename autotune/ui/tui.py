@@ -236,6 +236,8 @@ class SearchApp(App[None]):
 
     def tick(self) -> None:
         """Read new events of the log and draw the changes."""
+        if not self.is_running:  # the timer also fires while the screens are removed
+            return
         over = self._over is not None and self._over()
         for event in self._tail.poll():
             self.view.apply(event)
@@ -378,7 +380,8 @@ class SearchApp(App[None]):
 
     def on_data_table_row_highlighted(self) -> None:
         """Show the whole setting of the trial under the cursor."""
-        self._put("selected", tui_panels.selected(self.view, self._selected(), self.size.width - 2))
+        if self.is_running:
+            self._put("selected", tui_panels.selected(self.view, self._selected(), self.size.width - 2))
 
     def action_move(self, rows: int) -> None:
         """Move the cursor in the table."""

@@ -224,6 +224,20 @@ def test_keys_control_search(tmp_path, keys, wish):
     assert wish(control)
 
 
+def test_display_that_ends_draws_nothing_more(tmp_path):
+    show(tmp_path, running_search(), (100, 30))
+
+    async def drive():
+        app = SearchApp(tmp_path / "log")
+        async with app.run_test(size=(100, 30)) as pilot:
+            await pilot.pause()
+        # A busy machine runs the timer and messages of the table after the screens are gone.
+        app.action_order()
+        app.on_data_table_row_highlighted()
+
+    asyncio.run(drive())
+
+
 class Terminal:
     """A real program on a pseudo-terminal, its screen kept by a terminal emulator."""
 
