@@ -44,8 +44,8 @@ activations.tiling
 activations.schedules
 activations.eviction
 parallel.ranks
-parallel.collectives
 parallel.sharding
+parallel.collectives
 parallel.replicas
 parallel.model
 parallel.pipeline

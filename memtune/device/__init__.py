@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from memtune.device import accelerator as accelerator
     from memtune.device import memory_statistics as memory_statistics
     from memtune.device import streams as streams
-    from memtune.device.accelerator import platform_of
+    from memtune.device.accelerator import backend_of, backends_of, platform_of
     from memtune.device.faults import (
         explained,
         is_lost,
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         device_of,
         of_hardware,
     )
-    from memtune.device.process_groups import backend_of, backends_of
 else:
     __getattr__ = open_door(__name__)
 

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from memtune.device.platforms import ACCELERATOR, DEFAULT_ACCELERATOR, PLATFORMS, Capability, Platform
@@ -265,3 +266,18 @@ def started_devices() -> list[torch.device]:
     """Return the devices of an accelerator that has started; generators of others have drawn nothing."""
     kind = device_type() if is_started() else None
     return [] if kind is None else [torch.device(kind, index) for index in range(count())]
+
+
+def backend_of(device_type: str) -> str:
+    """Return torch's default backend for tensors of a device type: `nccl` for `cuda`, `gloo` for `cpu`; that
+    of an out-of-tree type is what its package registered.
+    """
+    kind = require_type(device_type)
+    return dist.Backend.default_device_backend_map.get(kind) or platform_of(kind).backend or "gloo"
+
+
+def backends_of(device_type: str) -> str:
+    """Return the backends for tensors of the host and of `device_type` in the form of `init_process_group`:
+    `cpu:gloo,cuda:nccl`.
+    """
+    return ",".join(dict.fromkeys(f"{kind}:{backend_of(kind)}" for kind in ("cpu", device_type)))

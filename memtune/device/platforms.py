@@ -40,7 +40,7 @@ class Platform:
     title: str
     capabilities: frozenset[Capability] = frozenset()
     backend: str = ""
-    """Process-group backend that sends its tensors; empty if torch has to be asked (`process_groups`)."""
+    """Process-group backend that sends its tensors; empty: torch is asked (`accelerator.backend_of`)."""
     ray_resource: str = ""
     """Ray's name for its devices; empty if Ray does not assign them."""
     visible_devices: str = ""

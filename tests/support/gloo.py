@@ -93,7 +93,7 @@ def _rank(
     torch.set_num_threads(1)
     backends = "gloo"
     if device == "sim":
-        from memtune.device.process_groups import backends_of
+        from memtune.device import backends_of
         from memtune.testing.simulated_device import start
 
         start(ranks)

@@ -28,7 +28,7 @@ from memtune import refusals
 from memtune.device import streams
 from memtune.errors import ApplyError
 from memtune.parallel.collectives.message_layout import Communication, Form, Row
-from memtune.parallel.ranks import SeamAllGather, SeamReduceScatter
+from memtune.parallel.sharding import SeamAllGather, SeamReduceScatter
 from memtune.runtime import Context, Nodes, node_topology
 from memtune.runtime import node_topology as nodes
 

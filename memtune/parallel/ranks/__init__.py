@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from memtune.parallel.ranks import shutdown as shutdown
     from memtune.parallel.ranks.balance_schedule import BalanceRound, balance_rounds
     from memtune.parallel.ranks.error_propagation import share_first_failure
-    from memtune.parallel.ranks.fsdp_collectives import SeamAllGather, SeamAllReduce, SeamReduceScatter
     from memtune.parallel.ranks.micro_batch_rotation import MicroBatchRotation
     from memtune.parallel.ranks.rank_checks import (
         gather_descriptions,
@@ -54,9 +53,6 @@ __all__ = [
     "Ring",
     "RingRound",
     "RingSums",
-    "SeamAllGather",
-    "SeamAllReduce",
-    "SeamReduceScatter",
     "ShardMeshes",
     "all_parts",
     "allow_nested_collectives",

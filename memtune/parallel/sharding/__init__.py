@@ -19,7 +19,15 @@ if TYPE_CHECKING:
         held_bytes,
     )
     from memtune.parallel.sharding.fsdp_pass import Sharding, shard_states
-    from memtune.parallel.sharding.fsdp_sharding import grid, meshes, rebind, shard, units_of
+    from memtune.parallel.sharding.fsdp_sharding import (
+        SeamAllGather,
+        SeamReduceScatter,
+        grid,
+        meshes,
+        rebind,
+        shard,
+        units_of,
+    )
     from memtune.parallel.sharding.nested_sharding import divide
     from memtune.parallel.sharding.nested_sharding_pass import Division, divide_states
     from memtune.parallel.sharding.zero_partition_pass import Partitioning, partition_states
@@ -32,6 +40,8 @@ __all__ = [
     "Factors",
     "Partitioning",
     "Schedule",
+    "SeamAllGather",
+    "SeamReduceScatter",
     "Sharding",
     "cheapest",
     "divide",
