@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
     from memtune.autotune.space.pareto import largest_micro_batch, refined_front
     from memtune.autotune.space.proposals import Proposer
-    from memtune.autotune.space.pruning import Pruner
-    from memtune.autotune.space.refusing_techniques import refusing_techniques
+    from memtune.autotune.space.pruning import Pruner, refusing_techniques
     from memtune.autotune.space.sampler import DAMAGE, Sampler, StoredTrial
     from memtune.autotune.space.scoring import (
         Goal,

@@ -1,19 +1,24 @@
-"""Decide which candidates are not run: those whose predicted peak exceeds the budget even at its lower end.
+"""Decide which candidates are not run: those whose predicted peak exceeds the budget even at its lower end,
+and those with a technique that refuses the live model.
 
-That is as reliable as the interval, so each search also runs the pruned candidate closest to the budget (the
-audit). If it fits, the interval was too narrow: it is widened accordingly, and pruned candidates are
-reconsidered.
+A prediction is as reliable as its interval, so each search also runs the pruned candidate closest to the
+budget (the audit). If it fits, the interval was too narrow: it is widened accordingly, and pruned candidates
+are reconsidered.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 
 from memtune.autotune.predict import Calibration, Prediction
 from memtune.autotune.space.scoring import Scored
+from memtune.autotune.space.step_time_model import Kind
 from memtune.units import format_bytes
+
+Kinds = frozenset[Kind]
 
 
 @dataclass(frozen=True)
@@ -78,3 +83,25 @@ class Pruner:
         """Return this pruner with an interval that would not have pruned the audited candidate."""
         ratio = measured_peak_bytes / prediction.peak_allocated_bytes
         return replace(self, widest=min(self.widest, ratio))
+
+
+def refusing_techniques(refused: Sequence[Kinds], worked: Iterable[Kinds]) -> list[Kinds]:
+    """Return the techniques common to at least two trials with one refusal, and to no trial that worked.
+
+    The set that explains most trials comes first, of equals the one seen first; the next one must explain two
+    of the remaining trials. So a technique that occurs together with two culprits is not blamed for them once
+    each has been seen twice more.
+
+    Args:
+        refused: Techniques of each trial with that refusal, in order.
+        worked: Those of each trial that ran to its end.
+    """
+    known, left, found = set(worked), list(refused), list[Kinds]()
+    while True:
+        shared = dict.fromkeys(one & other for one, other in combinations(left, 2))
+        candidates = [each for each in shared if each and not any(each <= those for those in known)]
+        if not candidates:
+            return found
+        best = max(candidates, key=lambda each: sum(each <= trial for trial in left))
+        found.append(best)
+        left = [trial for trial in left if not best <= trial]

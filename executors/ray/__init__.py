@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
-    from memtune.executors.ray.address import check_reachable
+    from memtune.executors.ray.cluster import check_reachable
     from memtune.executors.ray.executor import RayExecutor
 else:
     __getattr__ = open_door(__name__)

@@ -1,4 +1,9 @@
-"""A private Ray cluster on this machine, below a supervisor, so that it ends with the driver.
+"""Ray clusters: whether an address answers, the bundles of a trial on its nodes, and a private cluster.
+
+A bundle is as large as a node allows: a trial that fills nodes has them to itself, and a smaller one has all
+of its ranks on one node. Concurrent trials have disjoint devices.
+
+The private cluster on this machine runs below a supervisor, so that it ends with the driver.
 
 Ray's own clean-up leaves two of its agents behind when the driver is killed, and they cannot be found by a
 marker in their environment, which they overwrite with their titles. So the driver does not start Ray: a head
@@ -14,20 +19,92 @@ import os
 import secrets
 import select
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from memtune._optional import require
-from memtune.errors import EnvironmentFault
+from memtune.errors import EnvironmentFault, UsageError
 from memtune.executors import core_wait_s, descendants, end_supervisor, last_line, masked, start_supervisor
 
 START_S = 90.0
 OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum is 75 MiB; only small records go through it
 SOCKET_FOLDER_CHARS = 40  # Ray appends some 60 to it, and the name of a Unix socket has at most 107
 _TOKEN = secrets.token_hex(32)  # one per process: Ray reads it once
+_PATIENCE_S = 10.0
+_CLIENT, _CLIENT_PORT = "ray://", 10001
+_RESOLVED_BY_RAY = ("auto", "local")
+"""Addresses that Ray resolves itself."""
+
+
+def check_reachable(address: str, patience_s: float = _PATIENCE_S) -> None:
+    """Open and close one connection to `address`: `host:port` or `ray://host[:port]`.
+
+    Raises:
+        UsageError: It is no such address.
+        EnvironmentFault: There is no answer within `patience_s`.
+    """
+    if address in _RESOLVED_BY_RAY:
+        return
+    host, port = _parts(address)
+    try:
+        socket.create_connection((host, port), timeout=patience_s).close()
+    except OSError as error:
+        raise EnvironmentFault(
+            f"The Ray cluster at {address} cannot be reached.",
+            evidence=f"{host}, port {port}: {error}",
+            fix="check --ray-address; `ray status` on the cluster shows where it listens",
+            code="MT514",
+        ) from error
+
+
+def _parts(address: str) -> tuple[str, int]:
+    client = address.startswith(_CLIENT)
+    host, colon, port = address.removeprefix(_CLIENT).rpartition(":")
+    if client and not colon:
+        return port, _CLIENT_PORT
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UsageError(
+            f"--ray-address {address} is no address.", fix="HOST:6379, or ray://HOST:10001", code="MT100"
+        )
+    return host.strip("[]"), int(port)
+
+
+def bundles(ranks: int, nodes: Sequence[int]) -> list[int]:
+    """Return the ranks of each bundle of one trial, largest first; empty if the cluster is too small.
+
+    Args:
+        ranks: Of the trial.
+        nodes: Devices of each node.
+    """
+    for size in range(min(ranks, max(nodes, default=0)), 0, -1):
+        whole, rest = divmod(ranks, size)
+        wanted = [size] * whole + [rest] * (rest > 0)
+        if _fit(wanted, nodes) >= 1:
+            return wanted
+    return []
+
+
+def side_by_side(ranks: int, nodes: Sequence[int]) -> int:
+    """Return the number of trials of `ranks` that the nodes hold at the same time."""
+    wanted = bundles(ranks, nodes)
+    return _fit(wanted, nodes) if wanted else 0
+
+
+def _fit(wanted: Sequence[int], nodes: Sequence[int]) -> int:
+    """Return how many times the bundles fit, each placed on the node with the least room that holds it."""
+    free, count = list(nodes), 0
+    while True:
+        for size in wanted:
+            holding = [(room, i) for i, room in enumerate(free) if room >= size]
+            if not holding:
+                return count
+            free[min(holding)[1]] -= size
+        count += 1
 
 
 def access() -> dict[str, str]:

@@ -47,8 +47,7 @@ from memtune.executors import (
     make_log_dir,
     run_monitored,
 )
-from memtune.executors.ray.bundles import bundles, side_by_side
-from memtune.executors.ray.cluster import Cluster, access
+from memtune.executors.ray.cluster import Cluster, access, bundles, side_by_side
 from memtune.hardware import threads_per_rank, usable_cores
 from memtune.ssd import RunFolder
 

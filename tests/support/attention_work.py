@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memtune.parallel.ranks.balance_schedule import balance_rounds
+from memtune.parallel.model.balanced_attention import balance_rounds
 
 
 def attention_work(contexts: int, context: int) -> float:

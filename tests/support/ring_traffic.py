@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from memtune.parallel.ranks.balance_schedule import BalanceRound, balance_rounds
+from memtune.parallel.model.balanced_attention import BalanceRound, balance_rounds
 from memtune.parallel.sharding.factors import Hop, Schedule
 
 
@@ -51,7 +51,7 @@ class Contexts:
 
     Gu et al. 2024 (LoongTrain, arXiv:2406.18485, section 4.1), forward and backward: per attention 4·(Q +
     K)·(h - 1)/h in all-to-alls and (4·K + 2·S)·(c - 1) in rings. With load balancing
-    (`memtune.parallel.ranks.balance_schedule`), bytes are those of one context.
+    (`memtune.parallel.model.balanced_attention`), bytes are those of one context.
     """
 
     heads: int

@@ -1,28 +1,67 @@
-"""Load-balanced causal attention over contiguous contexts: ranks attend for each other
-(`memtune.parallel.ranks.balance_schedule`).
+"""Load-balanced causal attention over contiguous contexts: ranks that have seen all their keys attend for
+others.
 
-Legend: B samples, H heads, G heads of key and value, P positions of a context, D head size. Four rules:
+Li et al. 2023, DistFlashAttn (arXiv:2310.03294, section 3.1, load-balanced scheduling). P contexts follow one
+another, and context p attends to contexts 0 to p: P(P + 1)/2 pieces of work, of which each rank has its own,
+of half the size, at the start.
 
-1. A rank attends to its own keys while the first round's messages are in flight, and so on: messages are
+1. Round t = 1 … ⌊P/2⌋ shifts all messages by t ranks. A rank p >= t receives keys of context p - t; a rank p
+  < t has seen all of its own keys, and helps context p - t + P: it receives that context's queries, attends
+  with its own keys, and returns the result.
+2. With P even, round P/2 would compute each piece twice: no rank helps in it. So each rank does ⌊P/2⌋ pieces
+  besides its own; where P is even, ranks of the first half do one less.
+
+Legend: B samples, H heads, G heads of key and value, P positions of a context, D head size. Four more rules:
+
+3. A rank attends to its own keys while the first round's messages are in flight, and so on: messages are
   prefetched by one round.
-2. Results return the way of the request: in forward a helper's output and log-sum-exp, in backward gradients
+4. Results return the way of the request: in forward a helper's output and log-sum-exp, in backward gradients
   of the received keys or queries.
-3. A helper's backward needs the results of attention to all keys: it receives the query, the output's
+5. A helper's backward needs the results of attention to all keys: it receives the query, the output's
   gradient, the output and the log-sum-exp.
-4. All ranks exchange the same messages in the same order, each send together with a receive in one op: no
+6. All ranks exchange the same messages in the same order, each send together with a receive in one op: no
   deadlock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 from memtune.parallel.model.block_attention import Attended, attend, attend_backward, merge, wide
-from memtune.parallel.ranks import Hop, Ring, balance_rounds
+from memtune.parallel.ranks import Hop, Ring
+
+
+@dataclass(frozen=True)
+class BalanceRound:
+    """One round of one rank."""
+
+    distance: int
+    """Number of ranks by which messages are shifted."""
+    attends: bool
+    """Own queries attend to received keys (rule 1)."""
+    helps: bool
+    """Received queries attend to own keys."""
+    sends_keys: bool
+    is_helped: bool
+    """Sends own queries, and receives their result."""
+
+
+def balance_rounds(contexts: int, context: int) -> Iterator[BalanceRound]:
+    """Yield the rounds of a context's rank after the one in which it attends to its own keys."""
+    for step in range(1, contexts // 2 + 1):
+        helping = 2 * step != contexts
+        yield BalanceRound(
+            step,
+            attends=context >= step,
+            helps=helping and context < step,
+            sends_keys=context + step < contexts,
+            is_helped=helping and context + step >= contexts,
+        )
 
 
 def forward(ring: Ring, query: Tensor, pair: Tensor, scale: float | None) -> Attended:
@@ -108,7 +147,7 @@ def _add_pair(to_pair: Tensor, found: Sequence[Tensor]) -> None:
 
 
 class _HelperQueries:
-    """The tensors that this rank receives to work on, prefetched by one round (rule 1).
+    """The tensors that this rank receives to work on, prefetched by one round (rule 3).
 
     Args:
         ring: The contexts.
@@ -140,7 +179,7 @@ class _HelperQueries:
 
 
 def _exchange(ring: Ring, sent: Sequence[Tensor], received: Sequence[Tensor], distance: int) -> list[Hop]:
-    """Start sending tensors and receiving ones like `received`, message by message (rule 4)."""
+    """Start sending tensors and receiving ones like `received`, message by message (rule 6)."""
     hops = []
     for theirs, mine in zip_longest(sent, received):
         arriving = None if mine is None else torch.empty_like(mine, memory_format=torch.contiguous_format)

@@ -9,7 +9,6 @@ from memtune._door import open_door
 if TYPE_CHECKING:
     from memtune.parallel.ranks import replica_groups as replica_groups
     from memtune.parallel.ranks import shutdown as shutdown
-    from memtune.parallel.ranks.balance_schedule import BalanceRound, balance_rounds
     from memtune.parallel.ranks.error_propagation import share_first_failure
     from memtune.parallel.ranks.micro_batch_rotation import MicroBatchRotation
     from memtune.parallel.ranks.rank_checks import (
@@ -46,7 +45,6 @@ else:
 
 __all__ = [
     "PARTS",
-    "BalanceRound",
     "FullParameter",
     "Hop",
     "MicroBatchRotation",
@@ -56,7 +54,6 @@ __all__ = [
     "ShardMeshes",
     "all_parts",
     "allow_nested_collectives",
-    "balance_rounds",
     "fill_missing",
     "gather_descriptions",
     "has_real_peers",

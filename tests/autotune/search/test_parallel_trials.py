@@ -14,7 +14,7 @@ from memtune.autotune.search.control import Control
 from memtune.autotune.search.outcome import SearchOutcome
 from memtune.autotune.space.candidates import Choice
 from memtune.executors.base import Progress, Trial, TrialResult
-from memtune.executors.ray.bundles import bundles, side_by_side
+from memtune.executors.ray.cluster import bundles, side_by_side
 from memtune.executors.simulated import SimulatedExecutor
 
 NODES = [8] * 8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memtune.autotune.space.refusing_techniques import Kinds, refusing_techniques
+from memtune.autotune.space.pruning import Kinds, refusing_techniques
 
 
 def trial(*names: str) -> Kinds:

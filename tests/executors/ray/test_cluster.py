@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from memtune.errors import EnvironmentFault, UsageError
-from memtune.executors.ray.address import _parts, check_reachable
+from memtune.executors.ray.cluster import _parts, check_reachable
 
 
 def test_check_reachable_accepts_open_port_and_reports_closed_one() -> None:
