@@ -76,11 +76,6 @@ class OptimizerDedup:
         self._foreach: dict[Hashable, Step | None] = {}
         self.disabled_reason = _reason_not_per_parameter(optimizer)
 
-    @property
-    def n_recorded(self) -> int:
-        """Number of sequences of neighbouring signatures that have been recorded."""
-        return len(self._segments)
-
     def first_step(self) -> None:
         """Create the optimizer's state: step two parameters of each signature, copy their state to the
         others.

@@ -49,7 +49,7 @@ from memtune.program import (
 
 @dataclass(frozen=True)
 class OffloadTiming:
-    """When gradients are offloaded and the host updates."""
+    """Time at which gradients are offloaded and the host updates."""
 
     bucket_bytes: int
     trigger: Trigger = "end_of_step"

@@ -73,7 +73,7 @@ def _of_a_block_at_once(moments: bytes, sizes_bytes: bytes, end: int) -> FreedAt
 
 
 class Overlap(NamedTuple):
-    """When blocks are updated whose D2H copies overlap with other blocks' compute."""
+    """Time of the updates of blocks whose D2H copies overlap with other blocks' compute."""
 
     deferred: frozenset[int] = frozenset()
     """Blocks whose updates overlap with the next step's forward; the others' overlap with backward."""
