@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from case_sizes import SIZES, real, whole, word
+from case_sizes import real, whole, word
+from images import CLASSES, FORMAT, batch, loss, optimizer_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-NAME, SIDE, CLASSES = word("NAME", "resnet50"), whole("IMG", 224), whole("CLS", 1000)
+NAME = word("NAME", "resnet50")
 global_batch = whole("B", 8)
 zero_grad_to_none = not whole("KEEPS_GRADS", 0)
-SHAPE, READY = (3, SIDE, SIDE), bool(whole("READY", 0))
-FORMAT = torch.channels_last if whole("LAST", 0) else torch.contiguous_format
+__all__ = ["batch", "loss", "model", "optimizer"]
 
 
 def _normed(inputs: int, outputs: int, size: int = 1, stride: int = 1, groups: int = 1) -> list[nn.Module]:
@@ -198,26 +198,6 @@ def model() -> nn.Module:
     return nn.Sequential(*_layers()).to(memory_format=FORMAT)  # type: ignore[call-overload,no-any-return]
 
 
-def batch(size: int) -> tuple[Tensor, Tensor]:
-    """Return images, without values if they are on the device before the step, and labels."""
-    images = torch.randn(size, *(() if READY else SHAPE))
-    return images if READY else images.to(memory_format=FORMAT), torch.randint(CLASSES, (size,))
-
-
-def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the cross-entropy."""
-    images, labels = batch
-    if READY:
-        images = torch.empty(len(labels), *SHAPE, device=labels.device, memory_format=FORMAT)
-    narrow = getattr(torch, word("AMP", "bfloat16"))
-    with torch.autocast(images.device.type, narrow, enabled=bool(word("AMP"))):
-        return F.cross_entropy(model(images), labels)
-
-
 def optimizer(params: list[Tensor]) -> torch.optim.Optimizer:
     """Return the optimizer of the case."""
-    more = {"momentum": real("MOMENTUM", 0.0)} if "MOMENTUM" in SIZES else {}
-    made: torch.optim.Optimizer = getattr(torch.optim, word("OPT", "Adam"))(
-        params, lr=1e-3, foreach=False if whole("LOOP", 0) else None, **more
-    )
-    return made
+    return optimizer_of(params, "Adam", lr=1e-3)

@@ -10,18 +10,18 @@ READY the images are on the device before the step.
 from __future__ import annotations
 
 import torch
-from case_sizes import SIZES, real, whole, word
+from case_sizes import whole, word
+from images import CLASSES, DTYPE, SIDE, batch, loss, optimizer_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 WIDTH, HEADS, INNER = whole("D", 64), whole("H", 4), whole("FF", 256)
-SIDE, PATCH, CLASSES = whole("IMG", 224), whole("PATCH", 16), whole("CLS", 1000)
+PATCH = whole("PATCH", 16)
 PATCHES = (SIDE // PATCH) ** 2
 MIXES, FUSED = word("NAME") == "mixer", word("ATTN") != "manual"
-DTYPE = getattr(torch, word("TRUE", "float32"))
 global_batch = whole("B", 8)
 zero_grad_to_none = not whole("KEEPS_GRADS", 0)
-SHAPE, READY = (3, SIDE, SIDE), bool(whole("READY", 0))
+__all__ = ["batch", "loss", "model", "optimizer"]
 
 
 class Attention(nn.Module):
@@ -125,30 +125,6 @@ def model() -> nn.Module:
     return Classifier().to(DTYPE)
 
 
-def batch(size: int) -> tuple[Tensor, Tensor]:
-    """Return images, without values if they are on the device before the step, and labels."""
-    images = torch.randn(size, *(() if READY else SHAPE), dtype=DTYPE)
-    return images, torch.randint(CLASSES, (size,))
-
-
-def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the cross-entropy."""
-    images, labels = batch
-    if READY:
-        images = torch.empty(len(labels), *SHAPE, device=labels.device, dtype=DTYPE)
-    narrow = getattr(torch, word("AMP", "bfloat16"))
-    with torch.autocast(images.device.type, narrow, enabled=bool(word("AMP"))):
-        return F.cross_entropy(model(images), labels)
-
-
 def optimizer(params: list[Tensor]) -> torch.optim.Optimizer:
     """Return the optimizer of the case."""
-    more = {"momentum": real("MOMENTUM", 0.0)} if "MOMENTUM" in SIZES else {}
-    made: torch.optim.Optimizer = getattr(torch.optim, word("OPT", "AdamW"))(
-        params,
-        lr=1e-4,
-        foreach=False if whole("LOOP", 0) else None,
-        fused=True if whole("FUSED", 0) else None,
-        **more,
-    )
-    return made
+    return optimizer_of(params, "AdamW", lr=1e-4, fused=True if whole("FUSED", 0) else None)
