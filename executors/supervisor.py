@@ -156,7 +156,7 @@ def execute(spec: dict[str, Any], report_end: int) -> None:
 
 
 def spawn(spec: dict[str, Any], supervisor: int, start: Start) -> tuple[int, Rank]:
-    """`start` one rank in its own session; reports go to the descriptor in MEMTUNE_REPORT_FD."""
+    """Start one rank with `start` in its own session; reports go to the descriptor in MEMTUNE_REPORT_FD."""
     reports, report_end = os.pipe()
     os.set_blocking(reports, False)
     log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)

@@ -166,7 +166,7 @@ class AllocatorResult:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it but the timeline as plain data."""
+        """Return all of it but the timeline as plain data."""
         return {
             "peak_reserved_bytes": self.peak_reserved_bytes,
             "peak_allocated_bytes": self.peak_allocated_bytes,
@@ -342,7 +342,7 @@ def _fsdp_streams(step: Step) -> I64:
 
 
 def _first_start(step: Step, start: I64) -> I64:
-    """`start` in the first step.
+    """Return `start` in the first step.
 
     Optimizer state that is there before all others appears before the optimizer's first use of any.
 

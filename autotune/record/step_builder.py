@@ -72,7 +72,7 @@ class RowSlice(NamedTuple):
 
 
 def ops_of(columns: Sequence[Sequence[Any]], names: Mapping[str, int], calls: Calls, call_number: I32) -> Ops:
-    """A Step's ops from their rows; `call_number` gives the row in `calls` of the rows' calls."""
+    """Return a Step's ops from their rows; `call_number` gives the row in `calls` of the rows' calls."""
     n_ops = len(columns[0])
     return Ops(
         name=np.asarray([names[name] for name in columns[0]], np.int32),

@@ -280,7 +280,7 @@ def check_writable(path: Path, *, force: bool, evidence: str = "") -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None where there is no file or it holds something else."""
+    """Return the object in a JSON file; None where there is no file or it holds something else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

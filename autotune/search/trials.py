@@ -37,7 +37,7 @@ def make_executor(
     ray_address: str | None = None,
     log_dir: Path | None = None,
 ) -> Executor:
-    """The executor asked for (`executor_name`), open.
+    """Return the requested executor (`executor_name`), open.
 
     Args:
         name: Kind of executor.

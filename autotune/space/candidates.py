@@ -325,7 +325,7 @@ class Rewriter:
         return node.result, plans
 
     def _later(self, node: Node, technique: Technique, stage: PassStage, plan: Plan, choice: Choice) -> Node:
-        """The node below `node` after the pass of `technique` in a stage after the first."""
+        """Return the node below `node` after the pass of `technique` in a stage after the first."""
         known = node.made.setdefault((self._number(technique), stage), [])
         same = find_pass([each for each in known if each.plan == plan], choice.chosen)
         there = None if same is None else same.node

@@ -40,7 +40,7 @@ class Pruner:
     failed_peak_bytes: int | None = None
 
     def peak_low_bytes(self, prediction: Prediction) -> int:
-        """Lower end of the peak of allocated bytes."""
+        """Return the lower end of the peak of allocated bytes."""
         return math.floor(
             prediction.peak_allocated_bytes * min(self.calibration.peak_range()[0], self.widest)
         )

@@ -334,7 +334,9 @@ def _partly(view: SearchView) -> str:
 
 
 def _by_slot(names: Iterable[str]) -> str:
-    """`recompute coop, dtr · allocator async` of `recompute: coop`, `recompute: dtr`, `allocator: async`."""
+    """Return `recompute coop, dtr · allocator async` for `recompute: coop`, `recompute: dtr`, `allocator:
+    async`.
+    """
     kinds: dict[str, list[str]] = {}
     for name in names:
         slot, _, kind = name.partition(": ")

@@ -311,7 +311,9 @@ def members_of_units(step: Step) -> list[I32]:
 
 
 def _blocks(step: Step) -> I32:
-    """(parameters,) the block of each parameter, -1 for none, including parameters that are not offloaded."""
+    """Return (parameters,) the block of each parameter, -1 for none, including parameters that are not
+    offloaded.
+    """
     columns = columns_of(step.parameters)
     found: I32 = np.where(columns.block >= 0, columns.block, _by_name(columns.names, step.blocks)).astype(
         np.int32

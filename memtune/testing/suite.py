@@ -111,7 +111,7 @@ class TechniqueSuite:
     # -- the catalogue ---------------------------------------------------------------------------------------
 
     def test_kind_and_slot_match_file_and_folder(self) -> None:
-        """`find(slot, kind)` returns this class."""
+        """Check that `find(slot, kind)` returns this class."""
         technique = self.default()
         assert technique.kind in kinds(self.technique.slot)
         assert find(self.technique.slot, technique.kind) is self.technique
@@ -121,7 +121,7 @@ class TechniqueSuite:
         assert json.dumps(technique.record(target_of(technique)))
 
     def test_config_survives_yaml_and_json(self, variant: Technique) -> None:
-        """A config with the technique is equal after a round trip."""
+        """Check that a config with the technique is equal after a round trip."""
         config = TunedConfig(settings=Settings.of(Execution(), {variant.slot: variant}))
         assert load_config(dump_yaml(config)) == config
         assert load_config(json.loads(json.dumps(config.document()))) == config
@@ -146,11 +146,13 @@ class TechniqueSuite:
         self.check_drift(model, variant)
 
     def test_failed_apply_leaves_no_trace(self, variant: Technique) -> None:
-        """A failure anywhere in `apply` leaves model and optimizer unchanged."""
+        """Check that a failure anywhere in `apply` leaves model and optimizer unchanged."""
         self.check_untouched(self._quick()[0], variant)
 
     def test_audit_finds_technique_not_in_effect(self) -> None:
-        """The audit passes after a step; it fails if a parameter is in no group or `apply` is undone."""
+        """Check that the audit passes after a step, and fails if a parameter is in no group or `apply` is
+        undone.
+        """
         workload, model, optimizer = build(self._path(self._quick()[0]))
         tuned = apply(model, optimizer, self._config(self._quick()[0], self.default()), strict=False)
         one_step(workload, model, optimizer, tuned, seed=SEED)
@@ -175,7 +177,7 @@ class TechniqueSuite:
     # -- the suite itself ------------------------------------------------------------------------------------
 
     def test_suite_fails_under(self, mutation: Mutation) -> None:
-        """The check named by a seeded defect fails under it."""
+        """Check that the check named by a seeded defect fails under it."""
         if mutation.needs and mutation.needs not in self.models:
             import pytest
 

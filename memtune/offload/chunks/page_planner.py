@@ -70,7 +70,7 @@ def _first_that_holds(n_bytes: Units, block: Units, page_bytes: int, gathered: b
 
 
 def schedule(pages: Pages, compute_s: Sequence[float], load_s: float) -> Units:
-    """(moments,) pages to prefetch during each moment's computation, for the shortest step.
+    """Return (moments,) pages to prefetch during each moment's computation, for the shortest step.
 
     Args:
         pages: Layout; `loads_of` bounds the time of each load.
@@ -103,7 +103,7 @@ def schedule(pages: Pages, compute_s: Sequence[float], load_s: float) -> Units:
 
 
 def _prefetched(bounds: Sequence[tuple[int, int]], room: Sequence[int]) -> list[int]:
-    """(moments,) the most loads between their opening and their need, with at most `room` in each moment.
+    """Return (moments,) the most loads between opening and need, with at most `room` in each moment.
 
     `bounds` is a result of `until`.
     """

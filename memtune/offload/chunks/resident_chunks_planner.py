@@ -28,7 +28,7 @@ class OnDevice:
     block: Units
 
     def taken(self, moments: int) -> I64:
-        """(parameters + 1, moments) bytes of the first 0, 1, ... parameters."""
+        """Return (parameters + 1, moments) bytes of the first 0, 1, ... parameters."""
         return _taken(self, moments)
 
 
@@ -56,7 +56,7 @@ class Seconds:
 
 @functools.lru_cache(maxsize=256)
 def resident_counts(chunks: Chunks) -> I64:
-    """(chunks,) number of parameters in the first 0, 1, ... of `chunks`; never all of them."""
+    """Return (chunks,) number of parameters in the first 0, 1, ... of `chunks`; never all of them."""
     found: I64 = np.searchsorted(chunks.chunk, np.arange(chunks.count)).astype(np.int64)
     return found
 

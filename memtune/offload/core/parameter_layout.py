@@ -198,7 +198,7 @@ def until(loads: Loads, moments: int) -> list[tuple[int, int]]:
 
 @functools.lru_cache(maxsize=64)
 def _joined(pages: Pages) -> npt.NDArray[np.bool_]:
-    """(pages,) whether each is adjacent to the next one both in host memory and in frames."""
+    """Return (pages,) True where a page is adjacent to the next one both in host memory and in frames."""
     frame, filled = np.asarray(pages.frame), np.asarray(pages.filled)
     found: npt.NDArray[np.bool_] = np.append(
         (frame[1:] == frame[:-1] + 1) & (filled[:-1] == pages.page_bytes), False

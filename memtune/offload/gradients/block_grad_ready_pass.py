@@ -69,7 +69,7 @@ class BlockGradients:
 
 
 def adding(step: Step) -> I32:
-    """(m,) the op of backward that adds to a sum of earlier micro-batches, -1 for none."""
+    """Return (m,) the op of backward that adds to a sum of earlier micro-batches, -1 for none."""
     adds = (
         (step.uses.mode == 1)
         & (step.storages.producer[step.uses.storage] < 0)
@@ -141,7 +141,9 @@ def offload_in_place(edit: Edit, grads: BlockGradients, placed: I32, copies: I32
 
 
 def bytes_in_copies(step: Step) -> I64:
-    """(n,) bytes of gradients that are on the device only for their D2H copies, at each op of `step`."""
+    """Return (n,) bytes of gradients that are on the device only for their D2H copies, at each op of
+    `step`.
+    """
     downs = (step.ops.name == step.names.index("memtune.to_host.default")) & (
         step.ops.phase == Phase.BACKWARD
     )

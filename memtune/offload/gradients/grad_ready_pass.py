@@ -48,7 +48,7 @@ Rows = npt.NDArray[np.intp]
 
 
 def parameter_bytes(step: Step) -> I64:
-    """(parameters,) bytes of each parameter, or of a rank's rows of it."""
+    """Return (parameters,) bytes of each parameter, or of a rank's rows of it."""
     columns = columns_of(step.parameters)
     return columns.numel * columns.itemsize
 

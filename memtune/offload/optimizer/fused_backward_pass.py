@@ -92,7 +92,7 @@ def cut_by_parameter(step: Step) -> Cut:
 
 
 def _owners(step: Step) -> I32:
-    """(m,) the parameter of each storage.
+    """Return (m,) the parameter of each storage.
 
     A counter, which an op updates alone, comes before the other state of its parameter and gets that owner.
     """

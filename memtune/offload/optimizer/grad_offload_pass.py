@@ -95,7 +95,9 @@ class InsertedOps(NamedTuple):
 
 
 def resident_rows(step: Step, ratio: float) -> npt.NDArray[np.bool_]:
-    """(parameters,) True where the optimizer state is resident, when `ratio` of the bytes is offloaded."""
+    """Return (parameters,) True where the optimizer state is resident, when `ratio` of the bytes is
+    offloaded.
+    """
     # In the order of use, as `resident_count` expects.
     trained = np.flatnonzero(columns_of(step.parameters).trainable)
     found = np.zeros(len(step.parameters), bool)
@@ -329,7 +331,7 @@ def host_gradients(
     rows: I32,
     delayed: bool,
 ) -> tuple[I32, I32]:
-    """(mine,) the host gradients that this step produces for an update, and those that its updates read.
+    """Return (mine,) the host gradients that this step produces for an update, and those its updates read.
 
     They differ where updates are delayed by a step.
     """
@@ -416,7 +418,7 @@ def _update(
 
 
 def _freed_before(early: Rows, what: I32, row: I32, room: int, n_bytes: I64) -> Rows:
-    """(early,) the ops before which the gradients read by the updates `early` are freed.
+    """Return (early,) the ops before which the gradients read by the updates `early` are freed.
 
     That is a later update, or the first op of the step.
     """
@@ -471,7 +473,7 @@ def free_buckets(edit: Edit, step: Step, grads: ReadyGradients, inserted: Insert
 
 
 def _ends_of_runs(values: I32) -> Rows:
-    """(n,) index of the last of the equal neighbours that each of `values` belongs to."""
+    """Return (n,) index of the last of the equal neighbours that each of `values` belongs to."""
     ends = np.append(np.flatnonzero(np.diff(values)), len(values) - 1)
     found: Rows = ends[np.searchsorted(ends, np.arange(len(values)))]
     return found

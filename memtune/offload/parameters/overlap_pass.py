@@ -19,7 +19,7 @@ class FreedAt(NamedTuple):
     moment: I32
 
     def added_in(self, summed: npt.NDArray[np.bool_], moments: int) -> tuple[Units, ...]:
-        """(moments,) the rows that are added to their sums when each moment begins."""
+        """Return (moments,) the rows that are added to their sums when each moment begins."""
         found: list[list[int]] = [[] for _ in range(moments)]
         for row in np.flatnonzero(summed & (self.moment >= 0)).tolist():
             found[self.moment[row]].append(row)
@@ -82,7 +82,7 @@ class Overlap(NamedTuple):
 
 
 def updated_blocks(blocks: int, overlap: Overlap | None) -> tuple[Units, ...]:
-    """(2 · blocks + 1,) the blocks that are updated when each moment begins.
+    """Return (2 · blocks + 1,) the blocks that are updated when each moment begins.
 
     Args:
         blocks: Number of blocks.

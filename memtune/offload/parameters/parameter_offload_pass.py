@@ -107,7 +107,7 @@ def not_in_layers(step: Step, when_ready: bool = True) -> str:
 
 
 def first_ops(step: Step) -> I32:
-    """(2 · blocks,) the op before which each moment begins, -1 where there is none."""
+    """Return (2 · blocks,) the op before which each moment begins, -1 where there is none."""
     n_blocks = len(step.blocks)
     forward, backward = np.full(n_blocks, -1, np.int32), np.full(n_blocks, -1, np.int32)
     back = (step.ops.phase == Phase.BACKWARD) | (step.ops.phase == Phase.RECOMPUTE)
@@ -121,7 +121,9 @@ def first_ops(step: Step) -> I32:
 
 
 def moment_of_ops(step: Step) -> I32:
-    """(n,) the moment of each op of forward and backward, -1 before the first one and after backward."""
+    """Return (n,) the moment of each op of forward and backward, -1 before the first one and after
+    backward.
+    """
     moment = np.searchsorted(first_ops(step), np.arange(step.ops.n), side="right") - 1
     found: I32 = np.where(step.ops.phase < Phase.BOUNDARY, moment, -1).astype(np.int32)
     return found
@@ -136,7 +138,7 @@ def sizes_in_blocks(step: Step) -> tuple[Units, Units]:
 
 
 def bytes_without_chunks(step: Step, in_place: bool = False) -> Units:
-    """(moments,) peak bytes of the device in each moment, without chunks.
+    """Return (moments,) peak bytes of the device in each moment, without chunks.
 
     Args:
         step: A result of `stream_parameters` with chunks.
@@ -410,7 +412,9 @@ def insert(edit: Edit, step: Step, pieces: Pieces, inserted: MomentOps, begins: 
 
 
 def native_update_bytes(step: Step) -> I64:
-    """(parameters,) bytes that one native pass over each moves: gradient, weight, moments both ways."""
+    """Return (parameters,) bytes that one native pass over each moves: gradient, weight, moments both
+    ways.
+    """
     columns, state = columns_of(step.parameters), whole_state(step)
     moments = np.bincount(step.storages.owner[state], step.storages.bytes[state], len(columns.numel)).astype(
         np.int64
@@ -421,7 +425,7 @@ def native_update_bytes(step: Step) -> I64:
 
 @functools.lru_cache(maxsize=64)
 def state_bytes(step: Step) -> I64:
-    """(parameters,) bytes of the optimizer's state, its counters included."""
+    """Return (parameters,) bytes of the optimizer's state, its counters included."""
     state = (step.storages.kind == Kind.OPTIMIZER) & (step.storages.producer < 0) & (step.storages.owner >= 0)
     found: I64 = np.bincount(
         step.storages.owner[state], step.storages.bytes[state], len(step.parameters)

@@ -216,7 +216,7 @@ class MomentOps:
         return found
 
     def starts(self, rows: I32, begins: I32) -> tuple[I32, I32]:
-        """(moments,) the ops before which each moment frees the gradients in D2H copies, and parameters.
+        """Return (moments,) the ops before which each moment frees gradients in D2H copies, and parameters.
 
         Args:
             rows: Rows of the inserted ops.
@@ -296,7 +296,7 @@ def _trained_by_block(step: Step) -> tuple[Units, ...]:
 
 @functools.lru_cache(maxsize=4)
 def dropped_in(drops: tuple[Units, ...], units: int) -> I32:
-    """(units, moments) the moment that frees each unit after a load in an earlier one, -1 for none."""
+    """Return (units, moments) the moment that frees each unit after a load in an earlier one, -1 for none."""
     until = np.full((units, len(drops)), -1, np.int32)
     # Backwards, so that the earliest moment that frees a unit is written last.
     for moment in reversed(range(len(drops))):

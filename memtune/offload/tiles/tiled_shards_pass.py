@@ -67,7 +67,7 @@ class _WholeTensors:
 
 @functools.lru_cache(maxsize=8)
 def _biases(names: tuple[str, ...]) -> I32:
-    """(parameters,) the bias of each weight's layer, -1 for none."""
+    """Return (parameters,) the bias of each weight's layer, -1 for none."""
     index = {name: i for i, name in enumerate(names)}
     return np.asarray([index.get(f"{name.removesuffix('weight')}bias", -1) for name in names], np.int32)
 

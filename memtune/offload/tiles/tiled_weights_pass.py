@@ -50,7 +50,7 @@ def tileable(step: Step, tiles: int) -> tuple[int, ...]:
 
 
 def products_of(step: Step) -> npt.NDArray[np.bool_]:
-    """(n,) True for matrix products."""
+    """Return (n,) True for matrix products."""
     return np.isin(step.ops.name, [i for i, name in enumerate(step.names) if name in PRODUCTS])
 
 

@@ -366,7 +366,7 @@ def _quantised(
 def _secondary(
     edit: Edit, step: Step, found: Messages, kept: I32, served: I32, local: int, stream: int
 ) -> None:
-    """Each node keeps what it gathered in forward, a part on each of its ranks, and backward gathers that
+    """Keep on each node what it gathered in forward, a part on each of its ranks; backward gathers that
     inside the node.
     """
     whole = step.storages.bytes[found.buffer[kept]]
