@@ -238,6 +238,15 @@ def test_door_exports_what_it_lists(room: str) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize(
+    "room", sorted(IS_ROOM - {"memtune"} - {each for each in IS_ROOM if "search_spaces." in each})
+)
+def test_room_has_a_page_with_invariants_and_how_to_add(room: str) -> None:
+    lines = SOURCES[room].with_name("README.md").read_text().splitlines()
+    assert any(line.startswith("## Invariants") for line in lines)
+    assert any(line.startswith(("## Adding", "## How to add", "## To add")) for line in lines)
+
+
 def test_open_door_loads_an_export_and_names_what_it_does_not_export() -> None:
     hardware = importlib.import_module("memtune.hardware")
     assert hardware.Hardware.__module__ == "memtune.hardware.spec"

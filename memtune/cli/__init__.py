@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from memtune.errors import MemtuneError
 
+__all__ = ["main", "run"]
+
 
 def main(argv: list[str] | None = None) -> None:
     """Run one command and exit with its documented code: 0, 1, 2, 3, 4, 130 or 143."""
