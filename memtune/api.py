@@ -33,7 +33,7 @@ from memtune.config import (
     load_config,
 )
 from memtune.deferred_init import agreed_state, construction_of, fill, require_untouched
-from memtune.device import backend_of, explained, platform_of, require_one_device
+from memtune.device import backend_of, explained, keep_freed_pages, platform_of, require_one_device
 from memtune.errors import ApplyError
 from memtune.offload.gradients import clip_everywhere, unscale_everywhere
 from memtune.offload.optimizer import host_capacity
@@ -298,6 +298,8 @@ def _applied(
         context.undo.close()
         snapshot.restore()
         raise
+    if platform_of(context.device).is_host:
+        keep_freed_pages()  # up to a quarter of a step with recomputation is page faults otherwise
     context.undo.pop_all()  # success: drop the callbacks that would undo `apply`
     tuned = Tuned(context, config, loss)
     vars(model)[_MARK] = True

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         lost_error,
         require_one_device,
     )
+    from memtune.device.host_heap import keep_freed_pages
     from memtune.device.platforms import (
         DEFAULT_ACCELERATOR,
         DISPATCH_KEYS,
@@ -43,6 +44,7 @@ __all__ = [
     "explained",
     "is_lost",
     "is_out_of_memory",
+    "keep_freed_pages",
     "lost_error",
     "memory_statistics",
     "of_hardware",

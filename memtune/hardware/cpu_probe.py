@@ -43,10 +43,6 @@ class CpuRates:
     measured_s: float
     is_given: bool = False
     """The rates are constants, not measurements: they are neither checked nor replaced."""
-    new_bytes_per_s: float = 0.0
-    """Bytes that one thread copies per second into new memory, whose pages the system hands out meanwhile; 0
-    if not measured.
-    """
 
 
 def host_memory_bytes() -> int:
@@ -123,7 +119,7 @@ def cache_dir() -> Path:
 
 
 def _cache_file() -> Path:
-    key = f"{title()}|{usable_cores()}|{torch.__version__}|3"
+    key = f"{title()}|{usable_cores()}|{torch.__version__}|4"
     return cache_dir() / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
 
 
@@ -160,7 +156,6 @@ def _measure() -> CpuRates:
         source = torch.zeros(8 * 2**20)  # beyond most caches
         target = torch.zeros_like(source)
         copied = 2 * source.nbytes / best_s(lambda: target.copy_(source), 0.04)
-        new = source.nbytes / best_s(source.clone, 0.04)
         op_s = _op_s()
     return CpuRates(
         title=title(),
@@ -171,7 +166,6 @@ def _measure() -> CpuRates:
         memory_bytes_per_s=copied * min(n_cores, _MEMORY_CORES),
         op_s=op_s,
         measured_s=time.perf_counter() - began,
-        new_bytes_per_s=new,
     )
 
 
@@ -204,11 +198,11 @@ def _op_s(layers: int = 6, width: int = 8) -> float:
 
 
 def median_s(
-    run: Callable[[], object], budget_s: float, clock: Callable[[], float] = time.process_time
+    run: Callable[[], object], budget_s: float, clock: Callable[[], float] = time.thread_time
 ) -> float:
     """Return the median of as many runs as fit into `budget_s`, at least three, after a warm-up run.
 
-    The default `clock` is the CPU time of this process, which suits one thread and excludes other processes.
+    The default `clock` is the CPU time of this thread, which excludes other processes and threads.
     """
     run()
     times: list[float] = []

@@ -640,8 +640,6 @@ def cpu(rates: CpuRates) -> Constants:
     measured = f"measured in {rates.measured_s:.2f} s on this machine, one core × {rates.cores} cores"
     system = "the operating system, this machine"
     copies = rates.memory_bytes_per_s / 2  # one copying thread next to the training threads
-    # A copy to the host makes its tensor, whose pages the system hands out one by one.
-    down = min(copies, rates.new_bytes_per_s or copies)
     python = "the time of a small op, as steps of a GPT showed on a 2-core server"
     gloo = "gloo over loopback, two ranks on a 2-core server, 1 MiB messages; not this machine"
     return {
@@ -662,10 +660,7 @@ def cpu(rates: CpuRates) -> Constants:
         "dtensor_s": (8 * rates.op_s, f"8 times {python}"),
         **mechanism_costs.defaults(rates.op_s),
         "host_to_device_bytes_per_s": (copies, "half of the measured memory rate"),
-        "device_to_host_bytes_per_s": (
-            down,
-            "one thread's copies into new memory, at most half of the measured memory rate",
-        ),
+        "device_to_host_bytes_per_s": (copies, "half of the measured memory rate"),
         "intra_link_bytes_per_s": (0.6e9, gloo),
         "intra_link_latency_s": (150e-6, gloo),
         "all_gather_rounds": (1.25, gloo),

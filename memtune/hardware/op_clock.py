@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -97,5 +98,9 @@ class OpClock(TorchDispatchMode):
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """Return the clock for `device`: the thread's CPU time on CPU, wall time on CUDA."""
-    return time.process_time if device.type == "cpu" else time.perf_counter
+    """Return the clock for `device`: CPU time of the process on CPU, wall time on accelerators.
+
+    Linux counts the CPU time of a process in ticks of milliseconds while a limit on it is set (`ulimit -t`).
+    """
+    is_coarse = resource.getrlimit(resource.RLIMIT_CPU)[0] != resource.RLIM_INFINITY
+    return time.perf_counter if is_coarse or device.type != "cpu" else time.process_time

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import resource
+import time
+
 import pytest
 import torch
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
-from memtune.hardware.op_clock import OpClock
+from memtune.hardware.op_clock import OpClock, clock_of
 
 
 class Time:
@@ -49,3 +52,14 @@ def test_waiting_without_ops_is_zero() -> None:
     with OpClock(torch.device("cpu"), Time()) as clock:
         pass
     assert clock.waiting() == 0.0
+
+
+def test_clock_of_a_cpu_is_precise_under_a_limit_on_cpu_time() -> None:
+    """Such a limit makes Linux count the process' CPU time in ticks of 1 to 10 ms."""
+    cpu, soft_and_hard = torch.device("cpu"), resource.getrlimit(resource.RLIMIT_CPU)
+    assert clock_of(cpu) is time.process_time
+    resource.setrlimit(resource.RLIMIT_CPU, (10**6, soft_and_hard[1]))
+    try:
+        assert clock_of(cpu) is time.perf_counter
+    finally:
+        resource.setrlimit(resource.RLIMIT_CPU, soft_and_hard)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from fixed_cpu import RATES
 
 from memtune import hardware
 from memtune.errors import EnvironmentFault, UsageError
 from memtune.hardware import cpu_probe, known_devices
 from memtune.hardware.roofline import op_class
-from memtune.hardware.spec import of_cpu
 
 CONSTANTS = {each.name for each in fields(hardware.Hardware)} - {
     "name",
@@ -127,17 +125,6 @@ def test_cpu_rates_are_measured_once_and_cached(empty_cache: Path, monkeypatch: 
     kept.write_text('{"cores": "many"}')
     cpu_probe.cpu.cache_clear()
     assert hardware.detect("cpu").cores == first.cores  # an unreadable file is measured again
-
-
-def test_copies_to_the_host_of_a_cpu_run_at_the_rate_of_new_memory() -> None:
-    """The host tensor of each copy is new; reloads write memory that has its pages."""
-    rates = replace(RATES, new_bytes_per_s=2e9)
-    found = of_cpu(rates)
-    assert found.device_to_host_bytes_per_s == 2e9
-    assert found.host_to_device_bytes_per_s == RATES.memory_bytes_per_s / 2
-    assert of_cpu(RATES).device_to_host_bytes_per_s == RATES.memory_bytes_per_s / 2
-    faster = of_cpu(replace(RATES, new_bytes_per_s=1e12))
-    assert faster.device_to_host_bytes_per_s == RATES.memory_bytes_per_s / 2
 
 
 def test_detect_without_cuda_raises(monkeypatch: pytest.MonkeyPatch) -> None:
