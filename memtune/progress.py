@@ -30,6 +30,7 @@ class Progress:
         self._began_s = time.monotonic()
         self.text, self.noun = "", ""
         self.done, self.total = 0, 0
+        self._base, self._advanced_s = (0, self._began_s), self._began_s
         self.finished: list[str] = []
         """Lines of finished phases that no display has taken yet."""
 
@@ -39,6 +40,16 @@ class Progress:
             self.finished.append(f"{self.text}{self._count()} · {_spent(self.elapsed_s())}")
         self._began_s = time.monotonic()
         self.text, self.noun, self.done, self.total = text, "", 0, 0
+        self._base, self._advanced_s = (0, self._began_s), self._began_s
+
+    def advance(self, done: int, noun: str, total: int) -> None:
+        """Set the work done in the present phase."""
+        now_s = time.monotonic()
+        if self.total not in (0, total):  # more work turned up, which may have another pace
+            self._base = self.done, now_s
+        if done != self.done:
+            self._advanced_s = now_s
+        self.done, self.noun, self.total = done, noun, total
 
     def end(self) -> None:
         """End the last phase."""
@@ -50,10 +61,12 @@ class Progress:
 
     def detail(self) -> str:
         """Return the work done, the time spent and, if the total is known, the time left."""
-        elapsed_s = self.elapsed_s()
-        left = ""
-        if self.total > self.done > 0 and elapsed_s > _LEFT_AFTER_S:
-            left = f", about {_spent(elapsed_s * (self.total / self.done - 1))} left"
+        elapsed_s, left = self.elapsed_s(), ""
+        (before, since_s), now_s = self._base, time.monotonic()
+        if self.total > self.done > before and elapsed_s > _LEFT_AFTER_S:
+            left_s = (now_s - since_s) * (self.total - self.done) / (self.done - before)
+            # A piece that takes long now will hardly end at once.
+            left = f", about {_spent(max(left_s, now_s - self._advanced_s))} left"
         return f"{self._count()} · {elapsed_s:.0f} s{left}"
 
     def _count(self) -> str:
@@ -84,7 +97,7 @@ def advance(done: int, noun: str, total: int = 0) -> None:
     """Report the work done so far in the present phase; `total` 0 if it is unknown."""
     listener = _LISTENER.get()
     if listener is not None:
-        listener.done, listener.noun, listener.total = done, noun, total
+        listener.advance(done, noun, total)
 
 
 class StatusLine:

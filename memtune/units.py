@@ -92,6 +92,14 @@ def format_seconds(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
 
 
+def format_count(number: float) -> str:
+    """Return a number of parameters with three significant digits: `17.3k`, `28.5M`, `6.74B`."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= 0.9995 * size:
+            return f"{number / size:#.3g}".rstrip(".") + unit
+    return f"{number:.0f}"
+
+
 def format_rate(per_s: float) -> str:
     """Return a number per second with three significant digits: `2.00`, `18.9`, `1,240`."""
     return f"{per_s:,.0f}" if per_s >= 99.95 else f"{per_s:#.3g}"

@@ -35,6 +35,20 @@ def test_phase_has_its_work_and_the_time_left(clock: list[float]):
     assert progress.detail() == " · 0 s"
 
 
+def test_time_left_follows_the_pace_of_the_present_work(clock: list[float]):
+    progress = Progress()
+    progress.phase("scoring settings")
+    for second, done, total in ((2, 1000, 1000), (0, 1000, 1100), (5, 1050, 1100)):
+        clock[0] += second
+        progress.advance(done, "settings", total)
+    assert progress.detail().endswith("7 s, about 5.0 s left")
+    clock[0] += 30
+    assert progress.detail().endswith("37 s, about 35 s left")
+    progress.advance(1099, "settings", 1100)
+    clock[0] += 20
+    assert progress.detail().endswith("57 s, about 20 s left")
+
+
 def test_work_without_a_listener_reports_nothing():
     progress = Progress()
     progress.phase("recording")

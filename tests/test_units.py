@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memtune.units import bytes_in_words, format_seconds
+from memtune.units import bytes_in_words, format_count, format_seconds
 
 
 def test_bytes_in_words_formats_only_bytes() -> None:
@@ -34,3 +34,18 @@ def test_bytes_in_words_formats_only_bytes() -> None:
 )
 def test_format_seconds_has_three_digits(seconds, text):
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (970, "970"),
+        (17_290, "17.3k"),
+        (28.5e6, "28.5M"),
+        (999.7e6, "1.00B"),
+        (6.738e9, "6.74B"),
+        (405e9, "405B"),
+    ],
+)
+def test_format_count_has_three_digits(number, text):
+    assert format_count(number) == text

@@ -30,7 +30,7 @@ from memtune.autotune.search import (
 from memtune.autotune.ui import formatting
 from memtune.autotune.ui.view import STATUS_TEXT, SearchView, TrialView
 from memtune.progress import SILENT_S, Progress, StatusLine, columns, drain, reported_to
-from memtune.units import format_bytes, format_seconds
+from memtune.units import format_bytes, format_count, format_seconds
 
 T = TypeVar("T")
 HEARTBEAT_S = 60.0
@@ -101,7 +101,7 @@ class LinePrinter:
         match event:
             case SearchStarted():
                 workload, facts = formatting.title(self.view)
-                size = f"{event.n_parameters / 1e6:.4g}M parameters · " if event.n_parameters else ""
+                size = f"{format_count(event.n_parameters)} parameters · " if event.n_parameters else ""
                 batch = f" · {event.global_batch} samples a step" if event.global_batch else ""
                 self._print(f"{workload} · {size}{facts}{batch}", "bold")
             case Recorded():

@@ -15,7 +15,7 @@ from memtune.autotune.search import PlanReport, PlanRow
 from memtune.autotune.space import describe
 from memtune.autotune.ui import formatting
 from memtune.hardware import BUSY
-from memtune.units import format_bytes, format_micro_batch, format_seconds
+from memtune.units import format_bytes, format_count, format_micro_batch, format_seconds
 
 _MODULES = 4
 """Modules to show of a peak."""
@@ -258,7 +258,7 @@ def _headline(facts: Mapping[str, Any]) -> str:
     ranks = f"{facts['ranks']} × " if facts["ranks"] > 1 else ""
     parts = [
         f"{facts['workload']}",
-        f"{facts['parameters'] / 1e6:.4g}M parameters",
+        f"{format_count(facts['parameters'])} parameters",
         f"{ranks}{facts['hardware']}",
         *([f"limit {format_bytes(facts['budget_bytes'])} each"] if facts["budget_bytes"] else []),
         f"{facts['global_batch']} samples a step",

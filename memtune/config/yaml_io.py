@@ -244,10 +244,16 @@ def read_text(path: Path) -> bytes:
             raise ConfigError(
                 f"{path} is a folder, not a config.", fix="give the path of a tuned.yaml", code="MT207"
             )
+        if path.suffix == ".py" and path.is_file():
+            raise ConfigError(
+                f"{path} is a Python file, not a config.",
+                fix=f"memtune plan {path} --out tuned.yaml  predicts one; memtune search measures",
+                code="MT207",
+            )
         with path.open("rb") as file:
             return file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        near = sorted(each.name for each in path.parent.glob("*.y*ml"))[:8] if path.parent.is_dir() else []
+        near = sorted(each.name for each in path.parent.glob("*.y*ml"))[:5] if path.parent.is_dir() else []
         raise ConfigError(
             f"There is no file {path}.",
             evidence=f"Here: {', '.join(near)}." if near else "",

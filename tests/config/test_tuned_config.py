@@ -367,6 +367,9 @@ def test_missing_file_error_names_similar_files(tmp_path: Path):
     assert "tuned.yaml" in caught.value.evidence
     with pytest.raises(ConfigError, match="folder"):
         load_config(tmp_path)
+    (tmp_path / "model.py").touch()
+    with pytest.raises(ConfigError, match="Python file, not a config"):
+        load_config(tmp_path / "model.py")
 
 
 def test_save_replaces_the_file_and_leaves_no_others(tmp_path: Path):

@@ -90,7 +90,7 @@ def shown(report: PlanReport, **options: Any) -> str:
 def test_plan_answers_before_it_lists(ranking: PlanReport):
     text = shown(ranking, command=["memtune", "plan", "model.py", "--gpu-type", "h100-80g", "--gpus", "8"])
     head = text.splitlines()[:9]
-    assert "0.2349M parameters" in head[0]
+    assert "235k parameters" in head[0]
     assert "uncalibrated" in head[1]
     assert head[3].startswith(f"do this   {ranking.front[0].sentence[:40]}")
     assert any(line.startswith("gains") and "your setting, which does not fit" in line for line in head)
