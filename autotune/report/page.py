@@ -119,8 +119,10 @@ def _settings(view: SearchView) -> Iterable[str]:
     yield "</dl>"
     if finished is not None and finished.out is not None:
         out = Path(finished.out).name
+        ranks = view.started.ranks if view.started is not None else 1
+        launcher = f"torchrun --nproc-per-node={ranks}" if ranks > 1 else "python"
         use = (
-            f"memtune run {out} -- python train.py\n\n# in train.py\n"
+            f"memtune run {out} -- {launcher} train.py\n\n# in train.py\n"
             f'model, optimizer = memtune.apply(model, optimizer, "{out}")'
         )
         yield f"<p>To use it:</p><pre><code>{escape(use)}</code></pre>"

@@ -310,7 +310,10 @@ def waterfall(steps: Sequence[Mapping[str, Any]], limit_bytes: int | None) -> Pi
         return _nothing(title, "the chosen setting is the plain one")
     canvas = Canvas(WIDTH, 76 + 30 * len(known))
     most_s, most = max(each["step_s"] for each in known), max(each["peak_bytes"] for each in known)
-    time, size = Scale(0, most_s, 270, 470), Scale(0, max(most, limit_bytes or 0), 520, 720)
+    time, size = (
+        Scale(0, most_s, 270, 450),
+        Scale(0, max(most, limit_bytes or 0), 520, 690),
+    )  # room for numbers
     canvas.text(time.start, 20, "seconds per step", font_weight="bold")
     canvas.text(size.start, 20, "peak device memory", font_weight="bold")
     before: Mapping[str, Any] | None = None

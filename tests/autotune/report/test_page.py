@@ -14,6 +14,7 @@ from support.search import event_stream
 
 from memtune import cli
 from memtune.autotune.report import write_report
+from memtune.autotune.report.pictures import WIDTH, waterfall
 from memtune.autotune.search.search_events import EventLog, SearchFinished
 from memtune.errors import EnvironmentFault
 
@@ -98,7 +99,7 @@ def test_page_is_complete_offline_small_and_well_formed(tmp_path):
         assert set(each["aria-labelledby"].split()) <= set(ids)
     for words in (
         "recompute every_nth(2) · fsdp · micro-batch 8",
-        "memtune run tuned.yaml -- python train.py",
+        "memtune run tuned.yaml -- torchrun --nproc-per-node=2 train.py",
         "Time against memory, measured",
         "Memory of a step by kind, simulated",
         "Timeline of a step, simulated",
@@ -182,3 +183,12 @@ def test_chromium_renders_and_prints_the_page(tmp_path):
         [*shared, "--dump-dom", out.as_uri()], capture_output=True, text=True, timeout=120, check=True
     )
     assert dom.stdout.count("<svg ") == 5
+
+
+def test_texts_of_the_waterfall_are_inside_the_frame() -> None:
+    rows = [{"setting": each, "step_s": 1.2, "peak_bytes": 1023 * 2**20} for each in ("plain", "chosen")]
+    texts = re.findall(
+        r'<text x="([\d.]+)" y="[\d.]+" text-anchor="start"[^>]*>([^<]*)<', waterfall(rows, 2**30).svg
+    )
+    assert "1023 MiB" in {text for _, text in texts}
+    assert [text for x, text in texts if float(x) + 7.5 * len(text) > WIDTH] == []
