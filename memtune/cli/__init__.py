@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import sys
@@ -18,6 +20,9 @@ __all__ = ["main", "run"]
 
 def main(argv: list[str] | None = None) -> None:
     """Run one command and exit with its documented code: 0, 1, 2, 3, 4, 130 or 143."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without `·` shows `?`
     sys.exit(run(sys.argv[1:] if argv is None else argv))
 
 
@@ -51,7 +56,9 @@ def run(argv: list[str]) -> int:
         # The reader (`| head`) closed the pipe. Without this, the flush of stdout at exit would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception:  # a bug of memtune: keep the evidence, spare the user the traceback
+    except Exception as error:  # a bug of memtune: keep the evidence, spare the user the traceback
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return _full(error)
         return _bug(as_json)
 
 
@@ -78,6 +85,16 @@ def _print_error(error: MemtuneError, as_json: bool) -> None:
         body = {"code": error.code, "what": error.what, "evidence": error.evidence, "fix": error.fix}
         print(json.dumps({"schema": 1, "error": body}))
     print(error, file=sys.stderr)
+
+
+def _full(error: OSError) -> int:
+    """Report a full disk, which may be that of a redirected stdout: nothing further is written there."""
+    from memtune.errors import EnvironmentFault
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    fault = EnvironmentFault("a disk is full.", evidence=f"{error}.", fix="free space there", code="MT402")
+    _print_error(fault, as_json=False)
+    return fault.exit_code
 
 
 def _bug(as_json: bool) -> int:

@@ -138,8 +138,16 @@ def _planned(tuned: TunedConfig, given: dict[str, Any], device: Any, ranks: int)
 
 def init(target: str, out: Path, force: bool, as_json: bool) -> int:
     """Run `memtune init`: write the file, record a step of it, list the lines to check."""
+    if not target.strip():
+        raise UsageError("TARGET is empty.", fix="memtune init --help", code="MT100")
     if out.exists() and not force:
         raise existing_file(out, "--out another.py, or --force to replace it")
+    if not os.access(out.absolute().parent, os.W_OK):
+        raise EnvironmentFault(
+            f"{out} cannot be written:  {out.absolute().parent} is no folder, or not yours to write.",
+            fix="name a file in a folder of yours with --out",
+            code="MT407",
+        )
     progress = Progress()
     progress.phase("loading torch")
     with results() as stream:
@@ -384,13 +392,14 @@ def _event_log(study: str | None) -> Path:
 
 def report(study: str | None, out: Path, force: bool, as_json: bool) -> int:
     """Run `memtune report`: write the page and print its path."""
+    from memtune.autotune.search import check_writable
+
     path, progress = _event_log(study), Progress()
+    check_writable(out, force=force)
     progress.phase(f"drawing {path.parent.name}")
     with shown(progress, sys.stderr):
         from memtune.autotune.report import write_report
-        from memtune.autotune.search import check_writable
 
-        check_writable(out, force=force)
         write_report(path, out)
     if as_json:
         emit({"schema": SCHEMA, "out": str(out), "bytes": out.stat().st_size})

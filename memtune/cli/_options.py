@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from memtune.device import DEFAULT_ACCELERATOR, PLATFORMS
 from memtune.errors import EnvironmentFault, UsageError
 from memtune.progress import shown_phase
-from memtune.units import format_bytes, parse_bytes, parse_seconds
+from memtune.units import KIB, format_bytes, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from memtune.config import TunedConfig
@@ -42,7 +42,7 @@ def config(path: Path) -> TunedConfig:
 
 def config_file(path: Path) -> Path:
     """Return `path` if it can be read; its content is checked later."""
-    if not path.exists() or path.is_dir():
+    if not path.exists() or path.is_dir() or path.suffix == ".py":
         from memtune.config import load_config
 
         load_config(path)  # raises
@@ -73,7 +73,17 @@ def memory(text: str | None, option: str = "--max-memory") -> int | None:
     n_bytes = parse_bytes(text)
     if n_bytes <= 0:
         raise UsageError(f"{option} {text} leaves no memory at all.", fix=f"{option} 24GiB", code="MT100")
+    if text.strip().isdigit() and n_bytes < KIB:
+        raise UsageError(f"{option} {text} is {text} bytes.", fix=f"{option} {text.strip()}GiB", code="MT100")
     return n_bytes
+
+
+def _time_limit(text: str | None) -> float | None:
+    """Return a typed time in seconds."""
+    time_s = None if text is None else parse_seconds(text)
+    if time_s == 0:
+        raise UsageError(f"--time {text} leaves no time for a trial.", fix="--time 10m", code="MT100")
+    return time_s
 
 
 def device_type(text: str) -> str:
@@ -315,7 +325,7 @@ def search_only(given: dict[str, Any]) -> dict[str, Any]:
         "study": given["study"],
         "resume": given["resume"],
         "trials": given["trials"],
-        "time_s": None if given["time_limit"] is None else parse_seconds(given["time_limit"]),
+        "time_s": _time_limit(given["time_limit"]),
         "parallel": parallel(given["parallel"]),
         "executor": executor,
         "ray_address": given["ray_address"],

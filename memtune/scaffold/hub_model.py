@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from pathlib import Path
@@ -70,6 +71,24 @@ def _known(name: str) -> bool:
             raise
         return False
     return name in transformers.CONFIG_MAPPING or hasattr(transformers, name)
+
+
+def unknown_name(target: str) -> UsageError:
+    """Return the error for a bare name that is neither a module nor one of transformers."""
+    try:
+        transformers = require("transformers")
+    except EnvironmentFault:
+        known: list[str] = []
+    else:
+        heads = (each for each in dir(transformers) if each.endswith(tuple(_HEADS)))
+        known = [*transformers.CONFIG_MAPPING, *heads]
+    near = difflib.get_close_matches(target, known, 3)
+    return UsageError(
+        f"{target} is neither a module nor a class or model type of transformers.",
+        evidence=f"Near: {', '.join(near)}." if near else "",
+        fix=f"memtune init {near[0] if near else 'package.module:Name'}",
+        code="MT150",
+    )
 
 
 def hub_draft(target: str) -> Draft:

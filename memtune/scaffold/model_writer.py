@@ -8,10 +8,11 @@ from pathlib import Path
 
 from memtune.autotune.record import record
 from memtune.config import save_text
+from memtune.errors import UsageError
 from memtune.executors import probe
 from memtune.program import columns_of
-from memtune.scaffold.draft import marked
-from memtune.scaffold.hub_model import hub_draft, is_hub_target
+from memtune.scaffold.draft import Draft, marked
+from memtune.scaffold.hub_model import hub_draft, is_hub_target, unknown_name
 from memtune.scaffold.python_model import python_draft
 from memtune.workload import Workload
 
@@ -44,7 +45,7 @@ def write_model_file(
         WorkloadError: The written file needs a correction before it can be trained; it stays.
     """
     say(f"reading {target}")
-    draft = hub_draft(target) if is_hub_target(target) else python_draft(target, out)
+    draft = _draft(target, out)
     text = draft.text(str(out))
     save_text(out, text)
     say(f"looking at {out}")
@@ -53,3 +54,22 @@ def write_model_file(
     recorded = record(Workload.load(out))
     parameters = int(columns_of(recorded.step.parameters).numel.sum())
     return WrittenFile(out, parameters, recorded.record_s, tuple(marked(text)))
+
+
+def _draft(target: str, out: Path) -> Draft:
+    if is_hub_target(target):
+        return hub_draft(target)
+    file = Path(target.partition(":")[0])
+    if file.is_file() and file.suffix != ".py":
+        raise UsageError(
+            f"{file} is neither a Python file nor a config.json.",
+            fix=f"memtune init {file.with_suffix('.py')}:Name",
+            code="MT150",
+        )
+    try:
+        return python_draft(target, out)
+    except UsageError as error:
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and cause.name == target:
+            raise unknown_name(target) from error
+        raise

@@ -81,7 +81,9 @@ BAD = [
     ("search model.py --device cpu --gpus 2", 2, "--device cpu --workers 2"),
     ("search model.py --device cpu --max-memory plenty", 2, "24GiB"),
     ("search model.py --device cpu --max-memory 0", 2, "no memory"),
+    ("search model.py --device cpu --max-memory 12", 2, "Fix: --max-memory 12GiB"),
     ("search model.py --device cpu --time soon", 2, "30m"),
+    ("search model.py --device cpu --time 0s", 2, "no time for a trial"),
     ("search model.py --device cpu --goal throughputs", 2, "Did you mean 'throughput'"),
     ("search model.py --device cpu --executor rays", 2, "Did you mean 'ray'"),
     ("search model.py --device cpu --axes recompte", 2, "Did you mean 'recompute'"),
@@ -103,6 +105,9 @@ BAD = [
     ("run c.yaml", 2, "memtune run c.yaml -- python train.py"),
     ("run c.yaml -- no-such-program", 2, "no command no-such-program"),
     ("run c.yaml -- no-such-program --json", 2, "no command no-such-program"),
+    ("explain model.py", 2, "a Python file, not a config"),
+    ("init llama --out missing/model.py", 3, "cannot be written"),
+    ("report old --out c.yaml", 3, "no study old"),
     ("watch nothing", 3, "no study nothing"),
 ]
 
@@ -487,6 +492,24 @@ def test_bug_prints_its_traceback_if_no_file_can_be_written(
     monkeypatch.setenv("MEMTUNE_CACHE", str(tmp_path / "file" / "cache"))
     assert cli.run(["doctor"]) == 4
     assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_output_fits_an_encoding_without_its_characters():
+    command = [sys.executable, "-c", "from memtune.cli import main; main(['--help'])"]
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, env=ascii_only, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Exit codes: 0 done ? 1 nothing feasible" in " ".join(done.stdout.split())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_full_disk_behind_stdout_is_one_message():
+    command = [sys.executable, "-c", "from memtune.cli import main; main(['techniques'])"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 3
+    assert done.stderr.startswith("MT402 a disk is full.")
+    assert "Exception" not in done.stderr
 
 
 def test_ctrl_c_exits_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -14,6 +14,7 @@ from memtune import cli
 from memtune.errors import EnvironmentFault, MemtuneError, UsageError
 from memtune.scaffold.draft import MARK
 from memtune.scaffold.hub_model import hub_draft, is_hub_target
+from memtune.scaffold.model_writer import write_model_file
 from memtune.scaffold.python_model import python_draft
 from memtune.workload import Workload
 
@@ -220,6 +221,31 @@ def test_unusable_hub_target_is_one_message(target, kind, words, folder):
             hub_draft(target)
         assert words in str(caught.value)
         assert isinstance(caught.value, MemtuneError)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("LlamaForCausalLMM", "LlamaForCausalLM"),
+        ("brt", "bert"),
+        ("notes.txt", "neither a Python file nor a config.json"),
+    ],
+)
+def test_mistyped_name_is_one_message_with_the_nearest(target, words, folder):
+    pytest.importorskip("transformers")
+    (folder / "notes.txt").touch()
+    with pytest.raises(UsageError) as caught:
+        write_model_file(target, folder / "model.py")
+    assert words in str(caught.value)
+    assert not (folder / "model.py").exists()
+
+
+@pytest.mark.parametrize("line", [["", "--out", "m.py"], ["bert", "--out", "/nonexistent/m.py"]])
+def test_init_checks_its_arguments_before_torch_loads(line, capsys):
+    assert cli.run(["init", *line]) in (2, 3)
+    said = capsys.readouterr().err
+    assert "loading" not in said
+    assert "Fix:" in said
 
 
 def test_class_of_transformers_without_transformers_names_the_package(monkeypatch):
