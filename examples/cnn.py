@@ -1,10 +1,12 @@
-"""A ResNet with BatchNorm on generated images: coloured stripes, classified by direction.
+"""BatchNorm: a ResNet whose samples depend on each other, so that the micro-batch is not memtune's to change.
 
-    memtune search examples/cnn.py --gpus 1
+    memtune plan examples/cnn.py --gpus 1 --gpu-type a100-40g
+    memtune search examples/cnn.py --device cpu --trials 4
 
-Environment variables: MEMTUNE_CNN_WIDTH (channels of the first stage), MEMTUNE_CNN_DEPTH (residual blocks per
-stage), MEMTUNE_CNN_IMAGE (pixels), MEMTUNE_CNN_BATCH (samples per optimizer step over all ranks). BatchNorm
-mixes the samples of a micro-batch, so memtune does not change the micro-batch, and reports that.
+The images are coloured stripes, generated, and classified by their direction. BatchNorm mixes the samples of
+a micro-batch, so memtune does not change the micro-batch, and reports that. Environment variables:
+MEMTUNE_CNN_WIDTH (channels of the first stage), MEMTUNE_CNN_DEPTH (residual blocks per stage),
+MEMTUNE_CNN_IMAGE (pixels), MEMTUNE_CNN_BATCH (samples per optimizer step over all ranks).
 
 Shapes: B samples, C channels, S pixels.
 """

@@ -1,7 +1,9 @@
 """A Llama of Hugging Face transformers, built from a config with random weights: nothing is downloaded.
 
-    pip install transformers
-    memtune search examples/hf_llama.py --gpus 8
+    memtune plan examples/hf_llama.py --gpus 8 --gpu-type h100-80g
+    memtune search examples/hf_llama.py --device cpu --trials 4
+
+It needs `pip install transformers`.
 
 Environment variables: MEMTUNE_LLAMA_LAYERS, _DIM, _HEADS, _KV_HEADS, _SEQ, _VOCAB and _BATCH (samples per
 optimizer step over all ranks). Layers 32, dim 4096, heads 32, vocab 32000 is Llama-7B. The text is Python's

@@ -20,6 +20,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r'^```(\w+)(?: title="([\w./-]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
 QUICK = "docs/guides/config-by-hand.md"
+IN_A_CHECKOUT = "docs/tutorials/technique.md"
+"""Page that adds a file to memtune itself: it gets a copy."""
 PAGES = sorted(
     str(page.relative_to(ROOT))
     for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
@@ -38,6 +40,7 @@ def run_page(text: str, folder: Path) -> Iterator[tuple[str, subprocess.Complete
     """Write the files of a page and run its commands in order; yield each line with its outcome."""
     for language, title, body in FENCE.findall(with_pass(text)):
         if title:
+            (folder / title).parent.mkdir(parents=True, exist_ok=True)
             (folder / title).write_text(body, encoding="utf-8")
         for line in body.splitlines() if language == "bash" else ():
             if line.strip():
@@ -53,6 +56,7 @@ def run_line(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
         "LANG": "C.UTF-8",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        **({"PYTHONPATH": str(folder)} if (folder / "memtune").exists() else {}),
     }
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", line],
@@ -79,7 +83,11 @@ def checked(done: Iterator[tuple[str, subprocess.CompletedProcess[str]]]) -> Non
     "page", [pytest.param(each, marks=[pytest.mark.slow] * (each != QUICK)) for each in PAGES]
 )
 def test_page_runs_as_written(page, tmp_path):
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    packages = ("memtune", "autotune", "executors", "search_spaces") if page == IN_A_CHECKOUT else ()
+    for each in ("examples", *packages):
+        shutil.copytree(
+            ROOT / each, tmp_path / each, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
     checked(run_page((ROOT / page).read_text(encoding="utf-8"), tmp_path))
 
 
