@@ -60,9 +60,12 @@ demo: setup  ## search a real model under a memory budget on this CPU, then trai
 	$(BIN)/memtune search examples/gpt.py --device cpu --workers 2 --max-memory $(BUDGET) --executor $(EXECUTOR) --out $(DEMO_OUT) --trials $(DEMO_TRIALS) --force $(DEMO_ARGS)
 	$(BIN)/memtune run $(DEMO_OUT) -- $(BIN)/python examples/train_gpt.py $(DEMO_OUT)
 
-# By file, so that fixtures of a module (a group of ranks, a recording) are set up once. More than four workers gain little:
-# searches among the tests start processes of their own. tests/conftest.py orders the files.
-SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# By file, so that fixtures of a module (a group of ranks, a recording) are set up once. One worker more than cores, because
+# some tests wait for deadlines, signals or a terminal; more than four gain little: searches among the tests start processes of
+# their own. tests/conftest.py orders the files.
+WORKERS ?= $(shell echo $$(($(CORES) < 4 ? $(CORES) + 1 : 4)))
+CORES := $(shell nproc 2> /dev/null || echo 2)
+SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: setup test-native  ## all tests but the slow ones and those that need a GPU
 	$(BIN)/pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)

@@ -27,8 +27,18 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "prepare", prepared)
 
 
-def test_search_measures_audits_confirms_and_writes_config():
-    outcome = run(asked())
+@pytest.fixture(scope="module")
+def plain_search(tmp_path_factory: pytest.TempPathFactory) -> tuple[SearchOutcome, Path]:
+    """A search without further options: its outcome and its folder."""
+    folder = tmp_path_factory.mktemp("search")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(study, "prepare", prepared)
+        return run(asked()), folder
+
+
+def test_search_measures_audits_confirms_and_writes_config(plain_search: tuple[SearchOutcome, Path]):
+    outcome, folder = plain_search
     assert outcome.status == "done"
     assert outcome.exit_code == 0
     roles = [each["role"] for each in outcome.trials]
@@ -37,7 +47,7 @@ def test_search_measures_audits_confirms_and_writes_config():
     assert roles.count("confirm") == 1
     assert roles[-1] == "confirm"
     assert sum(role in ("baseline", "search", "audit") for role in roles) == 8
-    written = load_config("tuned.yaml")
+    written = load_config(folder / "tuned.yaml")
     assert written.document() == outcome.config
     assert outcome.tuned is not None
     assert outcome.tuned.settings == written.settings
@@ -75,8 +85,11 @@ def test_search_with_concurrent_trials_keeps_limit():
     assert sum(each["role"] in ("baseline", "search", "audit") for each in outcome.trials) == 8
 
 
-def test_search_log_contains_all_events():
-    outcome = run(asked())
+def test_search_log_contains_all_events(
+    plain_search: tuple[SearchOutcome, Path], monkeypatch: pytest.MonkeyPatch
+):
+    outcome, folder = plain_search
+    monkeypatch.chdir(folder)
     assert len(of(search_events.TrialFinished)) == len(outcome.trials)
     assert [each.status for each in of(search_events.SearchFinished)] == ["done"]
     assert of(search_events.SearchFinished)[0].best_number == next(
@@ -150,8 +163,10 @@ def test_search_audit_that_fits_widens_interval():
     assert any(each["role"] == "audit" and each["status"] == "ok" for each in outcome.trials)
 
 
-def test_search_reports_audit_that_does_not_fit():
-    run(asked())
+def test_search_reports_audit_that_does_not_fit(
+    plain_search: tuple[SearchOutcome, Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(plain_search[1])
     assert any(each.text.startswith("audit: the pruned candidate") for each in of(search_events.Note))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support import zoo_paths
+from support.search.prepared_search import Probed
 
 from memtune import cli
 from memtune.autotune.search.preparation import Setup, prepare
@@ -38,6 +39,7 @@ def setup() -> Setup:
     return prepare(
         PlanOptions(workload=GPT, gpu_type="h100-80g", ranks=2, global_batch=8, axes=("recompute",)),
         for_trials=False,
+        begun=Probed(),  # type: ignore[arg-type]
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.search.prepared_search import AXES, rewriter
+from support.search.prepared_search import rewriter
 
 from memtune.autotune.predict.simulation import Prediction
 from memtune.autotune.space import proposals
@@ -24,7 +24,7 @@ from memtune.autotune.space.step_time_model import Observed, StepTimeModel, kind
 @cache
 def scored() -> tuple[Space, Scorer, Scores]:
     made = rewriter()
-    space, scorer = build_space(made, 8, axes=AXES), Scorer(made)
+    space, scorer = build_space(made, 8, axes=("execution", "offload")), Scorer(made)
     return space, scorer, score_all(space, scorer, "throughput")
 
 

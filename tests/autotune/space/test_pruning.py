@@ -8,7 +8,7 @@ from functools import cache, partial
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.search.prepared_search import AXES, rewriter
+from support.search.prepared_search import rewriter
 
 from memtune.autotune.predict import ParallelMap
 from memtune.autotune.predict.simulation import Calibration
@@ -17,6 +17,8 @@ from memtune.autotune.space.candidates import Choice
 from memtune.autotune.space.pruning import Pruner
 from memtune.autotune.space.scoring import Goal, Scored, Scorer, Scores, score_all
 from memtune.autotune.space.search_space import Space, build_space
+
+AXES = ("execution", "offload")
 
 
 @cache
@@ -82,7 +84,7 @@ def test_pruner_interval_narrows_with_trials():
 
 def test_scores_merge_equal_candidates_keeping_simpler():
     made = rewriter()
-    space = build_space(made, 8, axes=AXES)
+    space = build_space(made, 8, axes=("execution", "recompute"))
     every_block = tuple(
         each.model_copy(update={"n": 1}) if each.kind == "every_nth" else each
         for each in space.slots["recompute"]
@@ -97,13 +99,12 @@ def test_scores_merge_equal_candidates_keeping_simpler():
 
 
 def test_scores_are_equal_on_several_cores(monkeypatch: pytest.MonkeyPatch):
-    axes = ("recompute", "offload")
     found = {}
     for cores in (1, 2):
         monkeypatch.setattr(scoring, "usable_cores", lambda count=cores: count)
         monkeypatch.setattr(scoring, "ParallelMap", partial(ParallelMap, worth_s=0.0))
         made = rewriter(budget_bytes=6 * 2**20)
-        found[cores] = score_all(build_space(made, 8, axes=axes), Scorer(made), "throughput")
+        found[cores] = score_all(build_space(made, 8, axes=AXES), Scorer(made), "throughput")
     assert found[1].by_key == found[2].by_key
     assert (found[1].unfit, found[1].n_merged) == (found[2].unfit, found[2].n_merged)
 
@@ -112,7 +113,7 @@ def test_scores_are_equal_on_several_cores(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("goal", ["throughput", "memory"])
 def test_sample_and_neighbours_contain_best_candidate(goal: Goal, monkeypatch: pytest.MonkeyPatch):
     made = rewriter(budget_bytes=6 * 2**20)
-    space = build_space(made, 8, axes=AXES)
+    space = build_space(made, 8, axes=("execution", "recompute", "offload"))
 
     def best(found: Scores) -> tuple[float, int]:
         fitting = [
