@@ -50,7 +50,7 @@ def test_links_lead_to_pages(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
-def test_commands_parse(page):
+def test_commands_on_a_page_parse(page):
     """Every `memtune …` line of a block of commands is a command with its options."""
     root = typer.main.get_command(app)
     lines = [

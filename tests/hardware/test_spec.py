@@ -147,7 +147,7 @@ def test_detect_without_cuda_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         ("aten.add.Tensor", "elementwise"),
     ],
 )
-def test_op_classes(name: str, kind: str) -> None:
+def test_op_class_follows_from_the_name(name: str, kind: str) -> None:
     assert op_class(name) == kind
 
 

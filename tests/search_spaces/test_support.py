@@ -52,7 +52,7 @@ def test_matrix_is_symmetric() -> None:
     assert all(MATRIX[other, one] is None for (one, other), reason in MATRIX.items() if reason is None)
 
 
-def test_known_combinations() -> None:
+def test_matrix_has_the_known_combinations() -> None:
     by_kind = {
         (f"{one.slot}: {one.kind}", f"{other.slot}: {other.kind}"): reason
         for (one, other), reason in MATRIX.items()

@@ -108,7 +108,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_find_blocks(case):
+def test_find_blocks_finds_repeated_modules(case):
     model, patterns = CASES[case]
     assert compress(find_blocks(model)) == patterns
 

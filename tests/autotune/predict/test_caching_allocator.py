@@ -160,7 +160,7 @@ def test_replay_equals_reference_allocator(
 
 @settings(max_examples=150, deadline=None)
 @given(programs(), all_settings(), CAPACITIES, st.sampled_from(("native", "cudaMallocAsync")))
-def test_replay_invariants(
+def test_replay_keeps_live_bytes_within_reserved_and_capacity(
     made: tuple[list[Row], list[int]], chosen: AllocatorSettings, capacity: int | None, backend: str
 ) -> None:
     rows, steps = made

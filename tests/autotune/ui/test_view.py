@@ -312,7 +312,7 @@ def test_control_first_signal_asks_second_raises():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_control_requests():
+def test_control_keeps_requests_and_stop_overrides_pause():
     control = Control()
     control.pause()
     assert control.paused
@@ -344,7 +344,7 @@ def test_printer_reports_paused_and_ended_trials():
 @pytest.mark.parametrize(
     ("value", "shown"), [(None, "–"), (0.5, "0.500"), (18.94, "18.9"), (15, "15.0"), (1240.4, "1,240")]
 )
-def test_rate_format(value, shown):
+def test_rate_is_shown_with_three_digits_and_unit(value, shown):
     assert formatting.rate(value) == shown
 
 

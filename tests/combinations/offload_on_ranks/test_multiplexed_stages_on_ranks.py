@@ -393,7 +393,7 @@ def test_no_partition_within_the_budget_is_faster(share: float) -> None:
         ({**HARMONY, "group": 1}, "forward and backward alike"),
     ],
 )
-def test_refusals(states: dict[str, Any], reason: str) -> None:
+def test_multiplexed_stages_are_refused_by_reason(states: dict[str, Any], reason: str) -> None:
     assert reason in str(_found(CHAIN, 2, 2, tuple(states.items())))
 
 

@@ -138,7 +138,9 @@ def check_ops(packs: Technique, again: Technique, ranks: int = 1) -> None:
 @pytest.mark.usefixtures("one_thread")
 class TestOneRank:
     @pytest.mark.parametrize(("packs", "again"), QUICK, ids=named)
-    def test_exact(self, packs: Technique, again: Technique) -> None:
+    def test_layer_major_with_recompute_is_bitwise_and_runs_the_predicted_ops(
+        self, packs: Technique, again: Technique
+    ) -> None:
         check_bits(packs, again)
         check_ops(packs, again)
 

@@ -38,7 +38,7 @@ def test_check_reachable_skips_addresses_that_ray_resolves() -> None:
         ("[::1]:6379", ("::1", 6379)),
     ],
 )
-def test_address_forms(address: str, parts: tuple[str, int]) -> None:
+def test_address_is_split_into_host_and_port(address: str, parts: tuple[str, int]) -> None:
     assert _parts(address) == parts
 
 

@@ -139,7 +139,7 @@ def test_update_has_the_same_bits_for_all_instruction_sets_and_threads(
         ([0.1, 0.9, 0, 0.01, 1], {"momentum": 0.9, "weight_decay": 0.01, "nesterov": True}),
     ],
 )
-def test_sgd(settings: list[float], options: dict[str, Any]) -> None:
+def test_native_sgd_equals_that_of_torch(settings: list[float], options: dict[str, Any]) -> None:
     weight, gradient = values()
     parameter = nn.Parameter(weight.clone())
     optimizer = torch.optim.SGD([parameter], lr=0.1, **options)

@@ -26,7 +26,7 @@ def test_row_starts_block_per_parameter_and_groups_kept_values() -> None:
         (Row((), 8, 256), 0),
     ],
 )
-def test_row_bytes(row: Row, n_bytes: int) -> None:
+def test_row_counts_values_and_scales_in_bytes(row: Row, n_bytes: int) -> None:
     assert row.n_bytes == n_bytes
 
 

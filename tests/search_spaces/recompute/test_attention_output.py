@@ -30,7 +30,7 @@ class TestAttentionOutput(TechniqueSuite):
     quick = ("gpt",)
 
     @pytest.mark.parametrize("model", SAVED_BYTES)
-    def test_saved_bytes(self, model: str) -> None:
+    def test_saved_bytes_are_those_of_the_model(self, model: str) -> None:
         assert rewritten(ZOO[model], self.default()).saved_bytes() == SAVED_BYTES[model]
 
     def test_a_block_holds_one_hidden_state_and_the_log_sum_exp_more_than_full(self) -> None:
@@ -84,7 +84,7 @@ class _Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_counter_counts() -> None:
+def test_counter_counts_calls_of_attention() -> None:
     query = torch.randn(1, 2, 4, 8)
     with _Counter() as counter:
         torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)

@@ -37,7 +37,7 @@ class TestBalanced(TechniqueSuite):
     quick = ("gpt",)
 
     @pytest.mark.parametrize("model", SAVED_BYTES)
-    def test_saved_bytes(self, model: str) -> None:
+    def test_saved_bytes_are_those_of_the_model(self, model: str) -> None:
         assert rewritten(ZOO[model], self.default()).saved_bytes() == SAVED_BYTES[model]
 
     def test_six_tenths_of_a_llama_block_are_kept(self) -> None:

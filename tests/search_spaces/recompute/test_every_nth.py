@@ -35,7 +35,7 @@ class TestEveryNth(TechniqueSuite):
     variants = (EveryNth(kind="every_nth"), EveryNth(kind="every_nth", n=3))
 
     @pytest.mark.parametrize("model", ZOO)
-    def test_saved_bytes(self, model: str) -> None:
+    def test_saved_bytes_are_those_of_the_model(self, model: str) -> None:
         assert rewritten(ZOO[model], self.default()).saved_bytes() == SAVED_BYTES[model]
 
     def test_blocks_in_between_save_what_they_saved(self) -> None:

@@ -37,7 +37,7 @@ class TestFull(TechniqueSuite):
     quick = ("tied",)
 
     @pytest.mark.parametrize("model", ZOO)
-    def test_saved_bytes(self, model: str) -> None:
+    def test_saved_bytes_are_those_of_the_model(self, model: str) -> None:
         assert rewritten(ZOO[model], self.default()).saved_bytes() == SAVED_BYTES[model]
 
     def test_each_block_saves_its_input_alone_and_its_ops_run_twice(self) -> None:

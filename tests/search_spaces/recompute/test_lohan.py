@@ -104,7 +104,7 @@ class TestLohan(TechniqueSuite):
 
     @pytest.mark.slow
     @pytest.mark.parametrize("model", ZOO)
-    def test_any_model(self, model: str) -> None:
+    def test_any_model_trains_as_predicted(self, model: str) -> None:
         if (reason := SMALL.fits(plain_program(ZOO[model]), target_of())) is not None:
             pytest.skip(str(reason))
         if model == "lstm":  # one tensor of a gate is held for an op longer than predicted, below the peak

@@ -30,5 +30,5 @@ class TestKeepAll(TechniqueSuite):
     quick = ("gpt",)
 
     @pytest.mark.parametrize("model", ZOO)
-    def test_saved_bytes(self, model: str) -> None:
+    def test_saved_bytes_are_those_of_the_model(self, model: str) -> None:
         assert rewritten(ZOO[model]).saved_bytes() == SAVED_BYTES[model]

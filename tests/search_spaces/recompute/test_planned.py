@@ -288,7 +288,7 @@ class TestPlanned(TechniqueSuite):
         assert less.fits(program, target_of()) is None
         assert _solve_budget.cache_info().misses == solved + 1
 
-    def test_reasons(self) -> None:
+    def test_fits_refuses_budgets_that_cannot_be_planned(self) -> None:
         program = plain_program(ZOO["gpt"])
         smallest = self.solved(program, Planned(share=0.0)).peak_bytes
         assert "there is no budget" in str(Planned().fits(program, target_of()))

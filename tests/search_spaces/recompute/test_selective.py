@@ -35,7 +35,7 @@ class TestSelective(TechniqueSuite):
     quick = ("tied",)
 
     @pytest.mark.parametrize("model", ZOO)
-    def test_saved_bytes(self, model: str) -> None:
+    def test_saved_bytes_are_those_of_the_model(self, model: str) -> None:
         assert rewritten(ZOO[model], self.default()).saved_bytes() == SAVED_BYTES[model]
 
     @pytest.mark.parametrize("model", [name for name in ZOO if name != "inplace_views"])

@@ -69,7 +69,7 @@ class TestL2L(LayersSuite):
 
     @pytest.mark.slow
     @pytest.mark.parametrize("model", ZOO)
-    def test_any_model(self, model: str) -> None:
+    def test_any_model_trains_as_predicted(self, model: str) -> None:
         self._skip_unless_it_fits(model, DEFAULT)
         self.check_drift(model, DEFAULT)
         self.check_training(model, DEFAULT)

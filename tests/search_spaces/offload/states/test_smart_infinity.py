@@ -136,7 +136,7 @@ class TestSmartInfinity(TechniqueSuite):
 
     @pytest.mark.slow
     @pytest.mark.parametrize("model", ZOO)
-    def test_any_model(self, model: str) -> None:
+    def test_any_model_trains_as_predicted(self, model: str) -> None:
         if (reason := SMALL.fits(plain_program(ZOO[model]), target_of())) is not None:
             pytest.skip(str(reason))
         if model != "moe":  # the recorder runs it for real, and keeps what it ran

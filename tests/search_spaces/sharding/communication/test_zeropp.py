@@ -43,7 +43,9 @@ def target_with(ranks: int, states: Technique | None, device: str = "cuda") -> T
         ({"ranks_per_node": 2}, 8, Fsdp(), None),
     ],
 )
-def test_fits(knobs: dict[str, Any], ranks: int, states: Technique | None, reason: str | None) -> None:
+def test_zeropp_fits_or_gives_the_reason(
+    knobs: dict[str, Any], ranks: int, states: Technique | None, reason: str | None
+) -> None:
     found = ZeroPp(**knobs).fits(program(ranks=ranks), target_with(ranks, states))
     assert found is None if reason is None else reason in str(found)
 

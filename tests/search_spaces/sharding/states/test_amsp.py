@@ -43,7 +43,9 @@ def factors(p: int, g: int, o: int) -> dict[str, int]:
         (factors(16, 1, 16), 16, 4, ""),
     ],
 )
-def test_fits(knobs: dict[str, Any], ranks: int, accumulate: int, reason: str) -> None:
+def test_amsp_fits_or_gives_the_reason(
+    knobs: dict[str, Any], ranks: int, accumulate: int, reason: str
+) -> None:
     found = str(Amsp(**knobs).fits(program(ranks=ranks, accumulate=accumulate), target(ranks)) or "")
     assert reason in found
     assert bool(reason) == bool(found)

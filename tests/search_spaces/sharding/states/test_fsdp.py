@@ -39,7 +39,7 @@ from memtune.technique import NO_PLAN, Exactness
         ({"reduce_dtype": "float32"}, 2, "already have elements of 4 bytes"),
     ],
 )
-def test_fits(knobs: dict[str, Any], ranks: int, reason: str | None) -> None:
+def test_fsdp_fits_or_gives_the_reason(knobs: dict[str, Any], ranks: int, reason: str | None) -> None:
     found = Fsdp(**knobs).fits(program(ranks=ranks), target(ranks))
     assert found is None if reason is None else reason in str(found)
 

@@ -32,7 +32,9 @@ from memtune.search_spaces.sharding.states.mics import Mics
         ({"group": 2, "blocks_per_unit": 5}, 8, 2, "there are 4 blocks"),
     ],
 )
-def test_fits(knobs: dict[str, Any], ranks: int, accumulate: int, reason: str | None) -> None:
+def test_mics_fits_or_gives_the_reason(
+    knobs: dict[str, Any], ranks: int, accumulate: int, reason: str | None
+) -> None:
     found = Mics(**knobs).fits(program(ranks=ranks, accumulate=accumulate), target(ranks))
     assert found is None if reason is None else reason in str(found)
 

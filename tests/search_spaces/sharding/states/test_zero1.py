@@ -25,7 +25,7 @@ def bytes_of(after: Program, kind: Kind) -> int:
 
 
 @pytest.mark.parametrize(("ranks", "reason"), [(1, "only one rank"), (2, None), (8, None)])
-def test_fits(ranks: int, reason: str | None) -> None:
+def test_zero1_fits_or_gives_the_reason(ranks: int, reason: str | None) -> None:
     found = Zero1().fits(program(ranks=ranks), target(ranks))
     assert found is None if reason is None else reason in str(found)
 

@@ -183,7 +183,7 @@ class TestOptimizerOnHost(LayersSuite):
         assert not differences(train(ZOO["tobf16"], master), train(ZOO["tobf16"], on_ssd))
 
     @pytest.mark.parametrize("name", ["host", "ssd", "all"])
-    def test_tiles(self, name: str) -> None:
+    def test_tiled_weights_train_as_with_state_on_ssd(self, name: str) -> None:
         tiled = WAYS[name].model_copy(update={"tiles": 4})
         self.check_drift("tied", tiled)
         on_ssd = tiled.model_copy(update={"optimizer": "ssd"})
