@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from memtune.errors import ConfigError, UsageError
 from memtune.search_spaces._cards import Card, read_cards
+from memtune.search_spaces._cards import knob_texts as knob_texts
 
 if TYPE_CHECKING:
     from memtune.technique import Technique

@@ -1,4 +1,5 @@
-"""Title, source and exactness of every technique, read from the source text: importing one loads torch.
+"""Title, source, exactness and texts of knobs of every technique, read from the source text: importing one
+loads torch.
 
 A class variable that a technique inherits is read from the file of its base.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,24 +35,37 @@ def read_cards(names: Iterable[tuple[str, str]]) -> tuple[Card, ...]:
     return tuple(_card(slot, kind) for slot, kind in names)
 
 
+def knob_texts(slot: str, kind: str) -> dict[str, str]:
+    """Return the docstring of each knob of a technique."""
+    return _read(slot, kind)[1]
+
+
 def _card(slot: str, kind: str) -> Card:
-    path = _ROOT / slot.replace(".", "/") / f"{kind}.py"
-    heads = _heads(path)
-    name = next(name for name, (_, values) in heads.items() if "kind" in values)
-    values = _with_inherited(path, name)
+    values, _ = _read(slot, kind)
     return Card(slot, kind, values["title"], values["source"], values.get("paper", ""), values["exactness"])
 
 
-def _with_inherited(path: Path, name: str) -> dict[str, Any]:
-    """Return the class variables of a class, with those of its bases in this catalogue."""
+def _read(slot: str, kind: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the class variables of a technique, and the docstrings of its fields."""
+    path = _ROOT / slot.replace(".", "/") / f"{kind}.py"
+    name = next(name for name, (_, values, _) in _heads(path).items() if "kind" in values)
+    values: dict[str, Any] = {}
+    texts: dict[str, str] = {}
+    for more_values, more_texts in _with_bases(path, name):
+        values, texts = {**more_values, **values}, {**more_texts, **texts}
+    return values, texts
+
+
+def _with_bases(path: Path, name: str) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    """Yield class variables and docstrings of fields of a class, then of its bases in this catalogue."""
     heads = _heads(path)
     if name not in heads:
-        return {}
-    base, values = heads[name]
-    if base in heads:
-        return {**_with_inherited(path, base), **values}
-    home = next((each for each in _homes(path, base) if base in _heads(each)), None)
-    return {**(_with_inherited(home, base) if home is not None else {}), **values}
+        return
+    base, values, texts = heads[name]
+    yield values, texts
+    home = path if base in heads else next((e for e in _homes(path, base) if base in _heads(e)), None)
+    if home is not None:
+        yield from _with_bases(home, base)
 
 
 def _homes(path: Path, base: str) -> Iterable[Path]:
@@ -64,18 +78,23 @@ def _homes(path: Path, base: str) -> Iterable[Path]:
             yield from [place.with_suffix(".py")] if not place.is_dir() else sorted(place.glob("*.py"))
 
 
-def _heads(path: Path) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return base and class variables of each class in a file: texts, and the names of enum members."""
+def _heads(path: Path) -> dict[str, tuple[str, dict[str, Any], dict[str, str]]]:
+    """Return base, class variables (texts, and the names of enum members) and docstrings of fields of each
+    class in a file.
+    """
     found = {}
     for match in _HEAD.finditer(path.read_text()):
         (tree,) = ast.parse(match[0]).body
         assert isinstance(tree, ast.ClassDef)
-        values = {}
-        for node in tree.body:
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                if isinstance(node.value, ast.Constant):
-                    values[node.target.id] = node.value.value
-                elif isinstance(node.value, ast.Attribute):
-                    values[node.target.id] = node.value.attr.lower()
-        found[match[1]] = (match[2], values)
+        values, texts = {}, {}
+        for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
+            if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+                continue
+            if isinstance(node.value, ast.Constant):
+                values[node.target.id] = node.value.value
+            elif isinstance(node.value, ast.Attribute):
+                values[node.target.id] = node.value.attr.lower()
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                texts[node.target.id] = " ".join(str(after.value.value).split())
+        found[match[1]] = (match[2], values, texts)
     return found

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from memtune.search_spaces import NULL_KINDS, SLOTS, find, kinds
+from memtune.search_spaces import NULL_KINDS, SLOTS, find, kinds, knob_texts
 
 ROOT = Path(__file__).parents[1]
 KINDS = {slot: set(kinds(slot)) for slot in SLOTS}
@@ -31,6 +31,17 @@ def test_catalogue_names_exactly_the_techniques() -> None:
     assert {slot: KINDS[slot] - quoted(table[slot]) for slot in SLOTS} == {slot: set() for slot in SLOTS}
     known = set().union(*KINDS.values()) | BACKENDS
     assert {slot: quoted(table[slot]) - known for slot in SLOTS} == {slot: set() for slot in SLOTS}
+
+
+def test_every_knob_has_a_text() -> None:
+    silent = [
+        (slot, kind, knob)
+        for slot in SLOTS
+        for kind in KINDS[slot]
+        for knob in set(find(slot, kind).model_fields) - {"kind"}
+        if not knob_texts(slot, kind).get(knob)
+    ]
+    assert silent == []
 
 
 def test_compile_table_equals_the_techniques_effects() -> None:

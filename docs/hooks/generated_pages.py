@@ -20,7 +20,7 @@ from memtune.cli._app import app
 from memtune.config import flow, schema
 from memtune.device import PLATFORMS, Capability
 from memtune.hardware import find, names
-from memtune.search_spaces import SLOTS, all_techniques
+from memtune.search_spaces import SLOTS, all_techniques, knob_texts
 from memtune.units import format_bytes, format_seconds
 
 ROOT = Path(__file__).parents[2]
@@ -85,8 +85,9 @@ def _technique(technique: Any, drawn: dict[str, Any]) -> Iterator[str]:
     knobs = [(knob, field) for knob, field in technique.model_fields.items() if knob != "kind"]
     if knobs:
         yield "| knob | default | |\n|---|---|---|"
+        texts = knob_texts(technique.slot, kind)
         for knob, field in knobs:
-            text = " ".join((field.description or "").split()).replace("|", "\\|")
+            text = texts[knob].replace("|", "\\|")
             yield f"| `{knob}` | `{field.get_default(call_default_factory=True)!r}` | {text} |"
 
 

@@ -263,19 +263,22 @@ def run(context: typer.Context, config: ConfigPath) -> int:
 
 @app.command()
 def techniques(
+    kind: Annotated[
+        str | None, typer.Argument(help="Describe this technique and its knobs: zero3, or recompute=lohan.")
+    ] = None,
     matrix: Annotated[
         bool, typer.Option("--matrix", help="Print which techniques work together, and why others do not.")
     ] = False,
     as_json: AsJson = False,
 ) -> int:
-    """List every technique: axis, kind, title, source, exactness."""
+    """List every technique (axis, kind, exactness, title), or describe one with its knobs."""
     if matrix:
         from memtune.cli import _matrix
 
         return _matrix.show(as_json)
     from memtune.cli import _commands
 
-    return _commands.techniques(as_json)
+    return _commands.techniques(as_json) if kind is None else _commands.technique(kind, as_json)
 
 
 @app.command()

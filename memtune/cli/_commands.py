@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import textwrap
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from memtune.technique import Reason
 
 SCHEMA = 1
+_WIDTH = 100
+"""Columns of text that describes a technique."""
 
 
 def trial(given: dict[str, Any]) -> int:
@@ -205,6 +208,47 @@ def techniques(as_json: bool) -> int:
     for each in found:
         paper = f" ({each.paper})" if each.paper and each.paper not in each.title else ""
         print(f"{each.axis:<{width}}  {each.kind:<20}  {each.exactness:<9}  {each.title}{paper}")
+    return 0
+
+
+def technique(asked: str, as_json: bool) -> int:
+    """Run `memtune techniques KIND`: print what it does and its knobs."""
+    from memtune.search_spaces import find, knob_texts, matching
+
+    names = matching(asked)
+    with shown_phase("loading the technique", sys.stderr):
+        found = [find(slot, kind) for slot, kind in names]
+    documents = []
+    for (slot, kind), each in zip(names, found, strict=True):
+        texts = knob_texts(slot, kind)
+        documents.append(
+            {
+                "axis": slot,
+                "kind": kind,
+                "title": each.title,
+                "text": " ".join((each.__doc__ or "").partition("Distinguishing test")[0].split()),
+                "source": each.source,
+                "exactness": each.exactness,
+                "knobs": {
+                    name: {
+                        "default": field.get_default(call_default_factory=True),
+                        "text": texts.get(name, ""),
+                    }
+                    for name, field in each.model_fields.items()
+                    if name != "kind"
+                },
+            }
+        )
+    if as_json:
+        emit(documents)
+        return 0
+    for each in documents:
+        print(f"{each['axis']}: {{kind: {each['kind']}}}   {each['title']}, {each['exactness']}")
+        print(textwrap.fill(each["text"], _WIDTH, initial_indent="  ", subsequent_indent="  "))
+        print(f"  Source: {each['source']}")
+        for name, knob in each["knobs"].items():
+            text = f"{name} = {knob['default']}: {knob['text']}"
+            print(textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="      "))
     return 0
 
 

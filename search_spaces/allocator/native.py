@@ -90,6 +90,7 @@ class Native(Technique):
     pinned_num_register_threads: Annotated[int, AfterValidator(_power_of_two), Field(ge=1, le=128)] | None = (
         None
     )
+    """Threads that register pinned host memory, a power of two."""
     pinned_use_background_threads: bool | None = None
     """A separate thread waits for copies out of pinned memory."""
     pinned_reserve_segment_size_mb: Annotated[int, Field(ge=0)] | None = None

@@ -229,6 +229,19 @@ def test_techniques_as_json(capsys: pytest.CaptureFixture[str]):
     }.items()
 
 
+def test_techniques_describes_one_with_its_knobs(capsys: pytest.CaptureFixture[str]):
+    assert cli.run(["techniques", "every_nth"]) == 0
+    said = capsys.readouterr().out
+    assert "recompute: {kind: every_nth}" in said
+    assert "n = 2: One block in n is recomputed" in said
+    assert "Distinguishing" not in said
+    assert cli.run(["techniques", "lohan", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["axis"] for each in found] == ["recompute", "offload.states"]
+    assert cli.run(["techniques", "zerro3"]) == 2
+    assert "Did you mean 'zero3'?" in capsys.readouterr().err
+
+
 def test_techniques_matrix_lists_pairs_and_reasons(capsys: pytest.CaptureFixture[str]):
     assert cli.run(["techniques", "--matrix"]) == 0
     rows, _, legend = capsys.readouterr().out.partition("\n\n")
