@@ -131,6 +131,19 @@ def test_devices_page_has_each_platform_and_capability(monkeypatch):
     assert "`mi250x`" in table["hardware table"]["rocm"]
 
 
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra memtune[docs]")
+def test_generated_tables_have_a_text_in_each_row(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS / "hooks")
+    from generated_pages import catalogue, command_line, config_reference
+
+    rows = {
+        page.__name__: [line for line in "\n".join(page()).splitlines() if line.startswith("| `")]
+        for page in (catalogue, command_line, config_reference)
+    }
+    assert all(rows.values())
+    assert [row for found in rows.values() for row in found if row.split("|")[-2].strip() == ""] == []
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra memtune[docs]")
 def test_site_builds_without_a_warning(tmp_path):

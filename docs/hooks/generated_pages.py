@@ -198,5 +198,13 @@ def config_reference() -> Iterator[str]:
     )
     yield "| section | |\n|---|---|"
     for name, part in document["properties"].items():
-        yield f"| `{name}` | {' '.join(str(part.get('description', '')).split())} |"
+        yield f"| `{name}` | {_in_a_cell(part)} |"
+    yield "\n`settings: {execution: {…}}` has, besides the order of ops:\n\n| knob | |\n|---|---|"
+    for name, part in document["$defs"]["Execution"]["properties"].items():
+        if "description" in part:
+            yield f"| `{name}` | {_in_a_cell(part)} |"
     yield f'\n??? "JSON Schema"\n\n    ```json\n{_indented(json.dumps(document, indent=1))}\n    ```'
+
+
+def _in_a_cell(part: dict[str, Any]) -> str:
+    return " ".join(part["description"].split()).replace("|", "\\|")

@@ -10,10 +10,22 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from memtune.config.tuned_config import SCHEMA, MadeFor
-from memtune.search_spaces import SLOTS, find, kinds
+from memtune.search_spaces import SLOTS, find, kinds, knob_texts
 from memtune.search_spaces.execution import Execution
 
 _REF = "#/$defs/{model}"
+_SECTIONS = {
+    "memtune": "Version of this schema.",
+    "settings": "The micro-batches and one technique per slot: all that a config needs.",
+    "measured": "Samples per second, step time and peak in trials, and those of the baselines.",
+    "predicted": "The same figures as simulated.",
+    "certificate": "Peaks of the chosen setting when it was confirmed, and the check of its losses.",
+    "made_for": "Model, device, ranks, batch and versions of the search; `apply` compares them with its own.",
+    "plan": "Decisions of the techniques that plan, by slot; solved in the search, checked when loaded.",
+    "study": "The search: its name, the trial, seed and time.",
+    "evidence": "The file with plan, certificate and measurements in full, and its hash.",
+}
+"""Texts of the sections of a config."""
 
 
 def schema() -> dict[str, Any]:
@@ -25,6 +37,11 @@ def schema() -> dict[str, Any]:
         *(each for found in by_slot.values() for each in found),
     ]
     refs, shared = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
+    for slot, found in by_slot.items():
+        for model in found:
+            properties = shared["$defs"][refs[(model, "validation")]["$ref"].rpartition("/")[2]]["properties"]
+            for knob, text in knob_texts(slot, model.model_fields["kind"].default).items():
+                properties[knob]["description"] = text
     settings: dict[str, Any] = {"execution": refs[(Execution, "validation")]}
     for slot, found in by_slot.items():
         techniques = {
@@ -40,7 +57,7 @@ def schema() -> dict[str, Any]:
         else:
             settings[group] = techniques
     anything = {"type": "object"}
-    return {
+    document = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "memtune config",
         **_mapping(
@@ -58,6 +75,9 @@ def schema() -> dict[str, Any]:
         ),
         "$defs": shared["$defs"],
     }
+    for name, text in _SECTIONS.items():
+        document["properties"][name] = {**document["properties"][name], "description": text}
+    return document
 
 
 def _kind(kind: str) -> dict[str, Any]:

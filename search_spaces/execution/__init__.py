@@ -18,7 +18,9 @@ class Execution(BaseModel):
     parts.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )  # for the JSON Schema
 
     micro_batch: int | None = Field(default=None, ge=1, le=2**20)
     """Samples per forward on each rank; None leaves it to the training script. Smaller: fewer activations,
