@@ -21,7 +21,7 @@ from memtune.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from memtune.config import TunedConfig
     from memtune.executors import TrialResult
-    from memtune.technique import Reason
+    from memtune.technique import Reason, Technique
 
 SCHEMA = 1
 _WIDTH = 100
@@ -217,28 +217,7 @@ def technique(asked: str, as_json: bool) -> int:
 
     names = matching(asked)
     with shown_phase("loading the technique", sys.stderr):
-        found = [find(slot, kind) for slot, kind in names]
-    documents = []
-    for (slot, kind), each in zip(names, found, strict=True):
-        texts = knob_texts(slot, kind)
-        documents.append(
-            {
-                "axis": slot,
-                "kind": kind,
-                "title": each.title,
-                "text": " ".join((each.__doc__ or "").partition("Distinguishing test")[0].split()),
-                "source": each.source,
-                "exactness": each.exactness,
-                "knobs": {
-                    name: {
-                        "default": field.get_default(call_default_factory=True),
-                        "text": texts.get(name, ""),
-                    }
-                    for name, field in each.model_fields.items()
-                    if name != "kind"
-                },
-            }
-        )
+        documents = [_described(find(slot, kind), knob_texts(slot, kind)) for slot, kind in names]
     if as_json:
         emit(documents)
         return 0
@@ -250,6 +229,23 @@ def technique(asked: str, as_json: bool) -> int:
             text = f"{name} = {knob['default']}: {knob['text']}"
             print(textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="      "))
     return 0
+
+
+def _described(technique: type[Technique], texts: dict[str, str]) -> dict[str, Any]:
+    knobs = {
+        name: {"default": field.get_default(call_default_factory=True), "text": texts.get(name, "")}
+        for name, field in technique.model_fields.items()
+        if name != "kind"
+    }
+    return {
+        "axis": technique.slot,
+        "kind": technique.model_fields["kind"].default,
+        "title": technique.title,
+        "text": " ".join((technique.__doc__ or "").partition("Distinguishing test")[0].split()),
+        "source": technique.source,
+        "exactness": technique.exactness,
+        "knobs": knobs,
+    }
 
 
 def doctor(as_json: bool) -> int:
