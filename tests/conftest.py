@@ -139,12 +139,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     yield
     if hasattr(config, "workerinput"):
         tests_of = Counter(item.path for item in items)
-        items.sort(key=lambda item: (not _starts_ranks(item), -tests_of[item.path], item.path))
+        items.sort(key=lambda item: (not _starts_processes(item), -tests_of[item.path], item.path))
 
 
-def _starts_ranks(item: pytest.Item) -> bool:
-    """Return whether the file starts groups of ranks: few tests, which take long."""
-    return hasattr(getattr(item, "module", None), "run_ranks")
+def _starts_processes(item: pytest.Item) -> bool:
+    """Return whether the file starts ranks or other processes: few tests, which take long. Last of all, they
+    would leave the other workers idle.
+    """
+    return any(hasattr(getattr(item, "module", None), name) for name in ("run_ranks", "FRESH", "subprocess"))
 
 
 def _mark_undrawn(items: list[pytest.Item]) -> None:
