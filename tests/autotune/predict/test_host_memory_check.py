@@ -53,7 +53,10 @@ def test_plan_reports_host_memory_shortage(monkeypatch: pytest.MonkeyPatch, tmp_
         "memtune: 1\nsettings:\n  execution: {micro_batch: 4}\n  offload: {states: {kind: zero_offload}}\n"
     )
     monkeypatch.setattr(setups, "available_bytes", lambda: 1000)
-    found = plan(PlanOptions(workload=str(ZOO["gpt"]), config=config, device="cpu")).config
+    found = plan(
+        PlanOptions(workload=str(ZOO["gpt"]), config=config, device="cpu"),
+        begun=prepared_search.Probed(),  # type: ignore[arg-type]
+    ).config
     assert found is not None
     assert found.status == "unfit"
     assert f"of host memory, and {format_bytes(1000)} are available" in found.reason

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from rich.console import Console
+from support.search.prepared_search import Probed
 from support.zoo_paths import ZOO
 
 from memtune import hardware
@@ -148,7 +149,8 @@ def shown(report: Any) -> str:
 
 def test_plan_exact_dry_runs_first_rows() -> None:
     report = plan(
-        PlanOptions(workload=str(ZOO["tied"]), gpu_type="h100-80g", exact=True, axes=("recompute",))
+        PlanOptions(workload=str(ZOO["tied"]), gpu_type="h100-80g", exact=True, axes=("recompute",)),
+        begun=Probed(),  # type: ignore[arg-type]
     )
     exact = [each.exact_peak_bytes for each in report.front]
     assert exact[0] is not None
@@ -159,7 +161,10 @@ def test_plan_exact_dry_runs_first_rows() -> None:
 
 
 def test_plan_exact_keeps_prediction_and_gives_reason_without_dry_run() -> None:
-    report = plan(PlanOptions(workload=str(ZOO["moe"]), gpu_type="h100-80g", exact=True, axes=("recompute",)))
+    report = plan(
+        PlanOptions(workload=str(ZOO["moe"]), gpu_type="h100-80g", exact=True, axes=("recompute",)),
+        begun=Probed(),  # type: ignore[arg-type]
+    )
     first = report.front[0]
     assert (first.exact_peak_bytes, first.exact_reason) == (None, "the model runs on real tensors only")
     assert first.peak_allocated_bytes

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.gloo import run_ranks
+from support.search.prepared_search import Probed
 from support.zoo_paths import ZOO
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -200,7 +201,9 @@ def test_lifecycle_peaks_have_no_largest_batch_if_sizes_are_equal() -> None:
 
 def test_certificate_lists_lifecycle_peaks_over_budget() -> None:
     setup = prepare(
-        PlanOptions(workload=str(ZOO["gpt"]), device="cpu", ranks=2, budget_bytes=4 * 2**20), for_trials=False
+        PlanOptions(workload=str(ZOO["gpt"]), device="cpu", ranks=2, budget_bytes=4 * 2**20),
+        for_trials=False,
+        begun=Probed(),  # type: ignore[arg-type]
     )
     part = predicted_moments(setup, Choice.from_document({"execution": {"micro_batch": 2}, **FSDP}))
     assert list(part["moments"]) == ["first_step", "steady_step", "resume", "evaluation", "checkpoint"]

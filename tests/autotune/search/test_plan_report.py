@@ -6,14 +6,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 from support import zoo_paths
+from support.search.prepared_search import AXES, Probed
 
-from memtune.autotune.search.plan_report import PlanReport, plan
+from memtune.autotune.search import plan_report
+from memtune.autotune.search.plan_report import PlanReport
 from memtune.autotune.search.trials import run_trial
 from memtune.autotune.space import Remedy
 from memtune.autotune.space.search_options import PlanOptions
@@ -24,13 +27,12 @@ from memtune.errors import ConfigError, UsageError
 
 GPT = str(zoo_paths.ZOO["gpt"])
 BUDGET = 6 * 2**20
+plan = partial(plan_report.plan, begun=Probed())  # type: ignore[arg-type]
 FULL = "settings: {execution: {micro_batch: 4, accumulate: 2}, recompute: {kind: full}}\n"
 
 
 def asked(**changes: Any) -> PlanOptions:
-    return replace(
-        PlanOptions(workload=GPT, gpu_type="h100-80g", axes=("recompute", "execution", "offload")), **changes
-    )
+    return replace(PlanOptions(workload=GPT, gpu_type="h100-80g", axes=AXES), **changes)
 
 
 @pytest.fixture(scope="module")
