@@ -27,7 +27,7 @@ from memtune.program import Program, RankClass, Recording, accumulate_gradients
 from memtune.search_spaces import PASS_ORDER, _pass_pipeline, null
 from memtune.search_spaces._pass_pipeline import TrackedSlots
 from memtune.search_spaces.execution import Execution
-from memtune.technique import ComputePrecision, PassStage, Plan, Reason, Target, Technique, lacking
+from memtune.technique import ComputePrecision, Facts, PassStage, Plan, Reason, Target, Technique, lacking
 
 _MAX_KNOWN = 10_000
 """Number of technique and execution objects whose number is memoised."""
@@ -316,13 +316,27 @@ class Rewriter:
                 plans[technique.slot] = plan
             return self._memory.use(after)
 
+        root = self._root(choice.execution, choice.partitioning, choice.precision)
+        if (reason := self._refused(choice, root)) is not None:
+            return reason, {}
         node = _pass_pipeline.run_passes(
-            self._root(choice.execution, choice.partitioning, choice.precision),
+            root,
             [each for each in there if each is not None and _takes_part(type(each))],
             passed=passed,
             refused=lambda node: isinstance(node.result, Reason),
         )
         return node.result, plans
+
+    def _refused(self, choice: Choice, root: Node) -> Reason | None:
+        """Return why a technique refuses the other slots' choices, before the plans of others are solved.
+
+        Not where ranks partition the model: then some techniques see fewer ranks.
+        """
+        if isinstance(root.result, Reason) or "sharding.parallel" in choice.chosen:
+            return None
+        facts = Facts.of(root.result, self._seen_by(TrackedSlots(choice.chosen), choice))
+        found = (each.refuses(facts) for each in choice.techniques)
+        return next((reason for reason in found if reason is not None), None)
 
     def _later(self, node: Node, technique: Technique, stage: PassStage, plan: Plan, choice: Choice) -> Node:
         """Return the node below `node` after the pass of `technique` in a stage after the first."""

@@ -19,7 +19,6 @@ from memtune.activations.eviction.policy import (
     LEAST_WORK,
     REPLAY,
     RUN,
-    WORK_LIMIT,
     Policy,
     Replay,
     Trace,
@@ -34,6 +33,10 @@ _TRIES = 16
 """Maximal number of budgets tried until the whole step's peak is within the user's."""
 COST_LIMIT = 6.0
 """Ratio of all runs' costs to the first runs' above which a policy counts as thrashing."""
+_WORK_LIMIT = 200_000_000
+"""Work (`Replay.work`) of all options and tries together, some 2 s: a search asks for thousands of settings,
+and one that takes longer thrashes.
+"""
 
 
 @dataclass(frozen=True)
@@ -150,13 +153,11 @@ def freeze(
         accepts: Whether the option can be used; others decide only if none can.
     """
     allowed = budget_bytes - int((region.background_bytes + region.scratch_bytes).min())
-    if any(policy.addressed for policy in options):
-        allowed += allowed // 4  # the arena's holes count for the policy, but not for the step
-    limits = _Limits()
+    limits = _Limits(_with_holes(allowed, options), _WORK_LIMIT)
     rejected: PolicySchedule | None = None
     accepted: PolicySchedule | None = None
     for policy in options:
-        found = _freeze_one(region, traces, policy, allowed, limits, budget_bytes, peak_of)
+        found = _freeze_one(region, traces, policy, limits, budget_bytes, peak_of)
         if found is None:
             continue
         if accepts(policy):
@@ -174,34 +175,46 @@ def freeze(
 class _Limits:
     """Limits of the options that are still to be played."""
 
+    allowed_bytes: int
+    """Bytes of values with which an option begins."""
+    work: int
+    """Work left for all of them."""
     recompute_s: float = float("inf")
     """Seconds that an option must stay below."""
-    work: int = WORK_LIMIT
-    """Work left for all of them."""
 
 
 def _freeze_one(
     region: Region,
     traces: Sequence[Callable[[], Trace]],
     policy: Policy,
-    allowed: int,
     limits: _Limits,
     budget_bytes: int,
     peak_of: Callable[[Schedule], int],
 ) -> PolicySchedule | None:
-    """Return the schedule of one option, which begins with `allowed` bytes of values."""
-    played = replace(policy, in_place=True, forget=True)
+    """Return the schedule of one option, which begins with the allowed bytes of values."""
+    played, allowed = replace(policy, in_place=True, forget=True), limits.allowed_bytes
     for _ in range(_TRIES):
         found = _frozen(region, traces, played, allowed, limits)
         if found is None:
             break
-        schedule, recompute_s = found
+        schedule, done = found
         peak = peak_of(schedule)
         if peak <= budget_bytes:
-            return PolicySchedule(schedule, peak, recompute_s, policy)
-        # At least 4%: the same overshoot may repeat for many steps otherwise.
+            return PolicySchedule(schedule, peak, done.replay_cost, policy)
+        # Room above the values' own peak changes nothing. At least 4 % less: the same overshoot may repeat
+        # for many steps otherwise.
+        allowed = min(allowed, _with_holes(done.peak_bytes, (policy,)))
         allowed -= max(peak - budget_bytes, allowed // 24)
+        if not done.evictions:
+            limits.allowed_bytes = allowed  # no other option evicts with more either
     return None
+
+
+def _with_holes(n_bytes: int, options: Sequence[Policy]) -> int:
+    """Return the bytes of an arena for values of `n_bytes`: its holes count for a policy with addresses, but
+    not for the step.
+    """
+    return n_bytes + n_bytes // 4 if any(policy.addressed for policy in options) else n_bytes
 
 
 def freeze_between(
@@ -228,9 +241,11 @@ def _frozen(
     policy: Policy,
     budget_bytes: int,
     limits: _Limits,
-) -> tuple[Schedule, float] | None:
-    """Return a schedule and its replay seconds, within `budget_bytes` of values and `limits`."""
+) -> tuple[Schedule, Replay] | None:
+    """Return a schedule and the play that made it, within `budget_bytes` of values and `limits`."""
     for trace in (each() for each in traces):
+        if limits.work <= 0:
+            break
         plain_s = float(trace.op_cost.sum())
         done = replay(
             trace,
@@ -245,7 +260,7 @@ def _frozen(
             continue
         schedule = _schedule(region.graph, done, policy, between=False)
         if not find_schedule_error(region.graph, schedule):
-            return schedule, done.replay_cost
+            return schedule, done
     return None
 
 

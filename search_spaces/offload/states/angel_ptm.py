@@ -20,6 +20,7 @@ from memtune.search_spaces.offload.states._common import (
     are_sharded,
     cannot_run_on_ranks,
     in_pages,
+    other_gathers,
     page_bytes_for,
     page_plan_from,
     page_plan_of,
@@ -131,12 +132,12 @@ class AngelPtm(Technique):
         )
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Refuse `lock_free` among replicas."""
+        """Refuse `lock_free` among replicas, and other gathers than FSDP2's default ones."""
         states = facts.chosen.get("sharding.states") if facts.ranks > 1 else None
         if self.lock_free and states is not None and states.effects.shards == "replicas":
             why = "each rank's thread would update at its own times, and weights of replicas would differ"
             return Reason(why, "lock_free: false, or  sharding: {states: {kind: fsdp}}", "MT364")
-        return None
+        return other_gathers(facts)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Require blocks that run one after the other and share no parameter; on several ranks `fsdp`, or

@@ -18,9 +18,10 @@ from memtune.search_spaces.offload.states._common import (
     cannot_run_packs,
     in_layers,
     in_packs,
+    other_gathers,
     window_of,
 )
-from memtune.technique import Exactness, Plan, Reason, Target, Technique
+from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
 
 
 class L2L(Technique):
@@ -93,6 +94,10 @@ class L2L(Technique):
         return Effects(
             averages="blocks", calls="block_hooks", moves="block", eager_only=EAGER_ONLY, host_share=1.0
         )
+
+    def refuses(self, facts: Facts) -> Reason | None:
+        """Refuse other gathers than FSDP2's default ones."""
+        return None if self._is_layer_major else other_gathers(facts)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Require blocks that run one after the other and share no parameter, in float32; on several ranks

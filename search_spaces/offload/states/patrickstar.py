@@ -26,9 +26,10 @@ from memtune.search_spaces.offload.states._common import (
     effects_of_chunks,
     in_chunks,
     non_chunk_bytes,
+    other_gathers,
     with_resident_chunks,
 )
-from memtune.technique import Exactness, Plan, Reason, Target, Technique
+from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
 
 
 class PatrickStar(Technique):
@@ -88,6 +89,10 @@ class PatrickStar(Technique):
     def effects(self) -> Effects:
         """Return those of chunks."""
         return effects_of_chunks(device_updates=self.device_updates)
+
+    def refuses(self, facts: Facts) -> Reason | None:
+        """Refuse other gathers than FSDP2's default ones."""
+        return other_gathers(facts)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Require blocks that run one after the other and share no parameter; on several ranks replicas, or

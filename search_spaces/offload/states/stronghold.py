@@ -24,9 +24,10 @@ from memtune.search_spaces.offload.states._common import (
     compute_s_of_moments,
     in_layers,
     no_such_block,
+    other_gathers,
     window_of,
 )
-from memtune.technique import Exactness, Plan, Reason, Target, Technique
+from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
 
 
 class StrongholdPlan(Plan):
@@ -94,6 +95,10 @@ class Stronghold(Technique):
                 " leave out trigger, or deferred"
             )
         return self
+
+    def refuses(self, facts: Facts) -> Reason | None:
+        """Refuse other gathers than FSDP2's default ones."""
+        return other_gathers(facts)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Require blocks that run one after the other and share no parameter, in float32; on several ranks

@@ -35,7 +35,13 @@ from memtune.offload.tiles import (
 from memtune.program import Kind, Program, gathers_of, is_in_expert, window_residency
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
-from memtune.search_spaces.offload.states._common import EAGER_ONLY, cannot_run_on_ranks, replicas, window_of
+from memtune.search_spaces.offload.states._common import (
+    EAGER_ONLY,
+    cannot_run_on_ranks,
+    other_gathers,
+    replicas,
+    window_of,
+)
 from memtune.ssd import offload_dir
 from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique, no_directory
 
@@ -197,7 +203,7 @@ class ZeroInfinity(Technique):
         return "ssd" in (self.optimizer, self.parameters, self.gradients)
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Refuse combinations of tiers."""
+        """Refuse combinations of tiers, and other gathers of offloaded weights than FSDP2's default ones."""
         if self.optimizer == "device":
             if self.parameters == "device":
                 return Reason(
@@ -215,7 +221,9 @@ class ZeroInfinity(Technique):
             )
         if self.tiles > 1 and self.parameters == "device":
             return Reason("weights in tiles are offloaded", "parameters: host or ssd")
-        if self.gradients is None or self.parameters != "device":
+        if self.parameters != "device":
+            return other_gathers(facts)
+        if self.gradients is None:
             return None
         return Reason(
             "gradients of resident parameters are on the device until the step",

@@ -331,7 +331,7 @@ class DynamicPolicy(Technique):
         """Return a reason with a sufficient budget if a config gave `budget_bytes`; a search asks often and
         gets no such hint.
         """
-        why = f"the policy finds no way to stay within {format_bytes(budget_bytes)}"
+        why = f"the policy finds no way to stay within {format_bytes(budget_bytes)} without thrashing"
         rest = "a smaller micro-batch, or recompute: {kind: planned}"
         enough = None
         if self.budget_bytes is not None:

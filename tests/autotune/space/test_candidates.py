@@ -105,6 +105,26 @@ def test_rewriter_does_not_cache_refusals_that_depend_on_other_slots():
     assert "only one rank" in str(made.refusal(own, PLAIN))
 
 
+class Solving(Nosy):
+    """Solves for a plan whatever other slots hold."""
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        raise AssertionError("solved for nothing")
+
+
+@pytest.mark.parametrize(
+    "offload", ["stronghold", "l2l", "angel_ptm", "patrickstar", "elixir", "zero_infinity"]
+)
+def test_rewriter_asks_refuses_of_all_slots_before_plans_are_solved(offload: str):
+    ranks = Rewriter(recording(), Target(rewriter().target.hardware, 4))
+    states = technique("sharding.states", "fsdp", reshard_after_forward=False)
+    knobs = {"parameters": "host"} if offload == "zero_infinity" else {}
+    moved = technique("offload.states", offload, **knobs)
+    assert "default gathers" in str(ranks.program(choice(a=Solving(), b=states, c=moved)))
+    with pytest.raises(AssertionError):
+        ranks.program(choice(a=Solving(), b=technique("sharding.states", "fsdp"), c=moved))
+
+
 def test_rewriter_checks_state_sharding_on_model_parts():
     """Parts share micro-batches, so that a step of one has sums to divide; of copies there are fewer than
     ranks.

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         cannot_run_on_ranks,
         compute_s_of_moments,
         in_layers,
+        other_gathers,
         replicas,
         window_of,
     )
@@ -107,6 +108,7 @@ __all__ = [
     "no_such_block",
     "non_chunk_bytes",
     "on_ranks",
+    "other_gathers",
     "page_bytes_for",
     "page_plan_from",
     "page_plan_of",

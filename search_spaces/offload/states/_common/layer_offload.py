@@ -27,7 +27,7 @@ from memtune.program import (
     memoized,
     window_residency,
 )
-from memtune.search_spaces._support import conflict
+from memtune.search_spaces._support import Config, conflict
 from memtune.technique import Reason, Target, Technique
 
 EAGER_ONLY = "compiled graphs keep offloaded parameters in device memory"
@@ -63,22 +63,34 @@ def cannot_run_on_ranks(
             return reason
         states = target.chosen["sharding.states"]
         if states.effects.shards == "parameters":
-            if (reason := _not_gathered(technique, states, program, target)) is not None:
+            if (reason := _not_gathered(technique, program, target)) is not None:
                 return reason
     return _cannot_offload_parameters(program.step, target, natively)
 
 
-def _not_gathered(technique: Technique, states: Technique, program: Program, target: Target) -> Reason | None:
-    """Return why FSDP2 does not all-gather each block once for forward and once for backward, among all
-    ranks.
+def other_gathers(config: Config) -> Reason | None:
+    """Return why blocks' parameters cannot be offloaded with the settings by which FSDP2 gathers them; for
+    `refuses`.
     """
+    states = config.chosen.get("sharding.states") if config.ranks > 1 else None
+    if states is None or states.effects.shards != "parameters":
+        return None
     for name, value in _BY_DEFAULT:
         if getattr(states, name, value) is not value:
             return Reason(
                 f"sharded blocks are offloaded with FSDP2's default gathers, not with {name}", f"no {name}"
             )
-    if getattr(states, "degree", None) not in (None, target.ranks):
+    if getattr(states, "degree", None) not in (None, config.ranks):
         return Reason("sharded blocks are offloaded only if all ranks share a copy", "no degree")
+    return None
+
+
+def _not_gathered(technique: Technique, program: Program, target: Target) -> Reason | None:
+    """Return why FSDP2 does not all-gather each block once for forward and once for backward, among all
+    ranks.
+    """
+    if (reason := other_gathers(target)) is not None:
+        return reason
     if (reason := conflict(technique, target, "sharding.communication")) is not None:
         return reason
     if gathers_of(program.step) is None:
