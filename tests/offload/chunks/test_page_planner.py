@@ -7,21 +7,11 @@ from math import prod
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.chunk_packings import Sizes, models
 from support.page_time import duration_s
 
 from memtune.offload.chunks.page_planner import in_frames, schedule
 from memtune.offload.core.parameter_layout import Pages, loads_of, paged
-
-Sizes = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-@st.composite
-def models(draw: st.DrawFn) -> Sizes:
-    """Bytes of each parameter of two to four blocks, and their blocks."""
-    blocks = draw(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=2, max_size=4))
-    return tuple(size for block in blocks for size in block), tuple(
-        i for i, block in enumerate(blocks) for _ in block
-    )
 
 
 def windows(pages: Pages) -> list[range]:

@@ -6,19 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.chunk_packings import Sizes, models
 
 from memtune.offload.core.parameter_layout import Pages, loads_of, paged, runs, timeline
-
-Sizes = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-@st.composite
-def models(draw: st.DrawFn) -> Sizes:
-    """Bytes of each parameter of two to four blocks, and their blocks."""
-    blocks = draw(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=2, max_size=4))
-    return tuple(size for block in blocks for size in block), tuple(
-        i for i, block in enumerate(blocks) for _ in block
-    )
 
 
 def paged_if_it_holds(sizes: Sizes, page_bytes: int, frames: int) -> Pages | None:

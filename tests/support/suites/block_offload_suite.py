@@ -12,13 +12,14 @@ from typing import Any, ClassVar
 import pytest
 from support.zoo_paths import ZOO
 
-from memtune.api import Tuned
+from memtune.api import Tuned, apply
+from memtune.errors import MemtuneError
 from memtune.offload.core.offloaded_parameter import allocate_together
 from memtune.program.step import Resource, Step
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
 from memtune.technique import Technique
 from memtune.testing import TechniqueSuite, differences, train
-from memtune.testing.training import Run
+from memtune.testing.training import Run, build, settings_of
 
 NATIVE = OptimizerCpu(kind="optimizer_cpu", update="native")
 OWN = OptimizerCpu(kind="optimizer_cpu")
@@ -36,6 +37,15 @@ def require_waits(read: Callable[[], None], goes_on: Event) -> None:
         assert wait([reading], timeout=0.2).not_done
         goes_on.set()
         reading.result(60)
+
+
+def refusal(technique: Technique, plan: dict[str, Any]) -> MemtuneError:
+    """Return the error with which `apply` refuses `plan` for `technique`."""
+    _, model, optimizer = build(ZOO["gpt"])
+    document = {"settings": settings_of(technique), "plan": {technique.slot: plan}}
+    with pytest.raises(MemtuneError) as caught:
+        apply(model, optimizer, document, strict=False)
+    return caught.value
 
 
 @cache

@@ -10,10 +10,18 @@ import numpy as np
 import pytest
 import torch
 from fixed_cpu import CPU, NO_HOST_COSTS
-from support.suites.block_offload_suite import NATIVE, OWN, LayersSuite, block_bytes, total, without_gradients
+from support.suites.block_offload_suite import (
+    NATIVE,
+    OWN,
+    LayersSuite,
+    block_bytes,
+    refusal,
+    total,
+    without_gradients,
+)
 from support.zoo_paths import ZOO
 
-from memtune.api import Tuned, apply
+from memtune.api import Tuned
 from memtune.autotune.predict.simulation import simulate
 from memtune.autotune.record.recorder import Trace, start_session
 from memtune.autotune.search.dry_runs import traced_under
@@ -27,7 +35,7 @@ from memtune.search_spaces.offload.states.angel_ptm import AngelPtm
 from memtune.technique import Target
 from memtune.testing import rewritten
 from memtune.testing.drift_check import compare, plain_program, recording_of, target_of
-from memtune.testing.training import build, differences, settings_of, train, train_under
+from memtune.testing.training import differences, settings_of, train, train_under
 from memtune.workload.workload import Workload
 
 SMALL = AngelPtm(kind="angel_ptm", page_mib=0.01)
@@ -237,26 +245,14 @@ class TestAngelPtm(LayersSuite):
         ],
     )
     def test_apply_refuses_a_plan_of_another_model(self, plan: dict[str, Any]) -> None:
-        _, model, optimizer = build(ZOO["gpt"])
-        with pytest.raises(ApplyError, match="no plan for") as caught:
-            apply(
-                model,
-                optimizer,
-                {"settings": settings_of(SMALL), "plan": {"offload.states": plan}},
-                strict=False,
-            )
-        assert caught.value.code == "MT364"
+        error = refusal(SMALL, plan)
+        assert (type(error), error.code) == (ApplyError, "MT364")
+        assert "no plan for" in str(error)
 
     def test_apply_refuses_a_missing_plan(self) -> None:
-        _, model, optimizer = build(ZOO["gpt"])
-        with pytest.raises(UsageError, match="plan") as caught:
-            apply(
-                model,
-                optimizer,
-                {"settings": settings_of(SMALL), "plan": {"offload.states": {}}},
-                strict=False,
-            )
-        assert caught.value.code == "MT316"
+        error = refusal(SMALL, {})
+        assert (error.code, error.exit_code) == ("MT316", UsageError.exit_code)
+        assert "plan" in str(error)
 
     def test_fits_refuses_by_name(self) -> None:
         program = plain_program(ZOO["gpt"])
