@@ -88,6 +88,7 @@ def synthetic_step(seed: int = 0) -> Step:
             held_until=np.where(producer < 0, FOREVER, -1).astype(np.int32),
             grad_ready_after=np.zeros(m, np.int32),
             owner=np.zeros(m, np.int32),
+            float_bytes=np.zeros(m, np.uint8),
         ),
         uses=Uses(
             op=use_op.astype(np.int32),

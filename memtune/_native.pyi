@@ -131,6 +131,16 @@ def dequantise(values: object, packed: object, lengths: Sequence[int], bits: int
     Unpacks rows of bytes into values: `factor` times the sum over `sources`, each with all rows. ValueError names an invalid argument.
     """
 
+def compress(packed: object, values: object, bits: int, group: int, seed: int | None, threads: int = 1, isa: str = '') -> None:
+    """
+    Compresses values, float32 or 16-bit floats, into bytes: groups of integers between their least and largest value, rounded at random from `seed`, or to the nearest without one. csrc/quant/groups.inl has the rules. ValueError names an invalid argument.
+    """
+
+def decompress(values: object, packed: object, bits: int, group: int, threads: int = 1, isa: str = '') -> None:
+    """
+    Decompresses what `compress` packed into values of the same number. ValueError names an invalid argument.
+    """
+
 class Rematerializer:
     """
     Dynamic rematerialization, simulated alongside a running program; a tensor is a storage.

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+import memtune.activations.offload.compression  # noqa: F401  (defines torch.ops.memtune.compress)
 from memtune.device import streams
 from memtune.hardware import CLASSES, Curve, Hardware, OpClock, TimedOp, clock_of, op_class
 
@@ -70,6 +71,16 @@ class _Recurrent(nn.Module):
         return self.lstm(x)[0]  # type: ignore[no-any-return]
 
 
+class _Compressed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = torch.ops.memtune.compress(x.flatten(), 8, 256, 0)
+        return self.scale * torch.ops.memtune.decompress(packed, x.numel(), x.dtype, 8, 256)  # type: ignore[no-any-return]
+
+
 def probes(largest: int = 2) -> Iterator[Probe]:
     """Yield models of every op class in growing sizes, up to `largest`: 0 (tiny), 1, 2, and on a GPU 3."""
     for size in range(largest + 1):
@@ -82,6 +93,7 @@ def probes(largest: int = 2) -> Iterator[Probe]:
         ]
         yield Probe(nn.Sequential(*itertools.chain(*layers)), (4, 3, pixels, pixels), size)
         yield Probe(_Tokens((100, 1000, 8000, 32000)[size], (16, 64, 128, 1024)[size]), (2, length), size)
+        yield Probe(nn.Sequential(_Compressed(), _Compressed()), (2, length, dim), size)
         if size < 2:
             yield Probe(_Recurrent(dim), (2, length, dim), size)
 

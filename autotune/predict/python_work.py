@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune.hardware import Hardware
-from memtune.program import Kind, Phase, Resource, Step
+from memtune.program import Compression, Kind, Phase, Resource, Step
 
 
 class PythonWork(NamedTuple):
@@ -33,6 +33,8 @@ _WITH_VIEWS: Final = 3
 _GROUPED: Final = frozenset(
     f"memtune.{name}.default" for name in ("to_host", "copy_to_host_", "copy_to_device_", "host_update_")
 )
+_COMPRESS: Final = Compression()
+_UNPACKS: Final = ("memtune.to_device", _COMPRESS.unpack)
 _IN_STEP: Final = [Phase.BOUNDARY, Phase.OPTIMIZER]
 
 
@@ -60,11 +62,12 @@ def _add_claims(found: npt.NDArray[np.float64], step: Step, hardware: Hardware, 
     """Add what the activation table costs: hooks on saved tensors, copies, and modes."""
     ops = step.ops
     inside = ops.block >= 0
-    out = inside & (ops.phase == Phase.FORWARD) & (ops.resource == Resource.DEVICE_TO_HOST)
-    back = np.isin(ops.phase, (Phase.BACKWARD, Phase.RECOMPUTE)) & (ops.resource == Resource.HOST_TO_DEVICE)
-    if out.any():  # a moved tensor is offloaded and reloaded
+    packs = np.asarray([name == _COMPRESS.pack for name in step.names], bool)[ops.name]
+    out = inside & (ops.phase == Phase.FORWARD) & ((ops.resource == Resource.DEVICE_TO_HOST) | packs)
+    back = np.isin(ops.phase, (Phase.BACKWARD, Phase.RECOMPUTE))
+    if out.any():  # a moved tensor is packed and unpacked
         found[out] = hardware.moved_tensor_s / 2
-        named = np.asarray([name.startswith("memtune.to_device") for name in step.names], bool)[ops.name]
+        named = np.asarray([name.startswith(_UNPACKS) for name in step.names], bool)[ops.name]
         found[back & named] = hardware.moved_tensor_s / 2
     again = inside & (ops.phase == Phase.RECOMPUTE) & (ops.resource == Resource.COMPUTE)
     # Each op that runs again makes a tensor that autograd saves, about.

@@ -102,8 +102,8 @@ class Draft:
         blocks: Qualified names of the repeated blocks.
         ops: One row per op.
         signatures: Key of each op in a WorkspaceTable; empty for rows that are no ATen op.
-        bytes: Of each storage; `tier`, `kind`, `producer` and `held` (the op after which Python releases it)
-            are its other columns.
+        bytes: Of each storage; `tier`, `kind`, `producer`, `held` (the op after which Python releases it) and
+            `float_bytes` are its other columns.
         uses: Op, storage, kind of use.
         saves: Storage, op before which it is packed, op until which autograd holds it, op until which the
             unpacked tensor is used, call, is output, op before which it is unpacked, order of unpacking.
@@ -129,6 +129,7 @@ class Draft:
         self.kind: list[int] = []
         self.producer: list[int] = []
         self.held: list[int] = []
+        self.float_bytes: list[int] = []
         self.uses: list[tuple[int, int, int]] = []
         self.saves: list[list[int]] = []
         self.calls = BlockCalls(len(blocks))
@@ -144,10 +145,18 @@ class Draft:
         self.host_reads: set[int] = set()
         self.ready: dict[int, int] = {}
 
-    def add(self, size_bytes: int, tier: int, kind: int, producer: int, held: int = int(FOREVER)) -> int:
+    def add(
+        self,
+        size_bytes: int,
+        tier: int,
+        kind: int,
+        producer: int,
+        held: int = int(FOREVER),
+        float_bytes: int = 0,
+    ) -> int:
         """Append a storage; return its row."""
-        columns = self.bytes, self.tier, self.kind, self.producer, self.held
-        for column, value in zip(columns, (size_bytes, tier, kind, producer, held), strict=True):
+        columns = self.bytes, self.tier, self.kind, self.producer, self.held, self.float_bytes
+        for column, value in zip(columns, (size_bytes, tier, kind, producer, held, float_bytes), strict=True):
             column.append(value)
         return len(self.bytes) - 1
 
@@ -228,6 +237,7 @@ class Draft:
                 held_until=held,
                 grad_ready_after=ready,
                 owner=owners(len(self.bytes), self.parameters, self.producer, ops[3], uses),
+                float_bytes=np.asarray(self.float_bytes, np.uint8),
             ),
             uses=Uses(op=uses[:, 0], storage=uses[:, 1], mode=uses[:, 2].astype(np.uint8)),
             saves=Saves(

@@ -72,6 +72,7 @@ from memtune.workload import structure_of
 
 _OPS_PER_REPORT = 256
 _COLLECTIVES = ("c10d.", "_c10d_functional.")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Tracer(WatchingMode):
@@ -170,12 +171,16 @@ class Tracer(WatchingMode):
     def _register(self, tensor: Tensor, kind: Kind) -> int:
         storage = tensor.untyped_storage()
         known = self._ids.get(storage._cdata)
-        return known if known is not None else self._new_storage(storage, kind, producer=-1)
+        return known if known is not None else self._new_storage(storage, kind, -1, _float_bytes(tensor))
 
-    def _new_storage(self, storage: torch.UntypedStorage, kind: Kind, producer: int) -> int:
+    def _new_storage(
+        self, storage: torch.UntypedStorage, kind: Kind, producer: int, float_bytes: int = 0
+    ) -> int:
         place = tier_of_storage(storage)
         place = current_tier() if place == DEVICE else place
-        index = self.draft.add(storage.nbytes(), Tier(TIERS.index(place)), kind, producer)
+        index = self.draft.add(
+            storage.nbytes(), Tier(TIERS.index(place)), kind, producer, float_bytes=float_bytes
+        )
         self._ids[storage._cdata] = index
         # On the storage, not the tensor: views keep it alive after the tensor has died.
         weakref.finalize(storage, self._on_death, storage._cdata, index)
@@ -319,7 +324,7 @@ class Tracer(WatchingMode):
             made = tensor.untyped_storage()
             if made._cdata in self._ids:  # an earlier output of this op has the same storage
                 continue
-            index = self._new_storage(made, kind, producer=op)
+            index = self._new_storage(made, kind, op, _float_bytes(tensor))
             if seam and seam.output_tier != Tier.DEVICE:
                 self.draft.tier[index] = int(seam.output_tier)
 
@@ -571,6 +576,11 @@ class Tracer(WatchingMode):
     def step(self) -> Step:
         """Build the Step recorded so far and check its invariants."""
         return self.draft.step()
+
+
+def _float_bytes(tensor: Tensor) -> int:
+    """Return `Storages.float_bytes` of a storage that is allocated for `tensor`."""
+    return tensor.element_size() if tensor.dtype in _FLOATS else 0
 
 
 def _resource_of(func: Any, name: str, seam: SeamOp | None, args: Any, kwargs: Any) -> tuple[Resource, int]:

@@ -33,6 +33,12 @@ quant::Format format_of(const Array& array) {
   return narrow ? quant::Format::bfloat16 : quant::Format::float32;
 }
 
+// As `format_of`, and float16.
+quant::Format any_format_of(const Array& array) {
+  const bool half = array.dtype().bits == 16 && static_cast<nb::dlpack::dtype_code>(array.dtype().code) == nb::dlpack::dtype_code::Float;
+  return half ? quant::Format::float16 : format_of(array);
+}
+
 const quant::Form& form_of(const std::string& isa) {
   const quant::Form* form = isa.empty() ? quant::best() : quant::named(isa.c_str());
   must(form != nullptr, "this machine or this build lacks that instruction set");
@@ -72,6 +78,28 @@ void unpack(Array values, Array packed, const Lengths& lengths, int bits, std::i
   quant::unpack(form, row, what, threads);
 }
 
+void compress(Array packed, Array values, int bits, std::int64_t group, std::optional<std::uint32_t> seed, int threads,
+              const std::string& isa) {
+  const quant::Groups groups = quant::groups_of(static_cast<std::int64_t>(values.size()), bits, group);
+  must(packed.dtype() == nb::dtype<std::uint8_t>() && static_cast<std::int64_t>(packed.size()) == groups.n_bytes,
+       "packed must be bytes, as many as the groups need");
+  const quant::Compressing what{values.data(), any_format_of(values), seed.value_or(0), seed.has_value(),
+                                static_cast<std::uint8_t*>(packed.data())};
+  const quant::Form& form = form_of(isa);
+  nb::gil_scoped_release released;
+  quant::compress(form, groups, what, threads);
+}
+
+void decompress(Array values, Array packed, int bits, std::int64_t group, int threads, const std::string& isa) {
+  const quant::Groups groups = quant::groups_of(static_cast<std::int64_t>(values.size()), bits, group);
+  must(packed.dtype() == nb::dtype<std::uint8_t>() && static_cast<std::int64_t>(packed.size()) == groups.n_bytes,
+       "packed must be bytes, as many as the groups need");
+  const quant::Decompressing what{static_cast<const std::uint8_t*>(packed.data()), values.data(), any_format_of(values)};
+  const quant::Form& form = form_of(isa);
+  nb::gil_scoped_release released;
+  quant::decompress(form, groups, what, threads);
+}
+
 }  // namespace
 
 void bind_quant(nb::module_& m) {
@@ -86,4 +114,12 @@ void bind_quant(nb::module_& m) {
         nb::sig("def dequantise(values: object, packed: object, lengths: Sequence[int], bits: int, block: int, sources: int = 1, "
                 "factor: float = 1.0, threads: int = 1, isa: str = '') -> None"),
         "Unpacks rows of bytes into values: `factor` times the sum over `sources`, each with all rows. ValueError names an invalid argument.");
+  m.def("compress", &compress, "packed"_a, "values"_a, "bits"_a, "group"_a, "seed"_a.none(), "threads"_a = 1, "isa"_a = "",
+        nb::sig("def compress(packed: object, values: object, bits: int, group: int, seed: int | None, threads: int = 1, "
+                "isa: str = '') -> None"),
+        "Compresses values, float32 or 16-bit floats, into bytes: groups of integers between their least and largest value, rounded at "
+        "random from `seed`, or to the nearest without one. csrc/quant/groups.inl has the rules. ValueError names an invalid argument.");
+  m.def("decompress", &decompress, "values"_a, "packed"_a, "bits"_a, "group"_a, "threads"_a = 1, "isa"_a = "",
+        nb::sig("def decompress(values: object, packed: object, bits: int, group: int, threads: int = 1, isa: str = '') -> None"),
+        "Decompresses what `compress` packed into values of the same number. ValueError names an invalid argument.");
 }

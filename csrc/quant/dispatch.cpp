@@ -53,6 +53,16 @@ Row row_of(std::span<const std::int64_t> lengths, int bits, std::int64_t block) 
   return row;
 }
 
+Groups groups_of(std::int64_t numel, int bits, std::int64_t group) {
+  if (bits != 4 && bits != 8) throw std::invalid_argument("bits must be 4 or 8");
+  if (group < 2 || group > 4096 || group % 2) throw std::invalid_argument("group must be even and within 2 and 4096");
+  if (numel < 0) throw std::invalid_argument("a tensor has less than no values");
+  Groups found{.bits = bits, .group = group, .numel = numel, .count = (numel + group - 1) / group};
+  found.codes_at = 8 * found.count;
+  found.n_bytes = (found.codes_at + (bits == 8 ? numel : (numel + 1) / 2) + 15) / 16 * 16;
+  return found;
+}
+
 std::int64_t blocks_in(const Row& row) {
   std::int64_t blocks = 0;
   for (const Stretch& s : row.stretches) blocks += (s.count + row.block - 1) / row.block;
@@ -81,6 +91,16 @@ void pack(const Form& form, const Row& row, const Packing& what, int threads) {
 void unpack(const Form& form, const Row& row, const Unpacking& what, int threads) {
   in_parts(what.rows * blocks_in(row), row.block, threads,
            [&](std::int64_t first, std::int64_t last) { form.unpack(row, what, first, last); });
+}
+
+void compress(const Form& form, const Groups& groups, const Compressing& what, int threads) {
+  in_parts(groups.count, groups.group, threads,
+           [&](std::int64_t first, std::int64_t last) { form.compress(groups, what, first, last); });
+}
+
+void decompress(const Form& form, const Groups& groups, const Decompressing& what, int threads) {
+  in_parts(groups.count, groups.group, threads,
+           [&](std::int64_t first, std::int64_t last) { form.decompress(groups, what, first, last); });
 }
 
 }  // namespace memtune::quant

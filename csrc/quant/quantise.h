@@ -16,7 +16,7 @@
 
 namespace memtune::quant {
 
-enum class Format : std::uint8_t { float32, bfloat16 };
+enum class Format : std::uint8_t { float32, bfloat16, float16 };
 
 struct Stretch {
   std::int64_t begin, count;       // values of the row
@@ -54,10 +54,38 @@ struct Unpacking {
   Format format;
 };
 
-// The blocks [first, last) of all blocks of all rows (`blocks_in` of each), row by row.
+// A compressed tensor (`groups.inl`): the least value and the step of each group of values (float32 both), then unsigned integers of
+// `bits`; its length is rounded up to 16 bytes.
+struct Groups {
+  int bits = 8;
+  std::int64_t group = 256, numel = 0;
+  std::int64_t count = 0, codes_at = 0, n_bytes = 0;
+};
+
+// Throws std::invalid_argument for bits other than 4 and 8, a group that is not in [2, 4096] and even, or less than no values.
+Groups groups_of(std::int64_t numel, int bits, std::int64_t group);
+
+// Values (numel) into packed (n_bytes); rounded at random with numbers drawn from `seed`, or to the nearest.
+struct Compressing {
+  const void* values;
+  Format format;
+  std::uint32_t seed;
+  bool at_random;
+  std::uint8_t* packed;
+};
+
+struct Decompressing {
+  const std::uint8_t* packed;
+  void* values;
+  Format format;
+};
+
+// The blocks [first, last) of all blocks of all rows (`blocks_in` of each), row by row; the groups [first, last) of a tensor.
 struct Form {
   void (*pack)(const Row&, const Packing&, std::int64_t first, std::int64_t last);
   void (*unpack)(const Row&, const Unpacking&, std::int64_t first, std::int64_t last);
+  void (*compress)(const Groups&, const Compressing&, std::int64_t first, std::int64_t last);
+  void (*decompress)(const Groups&, const Decompressing&, std::int64_t first, std::int64_t last);
 };
 
 std::int64_t blocks_in(const Row& row);
@@ -68,5 +96,7 @@ const Form* best();
 
 void pack(const Form& form, const Row& row, const Packing& what, int threads);
 void unpack(const Form& form, const Row& row, const Unpacking& what, int threads);
+void compress(const Form& form, const Groups& groups, const Compressing& what, int threads);
+void decompress(const Form& form, const Groups& groups, const Decompressing& what, int threads);
 
 }  // namespace memtune::quant

@@ -1,7 +1,9 @@
 // The loops over blocks. Included once per instruction set, by files that are compiled with its flags and name it: MEMTUNE_ISA.
 // Everything else is in an anonymous namespace: the linker must never merge code of different instruction sets.
 
+#include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
 
 #include "quant/quantise.h"
@@ -28,12 +30,32 @@ inline uint16_t narrow(float x) {
   return static_cast<uint16_t>((bits & 0x7FFFFFFFu) > kFinite ? (bits >> 16) | 0x40u : rounded);
 }
 
+// Halves: the exponent is shifted by a product, which makes subnormal ones normal.
+inline float widen_half(uint16_t x) {
+  const uint32_t size = static_cast<uint32_t>(x & 0x7FFFu) << 13;
+  const uint32_t bits = std::bit_cast<uint32_t>(std::bit_cast<float>(size) * 0x1p112f);
+  return std::bit_cast<float>((size >= 0x0F800000u ? bits | kFinite : bits) | static_cast<uint32_t>(x & 0x8000u) << 16);
+}
+
+// To the nearest, ties to even; NaN stays NaN.
+inline uint16_t narrow_half(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x), size = bits & 0x7FFFFFFFu;
+  uint32_t half = (size + 0xC8000FFFu + ((size >> 13) & 1u)) >> 13;
+  if (size < 0x38800000u) half = std::bit_cast<uint32_t>(std::bit_cast<float>(size) + 0.5f) - 0x3F000000u;  // below 2^-14
+  if (size >= 0x47800000u) half = size > kFinite ? 0x7E00u : 0x7C00u;
+  return static_cast<uint16_t>(half | (bits >> 16 & 0x8000u));
+}
+
 void read(const void* values, Format format, int64_t at, int64_t n, float* __restrict out) {
   if (format == Format::float32) {
     std::memcpy(out, static_cast<const float*>(values) + at, n * sizeof(float));
   } else {
     const uint16_t* __restrict from = static_cast<const uint16_t*>(values) + at;
-    for (int64_t i = 0; i < n; ++i) out[i] = widen(from[i]);
+    if (format == Format::bfloat16) {
+      for (int64_t i = 0; i < n; ++i) out[i] = widen(from[i]);
+    } else {
+      for (int64_t i = 0; i < n; ++i) out[i] = widen_half(from[i]);
+    }
   }
 }
 
@@ -42,7 +64,11 @@ void write(void* values, Format format, int64_t at, int64_t n, const float* __re
     std::memcpy(static_cast<float*>(values) + at, from, n * sizeof(float));
   } else {
     uint16_t* __restrict to = static_cast<uint16_t*>(values) + at;
-    for (int64_t i = 0; i < n; ++i) to[i] = narrow(from[i]);
+    if (format == Format::bfloat16) {
+      for (int64_t i = 0; i < n; ++i) to[i] = narrow(from[i]);
+    } else {
+      for (int64_t i = 0; i < n; ++i) to[i] = narrow_half(from[i]);
+    }
   }
 }
 
@@ -164,9 +190,11 @@ void unpack_blocks(const Row& row, const Unpacking& what, int64_t first, int64_t
   });
 }
 
+#include "quant/groups.inl"
+
 }  // namespace
 
 extern const Form MEMTUNE_ISA;
-const Form MEMTUNE_ISA{pack_blocks, unpack_blocks};
+const Form MEMTUNE_ISA{pack_blocks, unpack_blocks, compress_groups, decompress_groups};
 
 }  // namespace memtune::quant

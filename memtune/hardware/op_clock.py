@@ -16,7 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from memtune.device import streams
 from memtune.hardware import flops
+from memtune.program import Compression
 
+_COMPUTE = frozenset((Compression().pack, Compression().unpack))
+"""Operators of the seam that compute."""
 _LONG = 20
 """Multiple of the median gap between ops; a longer gap is time spent waiting, not Python."""
 
@@ -66,7 +69,7 @@ class OpClock(TorchDispatchMode):
         # The kernel must have ended before the clock is read, and the next must find the device idle.
         streams.synchronize(self._device)
         seconds = self._clock() - start
-        if func.namespace != "aten":
+        if func.namespace != "aten" and str(func) not in _COMPUTE:
             self.others_s += seconds
         elif not func.is_view:
             tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]

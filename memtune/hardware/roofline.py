@@ -109,6 +109,8 @@ _CLASSES: tuple[tuple[str, tuple[str, ...], _Roofline, _Roofline], ...] = (
         _Roofline(1.0, 0.25),
         _Roofline(1.0, 0.7),
     ),
+    ("compression", ("memtune.compress",), _Roofline(1.0, 0.22), _Roofline(1.0, 0.5)),
+    ("decompression", ("memtune.decompress",), _Roofline(1.0, 0.80), _Roofline(1.0, 0.6)),
     ("elementwise", ("",), _Roofline(1.0, 0.90), _Roofline(1.0, 0.70)),
 )
 _ATTENTION_ON_GPU: tuple[tuple[str, str, float], ...] = (

@@ -131,6 +131,7 @@ class Edit:
         kind: Kind | U8 = Kind.TEMPORARY,
         held_until: I32 | None = None,
         owner: I32 | None = None,
+        float_bytes: U8 | int = 0,
     ) -> I32:
         """Add storages made by the ops `producer` (-1: they exist before the step); return their rows."""
         count = len(n_bytes)
@@ -144,6 +145,7 @@ class Edit:
                 "owner": -1 if owner is None else owner,
                 "held_until": -1 if held_until is None else held_until,
                 "grad_ready_after": -1,
+                "float_bytes": float_bytes,
             }
         )
         self.n_storages += count

@@ -33,7 +33,7 @@ Key = tuple[Hashable, int]
 """A stage (or "upload") and a micro-batch."""
 _BODY = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)
 _EMPTY = np.empty(0, np.int32)
-_STORAGE_COLUMNS = ("bytes", "tier", "kind", "owner")
+_STORAGE_COLUMNS = ("bytes", "tier", "kind", "owner", "float_bytes")
 
 
 @dataclass(eq=False)

@@ -367,6 +367,7 @@ class RowReplay:
         blocks = columns_of(step.parameters)
         known = self.first_number(blocks.storage)
         columns["grad_ready_after"] = np.full(self.n_storages, -1, np.int32)
+        columns["float_bytes"] = np.zeros(self.n_storages, np.uint8)  # nothing is compressed in a replay
         return replace(
             step,
             names=tuple(self._names),

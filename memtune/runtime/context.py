@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memtune.program import OpAddress
+from memtune.program import OFFLOAD, OpAddress, SavedTensorPolicy
 from memtune.runtime.events import Events
 from memtune.runtime.placement import Placement
 from memtune.runtime.training_loop import TrainingLoop
@@ -72,9 +72,9 @@ class Activations(Protocol):
         fraction: float,
         min_bytes: int,
         only: frozenset[OpAddress] | None = None,
-        ssd: bool = False,
+        policy: SavedTensorPolicy = OFFLOAD,
     ) -> None:
-        """Offload `fraction` of the claimable bytes of block `index` to the host, or with `ssd` to SSD."""
+        """Pack `fraction` of the claimable bytes of block `index` as `policy` says."""
 
     def install(self) -> None:
         """Install the claims in the blocks' forwards."""

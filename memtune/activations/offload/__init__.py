@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from memtune.activations.offload import offloaded_tensor as offloaded_tensor
     from memtune.activations.offload.activation_offload_pass import copy_end_ops, move_activations
     from memtune.activations.offload.byte_quota import ByteShare
+    from memtune.activations.offload.compression import accepts, float_bytes
     from memtune.activations.offload.offloaded_tensor import (
         OffloadedTensor,
         SavedStorage,
@@ -43,9 +44,11 @@ __all__ = [
     "StageSpill",
     "Tensor",
     "View",
+    "accepts",
     "claimable_bytes",
     "claimable_rows",
     "copy_end_ops",
+    "float_bytes",
     "id_of",
     "is_written_part",
     "move_activations",

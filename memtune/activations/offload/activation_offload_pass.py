@@ -1,4 +1,7 @@
-"""Pass of offload claims: copies saved tensors to the host in forward, and reloads them in backward.
+"""Pass of claims on saved tensors: packs them in forward and unpacks them in backward, as their policies say.
+
+Operators, resources, tiers and bytes are those that the policy declares
+(`memtune.program.saved_tensor_policy`): copies to the host, to SSD, or compression in place.
 
 It runs after `activations.recompute.recompute_pass` and mirrors Rules 2, 6 and 10 of
 `activations.recompute.activation_table`: the same running sums select the tensors
@@ -32,8 +35,11 @@ from memtune.activations.offload.selection_plan import (
 from memtune.program import (
     I32,
     I64,
+    TO_HOST,
+    TO_SSD,
     WRITES_IN_FLIGHT,
     Edit,
+    Hop,
     Phase,
     Resource,
     Stages,
@@ -50,19 +56,18 @@ from memtune.program import (
 def move_activations(
     step: Step,
     claims: list[OffloadClaim],
-    ssd_prefetch: int | None = None,
+    ssd_prefetch: int = 0,
     prefetch: int = 0,
     stages: Stages | None = None,
     *,
     window: int = 0,
 ) -> Step:
-    """Return `step` with saved activations of claimed blocks offloaded after forward.
+    """Return `step` with saved activations of claimed blocks packed after forward.
 
     Args:
         step: Any step.
-        claims: At most one per block.
-        ssd_prefetch: Spill all claims without `keep_on_host` to SSD, and read so many tensors before backward
-            reads them; None: no tensor is spilled.
+        claims: At most one per block; their policies begin with the same hop.
+        ssd_prefetch: Number of spilled tensors to read before backward reads them.
         prefetch: Number of tensors to prefetch from the host, by the rule of `activations.offload.prefetch`.
         stages: Stages of a pipeline, whose blocks run once each.
         window: Number of tensors to prefetch, and of copies to the host in flight; excludes the other three.
@@ -97,7 +102,7 @@ def _move_calls(
     step: Step,
     claims: list[OffloadClaim],
     ends_after: I32,
-    ssd_prefetch: int | None,
+    ssd_prefetch: int,
     look: Lookahead,
     stages: Stages | None,
 ) -> Step:
@@ -110,6 +115,8 @@ def _move_calls(
     claimed[[claim.block for claim in claims if claim.fraction > 0]] = True
     # The order below is that of the ops in the step: copies out, what they hold, reloads, spills, readers.
     moved = _Offloaded(storage, block, claimed, stage_of(step, stages))
+    hop = claims[0].policy.hops[0]
+    packed = hop.packed_bytes(out.n_bytes, step.storages.float_bytes[storage])
     in_slots = stages is not None and stages.in_slots
     edit = Edit(step)
 
@@ -123,24 +130,26 @@ def _move_calls(
     # Whichever comes first completes a copy: a later copy, or the end of the next call.
     by_next = np.append(out.before[look.out :], last) <= ends_after[block]
     copy_ends = _CopyEnds(ends_after[block], by_next, int(first.min(initial=step.ops.n)), look.out)
-    stay = [claim.block for claim in claims if claim.keep_on_host]
-    on = ~np.isin(block, stay) if ssd_prefetch is not None else np.zeros(len(storage), bool)
-    d2h, rest, write = _insert_offloads(edit, step, out, copy_ends, on)
+    spilled = [claim.block for claim in claims if claim.policy.spills]
+    on = np.isin(block, spilled)
+    traffic = hop.pack_traffic(out.n_bytes, packed)
+    d2h, rest, write = _insert_offloads(edit, step, out, hop, traffic, copy_ends, on)
     edit.add_uses(d2h, storage)
-    host = edit.add_storages(out.n_bytes, producer=d2h, tier=Tier.HOST)
+    host = edit.add_storages(packed, producer=d2h, tier=hop.tier)
     kept = _keep_cut_bytes(edit, step, out, rest)
     _hold_sources(edit, step, out, np.maximum(d2h, rest), write, moved, copy_ends)
-    if not in_slots:
+    if hop.is_copy and not in_slots:
         _free_sources(edit, storage, d2h, write, copy_ends)
 
     if in_slots:
         ops = at = insert_stage_reloads(edit, out, first, asked)
         read = d2h[:0]
-    elif ssd_prefetch is None and look.back:
+    elif look.back and not spilled:
         ops, at = insert_prefetches(edit, step, out, host, first, asked, look)
         read = d2h[:0]
     else:
-        ops, read = insert_reloads(edit, step, out, first, asked, on, ssd_prefetch or 0, moved.stage[block])
+        by_stage = moved.stage[block]
+        ops, read = insert_reloads(edit, step, out, hop, traffic, first, asked, on, ssd_prefetch, by_stage)
         at = ops
     if on.any():
         there, place = on[asked], np.cumsum(on) - 1
@@ -344,22 +353,28 @@ def _made_in(step: Step) -> I32:
 
 
 def _insert_offloads(
-    edit: Edit, step: Step, out: OffloadSelection, copy_ends: _CopyEnds, on: npt.NDArray[np.bool_]
+    edit: Edit,
+    step: Step,
+    out: OffloadSelection,
+    hop: Hop,
+    traffic: I64,
+    copy_ends: _CopyEnds,
+    on: npt.NDArray[np.bool_],
 ) -> tuple[I32, I32, I32]:
-    """Insert the copies to the host, the clones of kept bytes of cut storages, and the SSD writes of `on`.
+    """Insert the ops of `hop`, the clones of kept bytes of cut storages, and the SSD writes of `on`.
 
     Return the rows of the three, -1 for none. An SSD write starts when the copy to the host is complete.
     """
     block, before, none = out.block, out.before, np.full(len(out.storage), -1, np.int32)
     if not (on.any() or out.is_cut.any()):
         copies = edit.add_ops(
-            "memtune.to_host.default",
+            hop.pack,
             before=before,
             phase=Phase.FORWARD,
-            resource=Resource.DEVICE_TO_HOST,
-            traffic_bytes=out.n_bytes,
+            resource=hop.pack_on,
+            traffic_bytes=traffic,
             call=block,
-            prefetch=1,  # the side stream waits for the compute stream
+            prefetch=int(hop.is_copy),  # the side stream waits for the compute stream
         )
         return copies, none, none
     end = forward_end(step)
@@ -370,11 +385,8 @@ def _insert_offloads(
     by_call = np.where(copy_ends.after < step.ops.n, copy_ends.after + 1, copy_ends.first_asked)
     ends_before = np.where(copy_ends.by_next, np.append(before[1:], step.ops.n), by_call)
     ends_in = np.where(copy_ends.by_next, np.append(block[1:], -1), returns[copy_ends.after])
-    names = [
-        edit.name_id(name)
-        for name in ("memtune.to_host.default", "aten.clone.default", "memtune.to_ssd.default")
-    ]
-    resources = [Resource.DEVICE_TO_HOST, Resource.COMPUTE, Resource.SSD_WRITE]
+    names = [edit.name_id(name) for name in (hop.pack, "aten.clone.default", TO_SSD.pack)]
+    resources = [hop.pack_on, Resource.COMPUTE, TO_SSD.pack_on]
     rest_bytes = 2 * (step.storages.bytes[out.storage] - out.n_bytes)  # read and written
     there = np.stack([np.ones(len(on), bool), out.is_cut, on], axis=1)
     place = there.ravel()
@@ -409,6 +421,8 @@ def insert_reloads(
     edit: Edit,
     step: Step,
     out: OffloadSelection,
+    hop: Hop,
+    traffic: I64,
     first: I32,
     asked: I32,
     on: npt.NDArray[np.bool_],
@@ -439,15 +453,15 @@ def insert_reloads(
         fetched, moving = (np.asarray([pair[i] for pair in pairs], np.int32) for i in (0, 1))
         is_read = np.asarray([pair[2] for pair in pairs], bool)
     asking = step.ops.block[first[fetched]]
-    names = _names(edit, out)[moving]
+    names = _names(edit, out, hop)[moving]
     if is_read.any():
-        names = np.where(is_read, edit.name_id("memtune.from_ssd.default"), names).astype(np.int32)
+        names = np.where(is_read, edit.name_id(TO_SSD.unpack), names).astype(np.int32)
     ops = edit.add_ops(
         names,
         before=first[fetched],
         phase=Phase.BACKWARD,
-        resource=np.where(is_read, np.uint8(Resource.SSD_READ), np.uint8(Resource.HOST_TO_DEVICE)),
-        traffic_bytes=out.n_bytes[moving],
+        resource=np.where(is_read, np.uint8(TO_SSD.unpack_on), np.uint8(hop.unpack_on)),
+        traffic_bytes=traffic[moving],
         call=np.where(asking >= 0, asking, out.block[fetched]),
         stream=np.where(is_read, 0, 1).astype(np.uint8),  # a reload completes in stream order, without a wait
         prefetch=is_read.astype(np.uint8),
@@ -463,9 +477,9 @@ def _is_there(out: OffloadSelection, first: I32) -> Callable[[int, int], bool]:
     return lambda tensor, fetch: starts[tensor] <= fetches[fetch]
 
 
-def _names(edit: Edit, out: OffloadSelection) -> I32:
+def _names(edit: Edit, out: OffloadSelection, hop: Hop = TO_HOST) -> I32:
     """Return the op of each reload; a cut storage is joined with its kept bytes."""
-    whole = np.full(len(out.storage), edit.name_id("memtune.to_device.default"), np.int32)
+    whole = np.full(len(out.storage), edit.name_id(hop.unpack), np.int32)
     return (
         np.where(out.is_cut, edit.name_id("memtune.to_device_with_tail.default"), whole)
         if out.is_cut.any()

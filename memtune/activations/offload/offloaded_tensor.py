@@ -1,6 +1,7 @@
-"""Saved storage that the activation table offloads: its states, its copies, and views of it.
+"""Saved storage that the activation table packs: its states, its copies, and views of it.
 
-States: resident → copying to the host → on the host (→ on SSD → on the host) → resident.
+States: resident → copying to the host → on the host (→ on SSD → on the host) → resident, or resident →
+compressed → resident.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 import memtune.ssd.ssd_tensors  # noqa: F401  (defines torch.ops.memtune, to_ssd and from_ssd there too)
+from memtune.activations.offload.compression import seed_of
+from memtune.program import Compression, SavedTensorPolicy
 from memtune.runtime import seam, to_host_together, transfer
 
 
@@ -30,20 +33,24 @@ class EntryOwner(Protocol):
 
 
 class SavedStorage:
-    """Storage that autograd saved: resident, being copied, on the host, or on SSD.
+    """Storage that autograd saved: resident, being copied, on the host, on SSD, or compressed.
 
     Args:
         moves: The table that it belongs to.
         tensor: A view of the storage.
-        name: Its name in error messages if it is spilled to SSD; else empty.
+        policy: Determines how it is packed.
+        name: Its name in error messages.
     """
 
-    def __init__(self, moves: EntryOwner, tensor: Tensor, name: str = "") -> None:
-        self._moves, self._name = moves, name
+    def __init__(self, moves: EntryOwner, tensor: Tensor, policy: SavedTensorPolicy, name: str) -> None:
+        self._moves, self.policy, self._name = moves, policy, name
+        self._dtype = tensor.dtype
         self.moved = False
         """Its offload has begun."""
         self._source: Tensor | None = None
         self._host: Tensor | None = None
+        """Its packed form, on the host or compressed."""
+        self._numel = 0
         self._kept: Tensor | None = None
         """The last bytes of a cut storage, which remain on the device."""
         self._ssd: Tensor | None = None
@@ -52,15 +59,12 @@ class SavedStorage:
         self._back: Tensor | None = None
         self._asked = False
 
-    @property
-    def spills(self) -> bool:
-        """True if it is spilled from the host to SSD."""
-        return self._name != ""
-
-    @property
-    def is_claimed(self) -> bool:
-        """It is offloaded, or may still be: readers must get it by `fetch`."""
-        return self.moved or self._back is not None
+    def serves(self, tensor: Tensor) -> bool:
+        """Return whether a reader of the view `tensor` must get it by `fetch`: it is packed, or may be."""
+        # Other bits than the values that were compressed, such as a float's bytes, are not those of the
+        # source.
+        same = self.policy.is_exact or tensor.dtype == self._dtype
+        return same and (self.moved or self._back is not None)
 
     @property
     def is_resident(self) -> bool:
@@ -94,6 +98,15 @@ class SavedStorage:
         # The copy first: its stream waits for all compute issued so far, which would include the clone.
         self._host = torch.ops.memtune.to_host(flat[:n_bytes])
         self._kept = flat[n_bytes:].clone()
+
+    def compress(self) -> None:
+        """Compress it where it is; the source is freed with its last reader."""
+        (hop,) = self.policy.hops
+        assert isinstance(hop, Compression)
+        assert self._back is not None
+        source, self._back = self._back, None
+        self._asked, self.moved, self._numel = False, True, source.numel()
+        self._host = torch.ops.memtune.compress(source, hop.bits, hop.group, seed_of(hop))
 
     def complete_offload(self) -> None:
         """Wait for the copy to the host and free the source."""
@@ -129,7 +142,12 @@ class SavedStorage:
         if self._ssd is not None:
             self._moves.take(self)
         assert self._host is not None
-        if self._kept is None:
+        hop = self.policy.hops[0]
+        if isinstance(hop, Compression):
+            self._back = torch.ops.memtune.decompress(
+                self._host, self._numel, self._dtype, hop.bits, hop.group
+            )
+        elif self._kept is None:
             self._back = seam.to_device(self._host, self.device)
         else:
             self._back = torch.ops.memtune.to_device_with_tail(self._host, self._kept, self.device)

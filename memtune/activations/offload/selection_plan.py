@@ -17,8 +17,10 @@ from memtune.program import (
     I32,
     I64,
     INPUTS,
+    OFFLOAD,
     OpAddress,
     Phase,
+    SavedTensorPolicy,
     Stages,
     Step,
     Tier,
@@ -29,15 +31,14 @@ from memtune.program import (
 
 @dataclass(frozen=True)
 class OffloadClaim:
-    """Offload claim of one block: a fraction of its claimable bytes, without tensors under `min_bytes`."""
+    """Claim of one block: a fraction of its claimable bytes, without tensors under `min_bytes`."""
 
     block: int
     fraction: float
     min_bytes: int = 0
     only: frozenset[OpAddress] | None = None
     """Calls whose outputs are claimable, `INPUTS` for the block's inputs; None: all saved tensors."""
-    keep_on_host: bool = False
-    """Keep it on the host while other claims spill to SSD."""
+    policy: SavedTensorPolicy = OFFLOAD
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class OffloadSelection:
     before: I32
     """The op just before which the copy starts."""
     n_bytes: I64
-    """Bytes that cross the link: the whole storage, or the first bytes of a cut one."""
+    """Bytes that are packed: the whole storage, or the first bytes of a cut one."""
     is_cut: npt.NDArray[np.bool_]
     is_output: npt.NDArray[np.bool_]
     """The op just before saved its own output."""
@@ -107,16 +108,28 @@ def _deciding_rows(step: Step, claim_of: dict[int, OffloadClaim], stages: Stages
     if stages is not None:
         stage, producer = stage_of(step, stages), step.storages.producer[step.saves.storage[rows]]
         rows = rows[(producer >= 0) & (stage[step.ops.block[producer]] == stage[step.saves.block[rows]])]
-    # (blocks,) bytes of the smallest tensor to offload; no tensor is as large as the initial value.
+    # (blocks,) bytes of the smallest tensor to pack; no tensor is as large as the initial value.
     least = np.full(len(step.blocks), np.iinfo(np.int64).max)
+    largest = _largest_inputs(step).tolist()
     for block, claim in claim_of.items():
-        # Empty tensors have nothing to copy.
-        least[block] = max(claim.min_bytes, 1)
+        least[block] = claim.policy.hops[0].least_bytes(claim.min_bytes, largest[block])
     rows = rows[step.storages.bytes[step.saves.storage[rows]] >= least[step.saves.block[rows]]]
+    if claim_of:
+        hop = next(iter(claim_of.values())).policy.hops[0]  # the same in all claims
+        rows = rows[hop.accepts(step.storages.float_bytes[step.saves.storage[rows]])]
     rows = rows[_named(step, rows, list(claim_of.values()))]
     # A storage saved by several blocks belongs to the first; the others find it offloaded.
     _, first = np.unique(step.saves.storage[rows], return_index=True)
     found: I32 = rows[np.sort(first)]
+    return found
+
+
+def _largest_inputs(step: Step) -> I64:
+    """Return (blocks,) bytes of the largest floating-point input of each block, 0 without one."""
+    storage = step.calls.inputs.storage
+    n_bytes = np.where(step.storages.float_bytes[storage] > 0, step.storages.bytes[storage], 0)
+    found = np.zeros(len(step.blocks), np.int64)
+    np.maximum.at(found, step.calls.input_block, n_bytes)
     return found
 
 

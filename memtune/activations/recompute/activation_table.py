@@ -1,9 +1,9 @@
-"""The activation table: decides which saved tensors are kept, recomputed or offloaded.
+"""The activation table: decides which saved tensors are kept, recomputed, offloaded or compressed.
 
 Techniques for recompute and for activation offload both write claims here, so they compose: under full
-recompute with offload, the blocks' inputs are offloaded. A *region* is a block of the model. While its
-forward runs, each tensor that autograd saves passes through `_Frame.pack`
-(`torch.autograd.graph.saved_tensors_hooks`):
+recompute with offload, the blocks' inputs are offloaded. A claim names a `SavedTensorPolicy` (room
+`program`), whose operators this table calls. A *region* is a block of the model. While its forward runs, each
+tensor that autograd saves passes through `_Frame.pack` (`torch.autograd.graph.saved_tensors_hooks`):
 
 Rule 1. Parameters and buffers are saved unchanged: sharding frees and refills them in place.
 Rule 2. The inputs of the region, and the outputs that a recompute technique keeps, are *claimable*: they are
@@ -26,16 +26,19 @@ the schedule (`activations.offload.pipeline_slots`).
 Rule 10. The offloaded bytes meet the claimed share exactly (`activations.offload.byte_quota`): at the end of
 a region's call the last tensor that was kept is cut; the missing bytes are offloaded and the rest gets memory
 of its own. Each storage is decided once, by the first region that saves it.
+Rule 11. A policy without copies (`compress`) packs a storage when it is saved, in the order of compute: its
+source is freed with its last reader. It packs floating-point storages alone, and no statistics
+(`Hop.least_bytes`). A region whose inputs are not packed exactly does not compare the values of both runs.
 
 The pass `activations.recompute.recompute_pass` mirrors Rules 1 to 5,
-`activations.offload.activation_offload_pass` Rules 2, 6 and 10.
+`activations.offload.activation_offload_pass` Rules 2, 6, 10 and 11.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -53,6 +56,8 @@ from memtune.activations.offload import (
     Slots,
     SSDSpill,
     View,
+    accepts,
+    float_bytes,
     id_of,
     is_written_part,
 )
@@ -88,7 +93,7 @@ from memtune.activations.recompute.second_forward import (
 )
 from memtune.activations.recompute.user_checkpoint import autograd_saves
 from memtune.errors import ApplyError
-from memtune.program import INPUTS, OpAddress
+from memtune.program import INPUTS, OFFLOAD, RECOMPUTE, OpAddress, SavedTensorPolicy
 from memtune.runtime import (
     ForwardWrapper,
     NoteGenerators,
@@ -142,7 +147,7 @@ class ActivationTable:
             raise ApplyError(
                 f"two techniques recompute {region.name}.", fix="choose one recompute technique", code="MT305"
             )
-        region.recompute, region.keep = True, keep
+        region.inner, region.keep = RECOMPUTE, keep
 
     def claim_move(
         self,
@@ -150,16 +155,16 @@ class ActivationTable:
         fraction: float,
         min_bytes: int,
         only: frozenset[OpAddress] | None = None,
-        ssd: bool = False,
+        policy: SavedTensorPolicy = OFFLOAD,
     ) -> None:
-        """Claim that `fraction` of the claimable bytes of region `index` is offloaded to the host.
+        """Claim that `fraction` of the claimable bytes of region `index` is packed by `policy`.
 
         Args:
             index: Row of the region.
             fraction: Share of the claimable bytes, from 0 to 1.
-            min_bytes: Smaller tensors are kept on the device.
+            min_bytes: Smaller tensors are kept as they are.
             only: Calls whose outputs are claimable; None: all saved tensors.
-            ssd: Spill the tensors from the host to SSD.
+            policy: One with hops.
 
         Raises:
             ApplyError: Another technique offloads activations of the region.
@@ -169,7 +174,7 @@ class ActivationTable:
             raise ApplyError(
                 f"two techniques offload the activations of {region.name}.", fix="choose one", code="MT305"
             )
-        region.move, region.min_bytes, region.only, region.ssd = fraction, min_bytes, only, ssd
+        region.move, region.min_bytes, region.only, region.policy = fraction, min_bytes, only, policy
 
     def install(self) -> None:
         """Wrap the forward of every region with a claim, and of regions at whose end copies complete (Rule
@@ -234,13 +239,19 @@ class ActivationTable:
     # -- offload ---------------------------------------------------------------------------------------------
 
     def entry(
-        self, tensor: Tensor, region: Region, share: ByteShare[SavedStorage], *, may_move: bool = True
+        self,
+        tensor: Tensor,
+        region: Region,
+        share: ByteShare[SavedStorage],
+        least_bytes: int,
+        *,
+        may_move: bool = True,
     ) -> SavedStorage:
-        """Return the entry of `tensor`'s storage; make one that `region`'s claim keeps or offloads (Rule 10)
-        if there is none.
+        """Return the entry of `tensor`'s storage; make one that `region`'s claim keeps or packs (Rule 10) if
+        there is none.
 
-        `share` counts the claimable bytes of the current call. Each storage has one entry: the first region
-        that saves it decides.
+        `share` counts the claimable bytes of the current call, storages below `least_bytes` are kept. Each
+        storage has one entry: the first region that saves it decides.
         """
         key = id_of(tensor)
         found = self._entries.get(key)
@@ -248,9 +259,9 @@ class ActivationTable:
         if found is not None and found.is_of(tensor):
             return found
         n_bytes = tensor.untyped_storage().nbytes()
-        entry = SavedStorage(self, tensor, f"a saved activation of {region.name}" if region.ssd else "")
+        entry = SavedStorage(self, tensor, region.policy, f"a saved activation of {region.name}")
         # The element size must divide the storage, or no flat tensor of the type covers it.
-        if may_move and n_bytes >= max(region.min_bytes, 1) and n_bytes % tensor.element_size() == 0:
+        if may_move and n_bytes >= least_bytes and n_bytes % tensor.element_size() == 0:
             self._entries[key] = entry
             entry.hold(tensor)
             if share.takes(entry, n_bytes):
@@ -260,6 +271,9 @@ class ActivationTable:
     def offload(self, entry: SavedStorage, region: Region, n_bytes: int) -> None:
         """Offload the first `n_bytes` of `entry`, as `region` claims."""
         self.traffic.moved_bytes += n_bytes
+        if not entry.policy.hops[0].is_copy:
+            entry.compress()
+            return
         if self.slots is not None:
             self.slots.offload(entry, n_bytes)
             return
@@ -268,7 +282,7 @@ class ActivationTable:
             self._complete_oldest()
         entry.offload(n_bytes)
         self._on_the_way.append((entry, self._call))
-        if not entry.spills:
+        if not entry.policy.spills:
             self.prefetcher.note_offload(entry, self._call, runs_again=region.recompute)
 
     def lasts(self, tensor: Tensor) -> bool:
@@ -287,7 +301,7 @@ class ActivationTable:
     def _complete_oldest(self) -> None:
         entry, _ = self._on_the_way.popleft()
         entry.complete_offload()
-        if entry.spills:
+        if entry.policy.spills:
             self.ssd_spill.put(entry)
 
     def take(self, entry: SavedStorage) -> None:
@@ -344,6 +358,7 @@ class _Frame:
             frozenset(self.inputs) if region.only is not None and INPUTS in region.only else frozenset()
         )
         self._share = ByteShare[SavedStorage](region.move)
+        self._least_bytes = least_bytes(region, self.inputs.values())
         self._decided: dict[int, SavedStorage] = {}
         self.count = 0
         self.fingerprints: list[Fingerprint | QuickFingerprint] = []
@@ -390,7 +405,9 @@ class _Frame:
         buffers = region.state.buffers() if recompute else {}
         versions = {name: buffer._version for name, buffer in buffers.items()}
         self._before = copied_buffers(buffers, region.reads_back, region.state.only_written)
-        self._checks_values = not region.watched or region.checks_values(self.inputs.values())
+        self._checks_values = region.policy.is_exact and (
+            not region.watched or region.checks_values(self.inputs.values())
+        )
         packer = _Packer(self)
         with saved_tensors_hooks(packer, _unpack), ExitStack() as stack:
             self._enter_contexts(stack)
@@ -474,8 +491,10 @@ class _Frame:
         # An id may belong to another storage by now.
         if entry is None or not entry.is_of(tensor):
             may_move = self._named is None or self._named.made(tensor) or key in self._entered
-            entry = self._decided[key] = self.table.entry(tensor, self.region, self._share, may_move=may_move)
-        return OffloadedTensor(entry, View.describe(tensor)) if entry.is_claimed else tensor
+            may_move = may_move and accepts(self.region.policy, tensor)
+            entry = self.table.entry(tensor, self.region, self._share, self._least_bytes, may_move=may_move)
+            self._decided[key] = entry
+        return OffloadedTensor(entry, View.describe(tensor)) if entry.serves(tensor) else tensor
 
     def pack(self, tensor: Tensor) -> Tensor | OffloadedTensor | _Number:
         """Return the object that autograd saves instead of `tensor` (Rules 1 to 3)."""
@@ -583,6 +602,14 @@ class _Frame:
         """Store the n-th tensor of the second run until backward unpacks it, if autograd still holds it."""
         if n in self.wanted:
             self._back[n] = tensor
+
+
+def least_bytes(region: Region, inputs: Iterable[Tensor]) -> int:
+    """Return the size of the smallest storage that the claim on `region` packs in a call with `inputs`."""
+    if not region.move:
+        return 0
+    largest = max((each.untyped_storage().nbytes() for each in inputs if float_bytes(each)), default=0)
+    return region.policy.hops[0].least_bytes(region.min_bytes, largest)
 
 
 class _Packer:

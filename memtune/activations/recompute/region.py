@@ -12,7 +12,7 @@ from memtune.activations.offload import id_of
 from memtune.activations.recompute.buffer_mutation import only_written
 from memtune.activations.recompute.fingerprint import Compared
 from memtune.activations.recompute.saved_outputs import Keep
-from memtune.program import OpAddress
+from memtune.program import KEEP, OpAddress, SavedTensorPolicy
 from memtune.runtime import NoteGenerators, RandomState, local
 
 
@@ -74,13 +74,16 @@ class Region:
     name: str
     module: nn.Module
     index: int
-    recompute: bool = False
+    inner: SavedTensorPolicy = KEEP
+    """Policy of the tensors that it makes."""
     keep: Keep | None = None
     """Selects the ops whose outputs a recomputed region keeps; None keeps none and needs no dispatch mode."""
+    policy: SavedTensorPolicy = KEEP
+    """Policy of its claimable tensors."""
     move: float = 0.0
-    """Fraction of the claimable bytes that is offloaded to the host."""
+    """Fraction of the claimable bytes that `policy` packs."""
     min_bytes: int = 0
-    """Smaller tensors are kept on the device."""
+    """Smaller tensors are kept as they are."""
     only: frozenset[OpAddress] | None = None
     """Calls whose outputs may be offloaded, `INPUTS` for the inputs of the region; None for all that is
     claimable.
@@ -101,14 +104,17 @@ class Region:
     """Buffers that its forward changes and may read, as far as its runs have shown; None before the first
     run.
     """
-    ssd: bool = False
-    """Offloaded tensors are spilled from the host to SSD."""
     is_quick: bool = False
     """A second run equalled its first in full, and in the quick form of fingerprints, which later runs
     compare.
     """
     value_checks: int = 0
     """Number of runs so far whose values could be compared."""
+
+    @property
+    def recompute(self) -> bool:
+        """True if its forward runs again in backward."""
+        return self.inner.runs_again
 
     @cached_property
     def state(self) -> ModuleState:

@@ -44,6 +44,7 @@ def states_of(draws: Mask, again: Mask, first: I32) -> dict[str, npt.NDArray[Any
         "kind": np.full(count, Kind.TEMPORARY, np.uint8),
         "owner": np.full(count, -1, np.int32),
         "grad_ready_after": np.full(count, -1, np.int32),
+        "float_bytes": np.zeros(count, np.uint8),
         "producer": np.concatenate([began, rows]).astype(np.int32),
         "held_until": np.concatenate([last, rows]).astype(np.int32),
     }

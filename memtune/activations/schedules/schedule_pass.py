@@ -163,7 +163,8 @@ def _storages(
             end[now.get(storage, storage)] = new
     like = np.asarray([storage for storage, _ in more], np.int32)
     columns: dict[str, Any] = {
-        name: getattr(step.storages, name) for name in ("bytes", "tier", "kind", "owner", "grad_ready_after")
+        name: getattr(step.storages, name)
+        for name in ("bytes", "tier", "kind", "owner", "grad_ready_after", "float_bytes")
     }
     columns["grad_ready_after"] = np.where(
         step.storages.grad_ready_after >= 0, position[step.storages.grad_ready_after], -1

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from memtune import refusals
 from memtune.activations.offload import OffloadClaim, Prefetcher, SSDSpill, claimable_bytes, move_activations
 from memtune.effects import Effects
-from memtune.program import Program
+from memtune.program import OFFLOAD, SPILL, Program, SavedTensorPolicy
 from memtune.runtime import Context
 from memtune.search_spaces.offload.activations._block_shares import (
     Runs,
@@ -132,7 +132,11 @@ class CopyOut(Technique):
         """Add D2H copies after each save and H2D copies before each first use, or prefetched."""
         runs = self._runs(plan)
         shares = self._equal_shares(program) if runs is None else all_shares(runs)
-        claims = [OffloadClaim(i, share, self.min_bytes) for i, share in enumerate(shares) if share > 0]
+        claims = [
+            OffloadClaim(i, share, self.min_bytes, policy=self._policy)
+            for i, share in enumerate(shares)
+            if share > 0
+        ]
         ahead = self._prefetched(on_stages=program.stages is not None)
         how = {"ssd_prefetch": ahead} if self.target == "ssd" else {"prefetch": ahead}
         return program.with_step(move_activations(program.step, claims, stages=program.stages, **how))
@@ -162,7 +166,11 @@ class CopyOut(Technique):
                 raise wrong_model_error("copy_out", f"It has {error}.") from error
         for region, share in zip(regions, shares, strict=True):
             if share > 0:
-                table.claim_move(region.index, share, self.min_bytes, ssd=ssd)
+                table.claim_move(region.index, share, self.min_bytes, policy=self._policy)
+
+    @property
+    def _policy(self) -> SavedTensorPolicy:
+        return SPILL if self.target == "ssd" else OFFLOAD
 
     def _runs(self, plan: CopyOutPlan) -> Runs | None:
         """Return the planned shares; None if the ratio was edited after planning, which then means equal

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from memtune.activations.offload import Prefetcher, SSDSpill, move_activations
 from memtune.activations.recompute import recompute_blocks
-from memtune.program import OpAddresses, Program, by_name, memoized
+from memtune.program import OFFLOAD, SPILL, OpAddresses, Program, by_name, memoized
 from memtune.runtime import Context
 from memtune.search_spaces._plan_fields import Bytes, CallSetField, CallsField, Index, require_entries
 from memtune.search_spaces.recompute._block_planner.call_selection import missing_plan
@@ -104,9 +104,7 @@ def _with_options(program: Program, options: tuple[Option, ...], spilled: SpillS
         else program.step
     )
     claims = offload_claims(list(options), spilled.blocks)
-    return program.with_step(
-        move_activations(step, claims, spilled.prefetch if spilled.blocks else None, window=window)
-    )
+    return program.with_step(move_activations(step, claims, spilled.prefetch, window=window))
 
 
 def claim_planned(
@@ -124,7 +122,8 @@ def claim_planned(
         if option.calls is not None:
             table.claim_recompute(region.index, option.calls if option.calls != OpAddresses() else None)
         if option.moved:
-            table.claim_move(region.index, 1.0, 0, option.moved, ssd=region.index in spilled.blocks)
+            policy = SPILL if region.index in spilled.blocks else OFFLOAD
+            table.claim_move(region.index, 1.0, 0, option.moved, policy)
 
 
 class PricedEntry(OptionEntry):

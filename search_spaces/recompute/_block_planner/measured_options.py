@@ -23,6 +23,8 @@ from memtune.program import (
     I32,
     I64,
     INPUTS,
+    OFFLOAD,
+    SPILL,
     OpAddress,
     OpAddresses,
     Phase,
@@ -172,7 +174,7 @@ def apply_options(step: Step, chosen: list[Option]) -> Step:
 def offload_claims(chosen: list[Option], on_ssd: frozenset[int] = frozenset()) -> list[OffloadClaim]:
     """Return the blocks' offload claims; tensors of blocks `on_ssd` go on from host to SSD."""
     return [
-        OffloadClaim(i, 1.0, only=option.moved, keep_on_host=i not in on_ssd)
+        OffloadClaim(i, 1.0, only=option.moved, policy=SPILL if i in on_ssd else OFFLOAD)
         for i, option in enumerate(chosen)
         if option.moved
     ]

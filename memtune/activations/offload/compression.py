@@ -1,0 +1,163 @@
+"""Compression of saved activations: groups of 8- or 4-bit integers between their least and largest value.
+
+Chen et al. 2021, ActNN, arXiv:2104.14129, section 3, per-group quantization with stochastic rounding. Native
+on CPU (`csrc/quant/groups.inl` has the rules), Triton on GPUs, and plain torch, which is the reference and
+serves devices without Triton; all three give the same bits.
+
+The error of a value is at most half a step of its group, (largest - least)/levels, when rounded to the
+nearest, and less than a step when rounded at random; levels is 255 or 15. The random numbers are a hash of
+torch's seed, of the value's place and of the value: no generator is advanced, and a resumed run rounds alike.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memtune import _native
+from memtune.device import accelerator
+from memtune.program import Compression, Resource, SavedTensorPolicy
+from memtune.runtime import SeamOp, register
+
+NEAREST = -1
+"""Seed that means rounding to the nearest."""
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_LARGE = 253 << 23
+"""Bits of 2^126: values of this size and above are kept as infinity."""
+_LEAST_STEP = 2.0**-119
+_WORD = 0xFFFFFFFF
+
+
+def float_bytes(tensor: Tensor) -> int:
+    """Return `Storages.float_bytes` of a storage of the type of `tensor`."""
+    return tensor.element_size() if tensor.dtype in _FLOATS else 0
+
+
+def accepts(policy: SavedTensorPolicy, tensor: Tensor) -> bool:
+    """Return whether `policy` packs storages of the type of `tensor`."""
+    return bool(policy.hops[0].accepts(np.asarray([float_bytes(tensor)], np.uint8))[0])
+
+
+def seed_of(hop: Compression) -> int:
+    """Return the seed of the rounding: of torch's default generator, which is not advanced."""
+    if not hop.at_random:
+        return NEAREST
+    seed = torch.initial_seed()
+    return (seed ^ (seed >> 32)) & _WORD
+
+
+def packed_bytes(tensor: Tensor, bits: int, group: int) -> int:
+    """Return the bytes of `tensor` compressed."""
+    hop = Compression(bits=bits, group=group)
+    sizes = np.asarray([tensor.nbytes], np.int64), np.asarray([tensor.element_size()], np.uint8)
+    return int(hop.packed_bytes(*sizes)[0])
+
+
+def _compress(values: Tensor, bits: int, group: int, seed: int) -> Tensor:
+    """Implement `torch.ops.memtune.compress`: flat `values` into bytes, rounded at random or `NEAREST`."""
+    packed = _compress_fake(values, bits, group, seed)
+    if accelerator.runs_triton(values.device):
+        from memtune.activations.offload import compression_triton
+
+        compression_triton.compress_(packed, values, bits, group, seed)
+    elif values.is_cpu:
+        drawn = None if seed == NEAREST else seed
+        _native.compress(packed, values, bits, group, drawn, torch.get_num_threads())
+    else:
+        plain_compress_(packed, values, bits, group, seed)
+    return packed
+
+
+def _compress_fake(values: Tensor, bits: int, group: int, seed: int) -> Tensor:
+    return values.new_empty(packed_bytes(values, bits, group), dtype=torch.uint8)
+
+
+def _decompress(packed: Tensor, numel: int, dtype: torch.dtype, bits: int, group: int) -> Tensor:
+    """Implement `torch.ops.memtune.decompress`: bytes into (numel,) values of `dtype`."""
+    values = _decompress_fake(packed, numel, dtype, bits, group)
+    if accelerator.runs_triton(values.device):
+        from memtune.activations.offload import compression_triton
+
+        compression_triton.decompress_(values, packed, bits, group)
+    elif values.is_cpu:
+        _native.decompress(values, packed, bits, group, torch.get_num_threads())
+    else:
+        plain_decompress_(values, packed, bits, group)
+    return values
+
+
+def _decompress_fake(packed: Tensor, numel: int, dtype: torch.dtype, bits: int, group: int) -> Tensor:
+    return packed.new_empty(numel, dtype=dtype)
+
+
+def plain_compress_(packed: Tensor, values: Tensor, bits: int, group: int, seed: int) -> None:
+    """Compress as `torch.ops.memtune.compress` does, in plain torch: the reference."""
+    levels, numel = 2**bits - 1, values.numel()
+    x = torch.nn.functional.pad(values.float(), (0, -numel % group)).view(-1, group)
+    there = torch.arange(x.numel(), device=x.device).view(x.shape) < numel
+    is_large = (x.view(torch.int32) & 0x7FFFFFFF) >= _LARGE
+    used = there & ~is_large
+    least = torch.where(used, x, torch.inf).amin(1)
+    largest = torch.where(used, x, -torch.inf).amax(1)
+    has_large = is_large.any(1)
+    top = torch.where(has_large, levels - 3.0, float(levels))
+    any_used = used.any(1)
+    least = torch.where(any_used, least, 0.0) + 0.0
+    largest = torch.where(any_used, largest, 0.0)
+    step = largest / top - least / top
+    step = torch.where(step < _LEAST_STEP, 0.0, step)
+    inverse = torch.where(step > 0, torch.ones_like(step) / step, 0.0)
+    t = torch.where(is_large, 0.0, x - least[:, None]) * inverse[:, None]
+    t = torch.minimum(t, top[:, None])
+    codes = torch.minimum((t + _drawn(t, seed)).floor(), top[:, None])
+    special = top[:, None] + torch.where(x.isnan(), 3.0, torch.where(x > 0, 2.0, 1.0))
+    whole = torch.where(is_large, special, codes).to(torch.uint8).view(-1)[: numel + numel % 2]
+    header = torch.stack([least, torch.where(has_large, -step, step)], 1)
+    at = 4 * header.numel()
+    packed[:at] = header.view(-1).view(torch.uint8)
+    if bits == 8:
+        packed[at : at + numel] = whole[:numel]
+    else:
+        if numel % 2:
+            whole[numel:] = 0
+        packed[at : at + len(whole) // 2] = whole[::2] | (whole[1::2] << 4)
+
+
+def _drawn(t: Tensor, seed: int) -> Tensor | float:
+    """Return what is added to `t` before it is rounded down: a half, or random numbers from 0 to 1."""
+    if seed == NEAREST:
+        return 0.5
+    place = torch.arange(t.numel(), device=t.device).view(t.shape)
+    hashed = (t.view(torch.int32).long() & _WORD) ^ ((seed + place * 0x9E3779B9) & _WORD)
+    hashed = ((hashed ^ (hashed >> 16)) * 0x85EBCA6B) & _WORD
+    hashed = ((hashed ^ (hashed >> 13)) * 0xC2B2AE35) & _WORD
+    return ((hashed ^ (hashed >> 16)) >> 8).float() * 2.0**-24
+
+
+def plain_decompress_(values: Tensor, packed: Tensor, bits: int, group: int) -> None:
+    """Decompress as `torch.ops.memtune.decompress` does, in plain torch: the reference."""
+    numel, groups = values.numel(), -(-values.numel() // group)
+    header, codes = packed[: 8 * groups].view(torch.float32).view(-1, 2), packed[8 * groups :]
+    if bits == 4:
+        codes = torch.stack([codes & 15, codes >> 4], 1).view(-1)
+    codes = torch.nn.functional.pad(codes[:numel], (0, -numel % group)).view(-1, group).float()
+    x = header[:, :1] + codes * header[:, 1:].abs()
+    over = torch.where(header[:, 1:].signbit(), codes - (2.0**bits - 4), 0.0)
+    for code, value in ((1, -torch.inf), (2, torch.inf), (3, torch.nan)):
+        x = torch.where(over == code, value, x)
+    values.copy_(x.view(-1)[:numel])
+
+
+register(
+    "compress(Tensor x, int bits, int group, int seed) -> Tensor",
+    SeamOp(Resource.COMPUTE),
+    _compress,
+    _compress_fake,
+)
+register(
+    "decompress(Tensor packed, int numel, ScalarType dtype, int bits, int group) -> Tensor",
+    SeamOp(Resource.COMPUTE),
+    _decompress,
+    _decompress_fake,
+)
