@@ -86,7 +86,7 @@ test-device: setup  ## tests on the simulated accelerator; the first run compile
 
 test-triton: setup  ## the Triton kernels against the native ones, in Triton's interpreter; downloads Triton (155 MB)
 	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/triton triton==3.4.0
-	PYTHONPATH=$(abspath $(VENV))/triton TRITON_INTERPRET=1 $(BIN)/pytest -n 0 -m slow -k interpreted tests/parallel/collectives/test_quantization.py $(PYTEST_ARGS)
+	PYTHONPATH=$(abspath $(VENV))/triton TRITON_INTERPRET=1 $(BIN)/pytest -n 0 -m slow -k interpreted tests/parallel/collectives/test_quantization.py tests/activations/offload/test_compression.py $(PYTEST_ARGS)
 
 test-chaos: setup  ## faults of disks, files and processes: tests/chaos at SCALE times the cases of `make test`, KILLS kills of each kind, with counts
 	MEMTUNE_CHAOS=$(SCALE) MEMTUNE_KILLS=$(KILLS) $(BIN)/pytest -rP --timeout 7200 -m "not gpu and not device" $(PYTEST_ARGS) tests/chaos

@@ -39,6 +39,8 @@ updater process | – |
 – |
 | `dequantise_(out, packed, lengths, bits, block, sources, factor)` | `parallel.collectives.quantization` |
 compute | – |
+| `compress(x, bits, group, seed)` | `activations.offload.compression` | compute | device |
+| `decompress(packed, numel, dtype, bits, group)` | `activations.offload.compression` | compute | device |
 """
 
 from __future__ import annotations

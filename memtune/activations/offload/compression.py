@@ -35,8 +35,13 @@ def float_bytes(tensor: Tensor) -> int:
 
 
 def accepts(policy: SavedTensorPolicy, tensor: Tensor) -> bool:
-    """Return whether `policy` packs storages of the type of `tensor`."""
-    return bool(policy.hops[0].accepts(np.asarray([float_bytes(tensor)], np.uint8))[0])
+    """Return whether `policy` packs the storage of `tensor`."""
+    if policy.is_exact:
+        return True
+    # Bytes that were never written could be of any size, and would widen the range of their neighbours.
+    base = tensor if tensor._base is None else tensor._base
+    covered = base.nbytes >= tensor.untyped_storage().nbytes()
+    return covered and bool(policy.hops[0].accepts(np.asarray([float_bytes(tensor)], np.uint8))[0])
 
 
 def seed_of(hop: Compression) -> int:

@@ -166,7 +166,8 @@ def test_double_backward_is_close_to_plain() -> None:
     got = penalty(net, x)
     table.remove()
     wanted = penalty(net, x)
-    assert 0 < (got - wanted).norm() < 0.02 * wanted.norm()
+    # Errors of both backward passes, of products of three values each.
+    assert 0 < (got - wanted).norm() < 0.05 * wanted.norm()
 
 
 def test_a_storage_of_three_views_is_packed_once() -> None:
