@@ -33,13 +33,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memtune.activations.capture.region_capture import autocast_state, capture, shapes_of
+from memtune.activations.capture.region_capture import capture, shapes_of
 from memtune.activations.eviction.evicting_region import OnlineRegion, OnlineSettings
 from memtune.activations.eviction.op_metadata import Costs
 from memtune.activations.eviction.policy import DTR
 from memtune.activations.schedules.scheduled_region import ScheduledRegion
 from memtune.hardware.cpu_cores import cpu_threads
 from memtune.program.op_schedule import plain_schedule
+from memtune.runtime.rng_state import autocast_now
 
 CPU = torch.device("cpu")
 SIZES = {"0.05": (64, 8, 32), "0.5": (256, 8, 64), "1": (384, 8, 96)}
@@ -157,7 +158,7 @@ def measured(size: str, rounds: int) -> list[Row]:
     tight, tight_region = _online(width, tight_bytes)
     warm, warm_region = _online(width, 1 << 40, 1)
     warm_tight, warm_tight_region = _online(width, tight_bytes, 1)
-    tape = capture(frozen, frozen.forward, shapes_of(((tokens,), {})), autocast_state(), lambda i, out: True)
+    tape = capture(frozen, frozen.forward, shapes_of(((tokens,), {})), autocast_now(), lambda i, out: True)
     schedule = ScheduledRegion(frozen, plain_schedule(tape.graph), CPU)
     schedule.install()
     nothing = Nothing()

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from memtune.activations.capture import autocast_state, capture, shapes_of
+from memtune.activations.capture import capture, shapes_of
 from memtune.activations.recompute import ActivationTable
 from memtune.activations.schedules import ScheduledRegion
 from memtune.device import streams
 from memtune.hardware import mechanism_costs
 from memtune.program import plain_schedule
-from memtune.runtime import copy_to_device_together, to_host_together, transfer
+from memtune.runtime import autocast_now, copy_to_device_together, to_host_together, transfer
 
 _WIDTH, _BLOCKS, _SIZES, _COPIES = 16, 4, (2, 10), 64
 _LEAST_S = 1e-9
@@ -97,7 +97,7 @@ def _times(pairs: int, device: torch.device, rounds: int) -> _Times:
 
     plain, scheduled = model(), model()
     tape = capture(
-        scheduled, scheduled.forward, shapes_of(((batch,), {})), autocast_state(), lambda i, out: True
+        scheduled, scheduled.forward, shapes_of(((batch,), {})), autocast_now(), lambda i, out: True
     )
     ScheduledRegion(scheduled, plain_schedule(tape.graph), device).install()
     ways = [

@@ -178,14 +178,16 @@ class NoteGenerators(WatchingMode):
 
 
 def autocast_now() -> list[Callable[[], AbstractContextManager[Any]]]:
-    """Return context makers that restore the current autocast state, for code that runs again later."""
+    """Return context makers that restore the current autocast state, for code that runs again later; none if
+    autocast is off.
+    """
 
     def maker(device: str) -> Callable[[], AbstractContextManager[Any]]:
         enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         cache = torch.is_autocast_cache_enabled()
         return lambda: torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
 
-    return [maker(device) for device in accelerator.types()]
+    return [maker(device) for device in accelerator.types()] if is_autocast_on() else []
 
 
 def is_autocast_on() -> bool:

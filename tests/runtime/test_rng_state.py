@@ -111,7 +111,7 @@ def test_blocks_that_draw_from_a_later_run_on_repeat_their_draws(is_mine: bool) 
             net.train(step > 0)
             net(torch.randn(32, 16)).square().sum().backward()
             found += [p.grad.clone() for p in net.parameters() if p.grad is not None]
-        assert table is None or all(region.draws for region in table.regions)
+        assert table is None or all(region.contract.draws for region in table.regions)
         return found
 
     assert same(gradients(True), gradients(False))

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memtune.activations.capture.region_capture import autocast_state, capture, shapes_of
+from memtune.activations.capture.region_capture import capture, shapes_of
 from memtune.activations.schedules.scheduled_region import ScheduledRegion
 from memtune.program.op_schedule import OpGraph, Schedule, build_schedule, find_schedule_error, plain_schedule
+from memtune.runtime.rng_state import autocast_now
 
 CPU = torch.device("cpu")
 SCALE = 1.0
@@ -41,7 +42,7 @@ class Net(nn.Module):
 
 
 def graph_of(net: nn.Module, *args: Any, **kwargs: Any) -> OpGraph:
-    return capture(net, net.forward, shapes_of((args, kwargs)), autocast_state(), lambda i, out: True).graph
+    return capture(net, net.forward, shapes_of((args, kwargs)), autocast_now(), lambda i, out: True).graph
 
 
 def frozen_net(again: Callable[[OpGraph], Schedule] = plain_schedule) -> tuple[Net, ScheduledRegion]:

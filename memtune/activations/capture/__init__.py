@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     )
     from memtune.activations.capture.guards import Guards, call_key
     from memtune.activations.capture.region_capture import (
-        autocast_state,
         capture,
         named_state,
         no_autocast,
@@ -52,7 +51,6 @@ __all__ = [
     "Slot",
     "Tape",
     "accumulate_grad",
-    "autocast_state",
     "call_key",
     "capture",
     "fakes_look_real",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -89,7 +88,7 @@ def capture(
         module: Module of the region, whose parameters and buffers are replaced by fakes meanwhile.
         forward: Its forward.
         arguments: Arguments of the current call, by position and by name; fakes (`shapes_of`) are enough.
-        autocast: The result of `autocast_state` when the module was called.
+        autocast: The result of `autocast_now` when the module was called.
         gradients: Layout of the gradient of each output that gets one; or a predicate on outputs, for
             contiguous ones.
 
@@ -324,20 +323,6 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
 
 def _is_flat_weight(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.RNNBase) and name.startswith("_flat_weight")
-
-
-def autocast_state() -> list[Callable[[], AbstractContextManager[Any]]]:
-    """Return contexts that restore the current autocast state."""
-    return [
-        partial(
-            torch.autocast,
-            kind,
-            dtype=torch.get_autocast_dtype(kind),
-            cache_enabled=torch.is_autocast_cache_enabled(),
-        )
-        for kind in accelerator.types()
-        if torch.is_autocast_enabled(kind)
-    ]
 
 
 def shapes_of(values: Any) -> Any:

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from memtune.activations.capture import (
     Slot,
     Tape,
-    autocast_state,
     is_accumulated,
     is_hooked,
     is_watched,
@@ -30,7 +29,7 @@ from memtune.activations.capture import (
 from memtune.activations.eviction.evictable_tensor import written_since
 from memtune.activations.schedules import ScheduledRun
 from memtune.program import BATCH_NORMS
-from memtune.runtime import RandomState
+from memtune.runtime import RandomState, autocast_now
 
 Online = Callable[[Any, Any], Any]
 """Runs the module within the budget, given positional and keyword arguments."""
@@ -54,7 +53,7 @@ class PreemptibleRun(ScheduledRun):
         }
         self._lock = threading.Lock()  # guards `_called` and `_preempted`; no op runs while it is held
         self._called, self._online = ([twins.get(id(leaf), leaf) for leaf in leaves], spec), online
-        self._autocast = autocast_state()
+        self._autocast = autocast_now()
         self._training = [(each, each.training) for each in self.region.module.modules()]
         self._drawn = RandomState.capture(self.region.module) if self._captured.tape.graph.random else None
         # Version counters only grow, so an equal sum means that none has changed.

@@ -11,8 +11,8 @@ from memtune._door import open_door
 if TYPE_CHECKING:
     from memtune.activations.recompute import activation_table as activation_table
     from memtune.activations.recompute.activation_table import ActivationTable
-    from memtune.activations.recompute.buffer_mutation import changed_buffers
     from memtune.activations.recompute.recompute_pass import recompute_blocks, spoiled
+    from memtune.activations.recompute.region_contract import RegionContract
     from memtune.activations.recompute.rng_state_pass import STATE_BYTES, states_of, states_online
     from memtune.activations.recompute.saved_outputs import Keep
     from memtune.activations.recompute.user_checkpoint import (
@@ -28,9 +28,9 @@ __all__ = [
     "STATE_BYTES",
     "ActivationTable",
     "Keep",
+    "RegionContract",
     "activation_table",
     "autograd_saves",
-    "changed_buffers",
     "hooks_of_table",
     "recompute_blocks",
     "saves_are_dropped",

@@ -38,8 +38,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -61,7 +61,6 @@ from memtune.activations.offload import (
     id_of,
     is_written_part,
 )
-from memtune.activations.recompute.buffer_mutation import changed_buffers, copied_buffers
 from memtune.activations.recompute.collective_guard import is_on_ranks, refused_in
 from memtune.activations.recompute.fingerprint import (
     Fingerprint,
@@ -73,6 +72,7 @@ from memtune.activations.recompute.fingerprint import (
 )
 from memtune.activations.recompute.region import Region as Region
 from memtune.activations.recompute.region import Traffic
+from memtune.activations.recompute.region_contract import RegionRun
 from memtune.activations.recompute.saved_outputs import (
     Keep,
     KeepMode,
@@ -96,12 +96,7 @@ from memtune.errors import ApplyError
 from memtune.program import INPUTS, OFFLOAD, RECOMPUTE, OpAddress, SavedTensorPolicy
 from memtune.runtime import (
     ForwardWrapper,
-    NoteGenerators,
     RandomState,
-    autocast_now,
-    generators_of,
-    is_autocast_on,
-    no_autocast_contexts,
 )
 
 
@@ -348,8 +343,8 @@ class _Frame:
         self._args: Any = (args, kwargs)
         self._foreign = table.own.others(self._args) if table.own is not None else frozenset[int]()
         # FSDP2 registers unsharded parameters for compute, so storages change between calls.
-        region.state.refresh()
-        self.fixed = region.state.names()
+        region.contract.refresh()
+        self.fixed = region.contract.names()
         self.inputs = {id_of(t): t for t in leaves_of(self._args) if is_plain(t)}
         self.kept = KeptByStorage()
         self.skipped = SkippedCalls()
@@ -367,21 +362,12 @@ class _Frame:
         """Magnitudes by number: all in the region's first run, later only the one that is compared."""
         self.wanted: set[int] = set()
         """Numbers of the recomputed tensors that autograd still holds."""
-        self._random: RandomState | None = None
-        self._autocast: list[Callable[[], AbstractContextManager[Any]]] = []
-        self._noted: NoteGenerators | None = None
         self._back: dict[int, Tensor] = {}
-        self._changed_buffers: list[str] = []
-        self._before: dict[str, Tensor] = {}
-        """Values of the buffers in `region.reads_back` before the first run."""
+        self._first: RegionRun | None = None
         if region.recompute:
-            if not region.watched:
-                region.generators = generators_of(region.module)
-            # Read at the start of the first run: the second run draws from here.
-            self._random = region.random_state()
-            self._autocast = autocast_now() if is_autocast_on() else []
+            self._first = RegionRun(region.contract, self.inputs.values(), is_first=not region.watched)
         # Autocast's cached casts may be in the graph of one run only, which the quick form would report.
-        self.is_quick = not region.recompute or (region.is_quick and not self._autocast)
+        self.is_quick = self._first is None or (region.is_quick and not self._first.autocast)
         self._fingerprinter = self.fingerprinter()
         self.quick = self._fingerprinter.quick
 
@@ -393,18 +379,13 @@ class _Frame:
 
     def run(self) -> Any:
         """Run the forward for the first time; each tensor that autograd saves passes through `pack`."""
-        region, recompute = self.region, self.region.recompute
+        region, first = self.region, self._first
         self.table.traffic.forwards.add(region.name)
         # An earlier second run whose values have reached the host by now, so that this check does not wait.
         if region.compared is not None and region.compared.is_here():
             compared, region.compared = region.compared, None
             compared.check()
         args, kwargs = self._args
-        # Versions, not values: any change in place makes a second run start from other inputs.
-        inputs = [(t, t._version) for t in self.inputs.values()] if recompute else []
-        buffers = region.state.buffers() if recompute else {}
-        versions = {name: buffer._version for name, buffer in buffers.items()}
-        self._before = copied_buffers(buffers, region.reads_back, region.state.only_written)
         self._checks_values = region.policy.is_exact and (
             not region.watched or region.checks_values(self.inputs.values())
         )
@@ -412,32 +393,14 @@ class _Frame:
         with saved_tensors_hooks(packer, _unpack), ExitStack() as stack:
             self._enter_contexts(stack)
             out = self._forward(*args, **kwargs)
-        noted = self._noted
-        if noted is not None and noted.found and self._random is not None:
-            self._random = self._random.with_generators(noted.found)
-        self._random, region.watched = region.needed(self._random, noted), True
+        region.watched = True
         # Autograd keeps the hook for as long as the saved tensors, and would keep the frame with it.
         packer.frame = None
-        if recompute:
-            if any(tensor._version != version for tensor, version in inputs):
-                raise ApplyError(
-                    f"{region.name} changes its input in place, so it cannot be run a second time.",
-                    fix=(
-                        "write x = x + y instead of x += y at the start of its forward, or choose recompute:"
-                        " {kind: none}"
-                    ),
-                    code="MT306",
-                )
-            if versions:
-                self._changed_buffers = changed_buffers(region.module, versions)
-                self._before = {
-                    name: copy for name, copy in self._before.items() if name in self._changed_buffers
-                }
-                changed = frozenset(self._changed_buffers) - region.state.only_written
-                region.reads_back = changed | (region.reads_back or frozenset())
+        if first is not None:
+            first.ended(region.name)
         self.inputs = {}
-        del args, kwargs, inputs, noted, stack
-        if recompute:
+        del args, kwargs, stack
+        if first is not None:
             self._settle()
         else:
             self._args = None
@@ -457,12 +420,12 @@ class _Frame:
         if not region.recompute:
             return
         if region.keep is not None:
-            random = partial(RandomState.kept, region.module, region.generators)
+            random = partial(RandomState.kept, region.module, region.contract.generators)
             enter(KeepMode(region.keep, self.kept, self.skipped, lambda: self.count, random))
         if is_on_ranks():
             enter(refused_in(region.name, first=not region.watched))
-        if not region.watched:
-            self._noted = enter(NoteGenerators(region.generators))
+        if self._first is not None and self._first.noted is not None:
+            enter(self._first.noted)
 
     def _settle(self) -> None:
         """Drop kept outputs that the second run does not read, and offload the claimed ones, after the first
@@ -471,7 +434,7 @@ class _Frame:
         needed = self.region.last_unpacked = max(self.wanted, default=-1)
         self.skipped.settle(needed, all_kept=self.kept.settle(needed))
         if not self.wanted:  # nothing to recompute, so the inputs are not needed either
-            self._args, self._before = None, {}
+            self._args, self._first = None, None
             return
         if self.region.move:
             claimed = once_each(lambda t: self.claim(t) if is_plain(t) and id_of(t) not in self.fixed else t)
@@ -567,36 +530,15 @@ class _Frame:
     def _enter_contexts_again(self, stack: ExitStack) -> None:
         """Enter the contexts of the second run."""
         region, enter = self.region, stack.enter_context
-        if self._changed_buffers:
-            enter(self._put_back_buffers())
-        if self._random is not None:
-            enter(self._random.restored())
-        # Backward runs outside of autocast, so the first run's setting is entered again.
-        for autocast in self._autocast:
-            enter(autocast())
-        if not self._autocast and is_autocast_on():
-            for without in no_autocast_contexts():
-                enter(without)
+        assert self._first is not None
+        for context in self._first.contexts():
+            enter(context)
         if is_on_ranks():
             enter(refused_in(region.name, first=False))
         if region.keep is not None:
             enter(ReplayMode(self.kept, self.skipped))
-        # The same mode as in the first run: composite ops such as reshape take another path under a mode.
-        if self._noted is not None:
-            enter(self._noted)
-
-    @contextmanager
-    def _put_back_buffers(self) -> Iterator[None]:
-        buffers = self.region.state.buffers()
-        with torch.no_grad():
-            # The values after the first run are those of plain training; they are restored after the second.
-            copies = [(buffers[name], buffers[name].clone()) for name in self._changed_buffers]
-            for name, before in self._before.items():
-                buffers[name].copy_(before)
-        yield
-        with torch.no_grad():
-            for buffer, copy in copies:
-                buffer.copy_(copy)
+        if self._first.noted is not None:
+            enter(self._first.noted)
 
     def keep_back(self, n: int, tensor: Tensor) -> None:
         """Store the n-th tensor of the second run until backward unpacks it, if autograd still holds it."""

@@ -52,7 +52,6 @@ from memtune.activations.capture import (
     Slot,
     Tape,
     accumulate_grad,
-    autocast_state,
     call_key,
     capture,
     guess_layouts,
@@ -68,7 +67,7 @@ from memtune.activations.recompute import hooks_of_table, saves_are_dropped
 from memtune.activations.schedules.codegen import CheckedCode, Code, generate, not_by_element, state_read
 from memtune.errors import ApplyError
 from memtune.program import Action, Schedule, find_schedule_error, forward_only
-from memtune.runtime import HOST, RandomState, ReplacedForward, tier
+from memtune.runtime import HOST, RandomState, ReplacedForward, autocast_now, tier
 
 _MOST_CAPTURES = 16
 """Maximal number of captures of one region; a module that is called with ever new shapes runs plainly from
@@ -278,7 +277,7 @@ class ScheduledRegion(ReplacedForward):
         for _, name, tensor in named_state(self.module):
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 return f"{name} requires a gradient, but is no parameter"
-        call = partial(capture, self.module, self._original, shapes_of((args, kwargs)), autocast_state())
+        call = partial(capture, self.module, self._original, shapes_of((args, kwargs)), autocast_now())
         first: Tape | None = None
         why = ""
         # Backward has not run yet, so it is unknown which outputs get gradients.
@@ -319,7 +318,7 @@ class ScheduledRegion(ReplacedForward):
         if tape.graph.sha256 != self.schedule.graph:
             cast = (
                 " under autocast: the schedule was made for the ops that loss() of model.py runs"
-                if autocast_state()
+                if autocast_now()
                 else ""
             )
             return f"it runs other ops than the ones the schedule was made for ({tape.graph.n_ops} now{cast})"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from memtune.activations.recompute import changed_buffers
+from memtune.activations.recompute import RegionContract
 from memtune.device import accelerator
 from memtune.errors import ApplyError
 from memtune.runtime import HOST, RandomState, tier
@@ -175,18 +175,20 @@ class ChainRecorder:
         Raises:
             ApplyError: The blocks are no chain; names the broken rule and the module.
         """
-        buffers = {name: buffer._version for name, buffer in self._model.named_buffers()}
+        contract = RegionContract(self._model)
+        buffers = contract.buffers()
+        versions = {name: buffer._version for name, buffer in buffers.items()}
         with tier(HOST):
-            before = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
+            before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         state = RandomState.capture(self._model)
         # A recording forward must not change the training run: generators and buffers are restored.
         with state.restored(), _OpObserver(self):
             run()
             drawn = not state.is_now(self._model)
-        changed = changed_buffers(self._model, buffers)
+        changed = contract.written(versions)
         with torch.no_grad():
             for name in changed:
-                self._model.get_buffer(name).copy_(before[name])
+                buffers[name].copy_(before[name])
         if changed:
             self._reject(
                 f"forward writes {changed[0]}, and the second forward of a block would write it again"

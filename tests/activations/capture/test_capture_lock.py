@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memtune.activations.capture.capture_lock import CaptureLock
-from memtune.activations.capture.region_capture import autocast_state, capture, shapes_of
+from memtune.activations.capture.region_capture import capture, shapes_of
 from memtune.activations.eviction.evicting_region import OnlineRegion, OnlineSettings
 from memtune.activations.eviction.eviction_pass import online_policy
 from memtune.activations.eviction.op_metadata import Costs
 from memtune.activations.eviction.policy import DTR
 from memtune.activations.schedules.scheduled_region import ScheduledRegion
 from memtune.program.op_schedule import plain_schedule
+from memtune.runtime.rng_state import autocast_now
 
 CPU = torch.device("cpu")
 LONG_S, SHORT_S = 20.0, 0.3
@@ -60,7 +61,7 @@ def _pause() -> None:
 
 def frozen(net: Net) -> ScheduledRegion:
     tape = capture(
-        net, net.forward, shapes_of(((torch.ones(5, 6),), {})), autocast_state(), lambda i, out: True
+        net, net.forward, shapes_of(((torch.ones(5, 6),), {})), autocast_now(), lambda i, out: True
     )
     region = ScheduledRegion(net, plain_schedule(tape.graph), CPU)
     region.install()

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memtune.activations.capture.region_capture import autocast_state, capture, shapes_of
+from memtune.activations.capture.region_capture import capture, shapes_of
 from memtune.activations.capture.tape import CaptureError
+from memtune.runtime.rng_state import autocast_now
 
 LOOKS: dict[str, Callable[[Tensor], bool]] = {
     "positions": lambda x: bool((torch.arange(x.shape[1]).diff() == 1).all()),
@@ -33,7 +34,7 @@ class Looking(nn.Module):
 def captured(name: str) -> tuple[str, ...]:
     net = Looking(LOOKS[name])
     return capture(
-        net, net.forward, shapes_of(((torch.ones(2, 4),), {})), autocast_state(), lambda i, out: True
+        net, net.forward, shapes_of(((torch.ones(2, 4),), {})), autocast_now(), lambda i, out: True
     ).graph.names
 
 

@@ -336,7 +336,7 @@ def test_second_run_starts_with_the_buffers_of_the_first(claim: Any) -> None:
             torch.equal(one, two) for one, two in zip(gradients(model, x), gradients(plain, x), strict=True)
         )
     assert all(torch.equal(one, two) for one, two in zip(model.buffers(), plain.buffers(), strict=True))
-    assert {region.reads_back for region in table.regions} <= {None, frozenset({"u"})}
+    assert {region.contract.reads_back for region in table.regions} <= {None, frozenset({"u"})}
 
 
 def test_unread_recomputed_tensors_are_freed_with_the_forward() -> None:

@@ -51,4 +51,4 @@ def test_modules_put_in_place_later_are_compared_by_their_own_parameters() -> No
         model(torch.randn(4, 8, requires_grad=True)).sum().backward()
     model[0].one = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model(torch.randn(4, 8, requires_grad=True)).sum().backward()
-    assert set(table.regions[0].state.names().values()) >= {"one.0.weight", "one.1.bias"}
+    assert set(table.regions[0].contract.names().values()) >= {"one.0.weight", "one.1.bias"}

@@ -13,7 +13,7 @@ from support.training_runs import same, trained_values
 from support.zoo_paths import ZOO
 from torch import nn
 
-from memtune.activations.capture.region_capture import autocast_state, capture, shapes_of
+from memtune.activations.capture.region_capture import capture, shapes_of
 from memtune.activations.schedules.block_regions_pass import (
     BlockRegions,
     block_regions_of,
@@ -23,6 +23,7 @@ from memtune.activations.schedules.block_regions_pass import (
 from memtune.activations.schedules.scheduled_region import ScheduledRegion
 from memtune.program.op_schedule import OpGraph, Schedule, build_schedule, plain_schedule
 from memtune.program.step import Phase, Step
+from memtune.runtime.rng_state import autocast_now
 from memtune.testing.drift_check import recording_of
 from memtune.testing.training import build
 
@@ -50,9 +51,7 @@ def captured(name: str) -> dict[str, OpGraph]:
     step, _regions = regions_of(name)
 
     def look(module: nn.Module, args: Any, kwargs: Any) -> None:
-        tape = capture(
-            module, module.forward, shapes_of((args, kwargs)), autocast_state(), lambda i, out: True
-        )
+        tape = capture(module, module.forward, shapes_of((args, kwargs)), autocast_now(), lambda i, out: True)
         found[step.blocks[len(found)]] = tape.graph
 
     hooks = [

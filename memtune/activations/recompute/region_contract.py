@@ -1,0 +1,195 @@
+"""Contract of a region: what its forward reads besides the values of its arguments, and what it leaves.
+
+A forward that runs a second time must find what the first run found: arguments that were not changed in
+place, buffers, autocast, torch's random state and that of the user's generators. `RegionContract` has the
+facts that the runs of a module have shown, `RegionRun` the state that one run found and restores for the next
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Generator, Tensor, nn
+
+from memtune.activations.offload import id_of
+from memtune.errors import ApplyError
+from memtune.runtime import (
+    NoteGenerators,
+    RandomState,
+    autocast_now,
+    generators_of,
+    is_autocast_on,
+    local,
+    no_autocast_contexts,
+)
+
+
+class RegionContract:
+    """Parameters and buffers of `module` by name, and what its runs so far read and wrote.
+
+    Tensors are looked up at each call: sharding and offload put others in their place between two uses. The
+    tree of modules is walked again if it has changed.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.generators: list[Generator] = []
+        """The user's generators from which its forward may draw; known after its first run."""
+        self.draws = False
+        """An op of its first run drew random numbers, or a later run did."""
+        self.reads_back: frozenset[str] | None = None
+        """Buffers that its forward changes and may read, as far as its runs have shown; None before the first
+        run.
+        """
+        self._walk()
+
+    def _walk(self) -> None:
+        self._modules = [
+            (f"{name}." if name else "", each, list(each._modules.values()))
+            for name, each in self.module.named_modules()
+        ]
+        self._norms = {
+            prefix: type(each).__module__.startswith("torch.nn.")
+            for prefix, each, _ in self._modules
+            if isinstance(each, nn.modules.batchnorm._NormBase)
+        }
+        """Prefix of each norm with statistics → True if it is PyTorch's own."""
+
+    def refresh(self) -> None:
+        """Walk the modules again if one of them has other children."""
+        for _, each, children in self._modules:
+            if len(children) != len(each._modules) or any(
+                one is not other for one, other in zip(children, each._modules.values(), strict=True)
+            ):
+                self._walk()
+                return
+
+    def names(self) -> dict[int, str]:
+        """Return the names of all parameters and buffers by `id_of`."""
+        found: dict[int, str] = {}
+        for prefix, each, _ in self._modules:
+            for tensors in (each._parameters, each._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        found.setdefault(id_of(local(tensor)), prefix + name)
+        return found
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the buffers by name, each once."""
+        seen, found = set[int](), dict[str, Tensor]()
+        for prefix, each, _ in self._modules:
+            for name, buffer in each._buffers.items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    found[prefix + name] = buffer
+        return found
+
+    def written(self, versions: Mapping[str, int]) -> list[str]:
+        """Return the names of the buffers that a forward changed since they had `versions`.
+
+        BatchNorm's kernel writes its statistics without bumping the version counter; its
+        `num_batches_tracked` does bump it, so all buffers of such a norm count.
+        """
+        buffers = self.buffers()
+        changed = {name for name, buffer in buffers.items() if buffer._version != versions.get(name)}
+        norms = self._norms.keys() & map(_prefix, changed)
+        return [name for name in buffers if name in changed or _prefix(name) in norms]
+
+    def may_be_read(self, names: Iterable[str]) -> frozenset[str]:
+        """Return those of `names` that a forward may read: not statistics of PyTorch's norms in training,
+        which it only writes.
+        """
+        return frozenset(name for name in names if not self._norms.get(_prefix(name), False))
+
+
+class RegionRun:
+    """State that a run of a region finds; made before it begins.
+
+    Args:
+        contract: Of the region.
+        inputs: Tensors among its arguments.
+        is_first: True for the region's first run, which shows from which generators it draws.
+    """
+
+    def __init__(self, contract: RegionContract, inputs: Iterable[Tensor], *, is_first: bool) -> None:
+        self._contract = contract
+        if is_first:
+            contract.generators = generators_of(contract.module)
+        # A pass counts the state as host memory if the region draws.
+        random = RandomState.kept if contract.draws else RandomState.capture
+        self._random: RandomState | None = random(contract.module, contract.generators)
+        self.autocast = autocast_now()
+        self.noted = NoteGenerators(contract.generators) if is_first else None
+        """Mode of the first run and of its second one: composite ops such as reshape take another path under
+        a mode.
+        """
+        # Versions, not values: any change in place makes a second run start from other inputs.
+        self._inputs = [(each, each._version) for each in inputs]
+        buffers = contract.buffers()
+        self._versions = {name: buffer._version for name, buffer in buffers.items()}
+        reads = contract.may_be_read(buffers) if contract.reads_back is None else contract.reads_back
+        self._before = {name: buffers[name].detach().clone() for name in buffers if name in reads}
+        """Values of the buffers that a second run must find unchanged."""
+        self._written: list[str] = []
+
+    def ended(self, name: str) -> None:
+        """Note what the run of region `name` has left.
+
+        Raises:
+            ApplyError: It has changed an argument in place.
+        """
+        contract, random = self._contract, self._random
+        assert random is not None
+        if self.noted is not None and self.noted.found:
+            random = random.with_generators(self.noted.found)
+        # An op may draw and restore the generator's state (`fork_rng`). The generators do not show that, but
+        # the noted ops of the first run do.
+        drew = self.noted is not None and self.noted.draws
+        contract.draws = contract.draws or drew or not random.is_now(contract.module)
+        self._random = random if contract.draws else None
+        inputs, self._inputs = self._inputs, []
+        if any(tensor._version != version for tensor, version in inputs):
+            raise ApplyError(
+                f"{name} changes its input in place, so it cannot be run a second time.",
+                fix=(
+                    "write x = x + y instead of x += y at the start of its forward, or choose recompute:"
+                    " {kind: none}"
+                ),
+                code="MT306",
+            )
+        if self._versions:
+            self._written = contract.written(self._versions)
+            self._before = {each: copy for each, copy in self._before.items() if each in self._written}
+            contract.reads_back = contract.may_be_read(self._written) | (contract.reads_back or frozenset())
+
+    def contexts(self) -> Iterator[AbstractContextManager[object]]:
+        """Yield the contexts in which a second run finds what this one found, outermost first."""
+        if self._written:
+            yield self._buffers_as_found()
+        if self._random is not None:
+            yield self._random.restored()
+        # Backward runs outside of autocast, so the first run's setting is entered again.
+        if self.autocast:
+            yield from (each() for each in self.autocast)
+        elif is_autocast_on():
+            yield from no_autocast_contexts()
+
+    @contextmanager
+    def _buffers_as_found(self) -> Iterator[None]:
+        buffers = self._contract.buffers()
+        with torch.no_grad():
+            # The values after the first run are those of plain training; they are restored after the second.
+            copies = [(buffers[name], buffers[name].clone()) for name in self._written]
+            for name, before in self._before.items():
+                buffers[name].copy_(before)
+        yield
+        with torch.no_grad():
+            for buffer, copy in copies:
+                buffer.copy_(copy)
+
+
+def _prefix(name: str) -> str:
+    return name[: name.rfind(".") + 1]
