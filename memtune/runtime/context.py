@@ -25,9 +25,12 @@ class ClaimedBlock(Protocol):
     name: str
     module: nn.Module
     index: int
-    recompute: bool
     move: float
-    """Fraction of the claimable bytes that is offloaded to the host."""
+    """Fraction of the claimable bytes that is packed."""
+
+    @property
+    def recompute(self) -> bool:
+        """True if its forward runs again in backward."""
 
 
 class Traffic(Protocol):
