@@ -6,7 +6,7 @@
 //    nearest has u = 0.5. At random u is 24 bits of a hash of seed, index and t, so that the mean over seeds is the value.
 // 2. A step below 2^-119 is zero (1/step must not overflow), and all values of the group are the least one.
 // 3. A value that is not finite, or at least 2^126, is kept as NaN or infinity. Such groups have the sign bit set in their step, and
-//    the three largest codes stand for -infinity, infinity and NaN.
+//    the three largest codes represent -infinity, infinity and NaN.
 
 constexpr uint32_t kLarge = 253u << 23;  // bits of 2^126: above it the range of a group may overflow
 

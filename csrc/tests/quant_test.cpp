@@ -1,5 +1,6 @@
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <vector>
@@ -43,6 +44,30 @@ void threads_and_instruction_sets_give_the_same_bits() {
   CHECK(named("none") == nullptr);
 }
 
+void groups_have_the_same_bits_and_stay_within_a_step() {
+  const std::vector<float> x = some(40001);
+  for (int bits : {4, 8}) {
+    const Groups groups = groups_of(40001, bits, 48);
+    const auto packed = [&](const Form& form, int threads) {
+      std::vector<std::uint8_t> out(groups.n_bytes, 0);
+      compress(form, groups, {x.data(), Format::float32, 7, true, out.data()}, threads);
+      return out;
+    };
+    const std::vector<std::uint8_t> wanted = packed(*named("base"), 1);
+    std::vector<float> back(x.size());
+    for (const char* isa : {"base", "avx2", "avx512"}) {
+      if (named(isa) == nullptr) continue;
+      CHECK(packed(*named(isa), 3) == wanted);
+      decompress(*named(isa), groups, {wanted.data(), back.data(), Format::float32}, 3);
+      for (std::size_t i = 0; i < x.size(); ++i) {
+        float step;
+        std::memcpy(&step, wanted.data() + 8 * (i / 48) + 4, sizeof(float));
+        CHECK(std::abs(back[i] - x[i]) <= 1.001f * step);
+      }
+    }
+  }
+}
+
 void a_row_has_scales_then_kept_values_then_codes() {
   const std::int64_t lengths[] = {3, 2, 0, 1, 5};
   const Row row = row_of(lengths, 4, 2);
@@ -74,6 +99,7 @@ void what_is_no_row_is_refused() {
 
 int main() {
   threads_and_instruction_sets_give_the_same_bits();
+  groups_have_the_same_bits_and_stay_within_a_step();
   a_row_has_scales_then_kept_values_then_codes();
   what_is_no_row_is_refused();
   return 0;

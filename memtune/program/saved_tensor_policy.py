@@ -90,7 +90,7 @@ class Compression(Hop):
 
 @dataclass(frozen=True)
 class SavedTensorPolicy:
-    """What happens to a saved tensor between forward and backward."""
+    """Form of a saved tensor between forward and backward."""
 
     name: str
     hops: tuple[Hop, ...] = ()
