@@ -11,13 +11,15 @@ torch's seed, of the value's place and of the value: no generator is advanced, a
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from memtune import _native
 from memtune.device import accelerator
-from memtune.program import Compression, Resource, SavedTensorPolicy
+from memtune.program import Compression, Hop, Resource, SavedTensorPolicy
 from memtune.runtime import SeamOp, register
 
 NEAREST = -1
@@ -41,7 +43,12 @@ def accepts(policy: SavedTensorPolicy, tensor: Tensor) -> bool:
     # Bytes that were never written could be of any size, and would widen the range of their neighbours.
     base = tensor if tensor._base is None else tensor._base
     covered = base.nbytes >= tensor.untyped_storage().nbytes()
-    return covered and bool(policy.hops[0].accepts(np.asarray([float_bytes(tensor)], np.uint8))[0])
+    return covered and _accepts(policy.hops[0], float_bytes(tensor))
+
+
+@functools.cache
+def _accepts(hop: Hop, width: int) -> bool:
+    return bool(hop.accepts(np.asarray([width], np.uint8))[0])
 
 
 def seed_of(hop: Compression) -> int:
@@ -54,9 +61,13 @@ def seed_of(hop: Compression) -> int:
 
 def packed_bytes(tensor: Tensor, bits: int, group: int) -> int:
     """Return the bytes of `tensor` compressed."""
-    hop = Compression(bits=bits, group=group)
-    sizes = np.asarray([tensor.nbytes], np.int64), np.asarray([tensor.element_size()], np.uint8)
-    return int(hop.packed_bytes(*sizes)[0])
+    return _packed_bytes(tensor.nbytes, tensor.element_size(), bits, group)
+
+
+@functools.lru_cache(maxsize=256)
+def _packed_bytes(n_bytes: int, width: int, bits: int, group: int) -> int:
+    sizes = np.asarray([n_bytes], np.int64), np.asarray([width], np.uint8)
+    return int(Compression(bits=bits, group=group).packed_bytes(*sizes)[0])
 
 
 def _compress(values: Tensor, bits: int, group: int, seed: int) -> Tensor:
