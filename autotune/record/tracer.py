@@ -324,9 +324,17 @@ class Tracer(WatchingMode):
             made = tensor.untyped_storage()
             if made._cdata in self._ids:  # an earlier output of this op has the same storage
                 continue
-            index = self._new_storage(made, kind, op, _float_bytes(tensor))
+            width = 0 if self._casts_weight(op) else _float_bytes(tensor)
+            index = self._new_storage(made, kind, op, width)
             if seam and seam.output_tier != Tier.DEVICE:
                 self.draft.tier[index] = int(seam.output_tier)
+
+    def _casts_weight(self, op: int) -> bool:
+        """Return whether `op`, whose uses were noted last, is autocast's cast of a parameter."""
+        return (
+            self.draft.ops[op][0] == "aten._to_copy.default"
+            and self.draft.kind[self.draft.uses[-1][1]] == Kind.PARAMETER
+        )
 
     def _note_host_read(self, tensors: list[Tensor]) -> None:
         """Record that model code read a value of `tensors`.

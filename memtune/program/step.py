@@ -215,7 +215,8 @@ class Storages(Table):
     grad_ready_after: I32  # (m,) op after which autograd has accumulated this gradient, -1 for all others
     # (m,) index into Step.parameters of this gradient's, state's or optimizer temporary's parameter, -1 none
     owner: I32
-    # (m,) bytes per element if it was allocated for floating-point numbers of 16 or 32 bits, else 0
+    # (m,) bytes per element if it was allocated for floating-point numbers of 16 or 32 bits, else 0; also 0
+    # for autocast's casts of parameters
     float_bytes: U8
 
 

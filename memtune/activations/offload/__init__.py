@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from memtune.activations.offload import offloaded_tensor as offloaded_tensor
     from memtune.activations.offload.activation_offload_pass import copy_end_ops, move_activations
     from memtune.activations.offload.byte_quota import ByteShare
-    from memtune.activations.offload.compression import accepts, float_bytes
+    from memtune.activations.offload.compression import accepts, float_bytes, is_cast_weight
     from memtune.activations.offload.offloaded_tensor import (
         OffloadedTensor,
         SavedStorage,
@@ -50,6 +50,7 @@ __all__ = [
     "copy_end_ops",
     "float_bytes",
     "id_of",
+    "is_cast_weight",
     "is_written_part",
     "move_activations",
     "offloaded_tensor",

@@ -15,7 +15,7 @@ import functools
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memtune import _native
 from memtune.device import accelerator
@@ -44,6 +44,21 @@ def accepts(policy: SavedTensorPolicy, tensor: Tensor) -> bool:
     base = tensor if tensor._base is None else tensor._base
     covered = base.nbytes >= tensor.untyped_storage().nbytes()
     return covered and _accepts(policy.hops[0], float_bytes(tensor))
+
+
+def is_cast_weight(tensor: Tensor, shapes: frozenset[torch.Size]) -> bool:
+    """Return whether `tensor` is autocast's cast of a parameter; `shapes` are those of the region's.
+
+    A frozen parameter's cast has no node that tells, but its shape, and no gradient.
+    """
+    base = tensor if tensor._base is None else tensor._base
+    node = base.grad_fn
+    if node is None:
+        return not base.requires_grad and base.dtype in _FLOATS[1:] and base.shape in shapes
+    following = [each for each, _ in node.next_functions if each is not None]
+    return node.name() == "ToCopyBackward0" and all(
+        isinstance(getattr(each, "variable", None), nn.Parameter) for each in following
+    )
 
 
 @functools.cache

@@ -59,6 +59,7 @@ from memtune.activations.offload import (
     accepts,
     float_bytes,
     id_of,
+    is_cast_weight,
     is_written_part,
 )
 from memtune.activations.recompute.collective_guard import is_on_ranks, refused_in
@@ -354,6 +355,7 @@ class _Frame:
         )
         self._share = ByteShare[SavedStorage](region.move)
         self._least_bytes = least_bytes(region, self.inputs.values())
+        self._shapes = frozenset[torch.Size]() if region.policy.is_exact else region.contract.shapes()
         self._decided: dict[int, SavedStorage] = {}
         self.count = 0
         self.fingerprints: list[Fingerprint | QuickFingerprint] = []
@@ -446,6 +448,8 @@ class _Frame:
     def claim(self, tensor: Tensor) -> Tensor | OffloadedTensor:
         """Return `tensor`, or a handle to its offloaded storage (Rule 2)."""
         if not self.region.move or self.table.lasts(tensor):
+            return tensor
+        if not self.region.policy.is_exact and is_cast_weight(tensor, self._shapes):
             return tensor
         key = id_of(tensor)
         if key in self._foreign:

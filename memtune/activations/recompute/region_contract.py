@@ -77,6 +77,11 @@ class RegionContract:
                         found.setdefault(id_of(local(tensor)), prefix + name)
         return found
 
+    def shapes(self) -> frozenset[torch.Size]:
+        """Return the shapes of the parameters."""
+        held = (tensor for _, each, _ in self._modules for tensor in each._parameters.values())
+        return frozenset(tensor.shape for tensor in held if tensor is not None)
+
     def buffers(self) -> dict[str, Tensor]:
         """Return the buffers by name, each once."""
         seen, found = set[int](), dict[str, Tensor]()

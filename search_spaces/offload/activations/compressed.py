@@ -21,9 +21,9 @@ class Compressed(Technique):
     Every `group` of values is stored as integers between its least and its largest value, which take 8 bytes
     (ActNN). Forward is exact; backward reads values with an error of less than a step, the group's range over
     255 or 15, whose mean is zero under stochastic rounding. Storages are compressed once, for all views.
-    Parameters, buffers, indices, masks, float64 and statistics (at most an eighth of the block's largest
-    input: means, norms, log-sum-exps) stay as they are, as GACT excludes what needs no gradient. Infinities
-    and NaN survive. It combines with recompute: then the blocks' inputs and kept outputs are compressed.
+    Parameters and autocast's casts of them, buffers, indices, masks, float64 and statistics (at most an
+    eighth of the block's largest input: means, norms, log-sum-exps) stay as they are. Infinities and NaN
+    survive. It combines with recompute: then the blocks' inputs and kept outputs are compressed.
 
     The bits are the same for all tensors; GACT's choice of bits per tensor by its effect on the gradient is
     not made.

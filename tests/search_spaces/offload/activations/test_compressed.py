@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from fixed_cpu import CPU
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from memtune.activations.recompute.activation_table import ActivationTable
 from memtune.api import apply
 from memtune.autotune.predict.simulation import simulate
-from memtune.program.saved_tensor_policy import SavedTensorPolicy, compress
+from memtune.program.saved_tensor_policy import Compression, SavedTensorPolicy, compress
 from memtune.program.step import Resource
 from memtune.search_spaces.offload.activations.compressed import Compressed
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
@@ -178,6 +179,20 @@ def test_a_storage_of_three_views_is_packed_once() -> None:
     assert len(storages) == len(table._entries)
     sizes = sorted(each.n_bytes for each in table._entries.values())
     assert sizes.count(64 * 96 + 8 * 24) == 1
+    loss.backward()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_autocast_s_casts_of_weights_stay_exact(frozen: bool) -> None:
+    net, table, x = compressed_net()
+    net.block.qkv.requires_grad_(not frozen)
+    x.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = net(x)
+    sizes = [each.n_bytes for each in table._entries.values()]
+    cast = Compression().packed_bytes(np.asarray([2 * 96 * 32]), np.asarray([2], np.uint8))
+    assert int(cast[0]) not in sizes
+    assert sizes
     loss.backward()
 
 
