@@ -33,6 +33,7 @@ KNOBS: dict[str, dict[str, object]] = {
     "patrickstar": {"chunk_bytes": 70_000},
     "angel_ptm": {"page_mib": 0.02},
     "copy_out": {"min_bytes": 0},
+    "compressed": {"min_bytes": 0},
     "planned": {"share": 0.5},
     "checkmate": {"share": 0.5},
     "mics": {"group": 2},
@@ -64,7 +65,10 @@ SLOW = (
     "angel_ptm",
     "head_context",
     "pipeline",
+    "compressed",
 )
+LOSSY_ERROR = 0.005
+"""Largest relative error of three losses, which fall by a few percent from step to step."""
 BY_BLOCKS = ("attention_boundary", "dtr", "megtaichi", "coop")
 """Schedules for each block by themselves, as those of `checkmate` are with `Effects.follows_calls`."""
 TECHNIQUES = [made(each) for each in all_techniques()]
@@ -100,10 +104,19 @@ def test_pair_trains_as_the_plain_model_does(pair: tuple[Technique, Technique]) 
             pytest.skip(f"{technique.kind}: {reason}")
     # One that is exact adds no difference to the other's own.
     others = [each for each in pair if each.exactly() is not Exactness.BITWISE]
+    if any(each.exactly() is Exactness.LOSSY for each in pair):
+        assert relative_errors(train(ZOO[MODEL], *pair), plain(ZOO[MODEL])) < LOSSY_ERROR
+        return
     found, wanted = train(ZOO[MODEL], *pair), train(ZOO[MODEL], *others) if others else plain(ZOO[MODEL])
     if any(each.kind == "roam" for each in pair):
         found, wanted = without_gradients(found), without_gradients(wanted)
     assert not differences(found, wanted, 0.0 if len(others) < 2 else 1e-4)
+
+
+def relative_errors(found: Run, wanted: Run) -> float:
+    """Return the largest relative error of a loss."""
+    pairs = zip(found.losses, wanted.losses, strict=True)
+    return max(abs(float(one) / float(other) - 1) for one, other in pairs)
 
 
 def test_expected_pairs_fit_on_one_rank() -> None:
@@ -154,6 +167,8 @@ def sharded_pairs(kind: str, drive: str) -> dict[str, list[str]]:
     rewriter, execution = Rewriter(recording_of(ZOO[MODEL]), target), Execution(micro_batch=2, accumulate=2)
     found: dict[str, list[str]] = {}
     for pair in PAIRS:
+        if any(each.exactly() is Exactness.LOSSY for each in pair):
+            continue  # sums in another order change roundings; each technique has a test on ranks of its own
         mine, other = sorted(pair, key=lambda each: each.kind != kind)
         candidate = (
             rewriter.candidate(Choice.of(execution, {each.slot: each for each in pair}))

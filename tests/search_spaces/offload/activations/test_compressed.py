@@ -18,15 +18,17 @@ from torch import Tensor, nn
 from memtune.activations.recompute.activation_table import ActivationTable
 from memtune.api import apply
 from memtune.autotune.predict.simulation import simulate
+from memtune.autotune.space.candidates import Rewriter
+from memtune.autotune.space.search_space import build_space
 from memtune.program.saved_tensor_policy import Compression, SavedTensorPolicy, compress
 from memtune.program.step import Resource
 from memtune.search_spaces.offload.activations.compressed import Compressed
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
 from memtune.search_spaces.recompute.full import Full
 from memtune.search_spaces.recompute.selective import Selective
-from memtune.technique import Technique
+from memtune.technique import Target, Technique
 from memtune.testing import TechniqueSuite, drift, rewritten, train
-from memtune.testing.drift_check import plain_program
+from memtune.testing.drift_check import plain_program, recording_of
 from memtune.testing.training import Run, build, config_of, differences, plain, train_under, whole
 
 ALL = Compressed(min_bytes=0)
@@ -84,6 +86,18 @@ def test_composes_with_recompute(recompute: Technique) -> None:
 def test_optimizer_on_the_host_trains_alike() -> None:
     got = train(ZOO["tied"], ALL, OptimizerCpu(update="user"))
     assert differences(got, train(ZOO["tied"], ALL)) == []
+
+
+def test_search_offers_it_only_if_lossy_techniques_are_allowed() -> None:
+    rewriter = Rewriter(recording_of(ZOO["tied"]), Target(CPU))
+    slot = "offload.activations"
+    refused = build_space(rewriter, 8, axes=(slot,), freeze={"micro_batch": "2"})
+    assert str(refused.unfit["offload.activations: compressed"]) == (
+        "it changes results (allow it with --allow-lossy)"
+    )
+    allowed = build_space(rewriter, 8, axes=(slot,), freeze={"micro_batch": "2"}, allow_lossy=True)
+    found = [each for each in allowed.slots[slot] if isinstance(each, Compressed)]
+    assert [each.bits for each in found] == [8, 4]
 
 
 def test_rounding_follows_the_seed() -> None:
