@@ -103,6 +103,12 @@ def measured(found: Candidate, name: str, ledger: Ledger) -> tuple[int, int]:
             marks=pytest.mark.slow,
         ),
         pytest.param(
+            "gpt",
+            "blocks",
+            {"offload": {"activations": {"kind": "compressed", "min_bytes": 0}}},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "gpt", "blocks", {"offload": {"states": {"kind": "optimizer_cpu"}}}, marks=pytest.mark.slow
         ),
     ],
