@@ -72,6 +72,7 @@ from memtune.workload import structure_of
 
 _OPS_PER_REPORT = 256
 _COLLECTIVES = ("c10d.", "_c10d_functional.")
+_CASTS = ("aten._to_copy.default", "prims.convert_element_type.default")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -331,10 +332,7 @@ class Tracer(WatchingMode):
 
     def _casts_weight(self, op: int) -> bool:
         """Return whether `op`, whose uses were noted last, is autocast's cast of a parameter."""
-        return (
-            self.draft.ops[op][0] == "aten._to_copy.default"
-            and self.draft.kind[self.draft.uses[-1][1]] == Kind.PARAMETER
-        )
+        return self.draft.ops[op][0] in _CASTS and self.draft.kind[self.draft.uses[-1][1]] == Kind.PARAMETER
 
     def _note_host_read(self, tensors: list[Tensor]) -> None:
         """Record that model code read a value of `tensors`.

@@ -49,12 +49,13 @@ def accepts(policy: SavedTensorPolicy, tensor: Tensor) -> bool:
 def is_cast_weight(tensor: Tensor, shapes: frozenset[torch.Size]) -> bool:
     """Return whether `tensor` is autocast's cast of a parameter; `shapes` are those of the region's.
 
-    A frozen parameter's cast has no node that tells, but its shape, and no gradient.
+    The cast of a frozen parameter, or in a compiled graph, has no node that tells, but its shape.
     """
     base = tensor if tensor._base is None else tensor._base
     node = base.grad_fn
     if node is None:
-        return not base.requires_grad and base.dtype in _FLOATS[1:] and base.shape in shapes
+        is_cast = not base.requires_grad and base.dtype in _FLOATS[1:]
+        return is_cast and (base.shape in shapes or base.shape[::-1] in shapes)
     following = [each for each, _ in node.next_functions if each is not None]
     return node.name() == "ToCopyBackward0" and all(
         isinstance(getattr(each, "variable", None), nn.Parameter) for each in following
