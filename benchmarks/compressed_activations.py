@@ -2,7 +2,7 @@
 
 MEMTUNE_GPT_SIZE=tiny python benchmarks/compressed_activations.py --steps 200
 
-The settings take turns step by step, so that all see the same load of the machine; one thread.
+The settings alternate step by step, so that all see the same load of the machine; one thread.
 """
 
 from __future__ import annotations

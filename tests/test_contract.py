@@ -86,7 +86,10 @@ LEVEL = {room: level for level, line in enumerate(ORDER.split("\n")) for room in
 LIGHT_UP_TO = LEVEL["api"]
 """Rooms up to here are what a training image holds."""
 LIGHT = {"torch", "numpy", "pydantic", "ruamel", "memtune"}
-GPU_KERNELS = "memtune.parallel.collectives.quantization_triton"
+GPU_KERNELS = (
+    "memtune.parallel.collectives.quantization_triton",
+    "memtune.activations.offload.compression_triton",
+)
 PLAIN = ("_pass", "_planner", "_plan", "_pattern")
 """Stems of files that work on plain data: they import neither torch nor a file that does."""
 
@@ -322,7 +325,7 @@ def test_light_runtime_imports_only_what_a_training_image_has() -> None:
             continue
         if top == "scipy" and each.importer.endswith("_planner"):
             continue  # only a search plans
-        if top == "triton" and each.importer == GPU_KERNELS:
+        if top == "triton" and each.importer in GPU_KERNELS:
             continue  # torch's CUDA builds bring Triton, and the file is imported for tensors on a GPU alone
         heavy.append(str(each))
     assert not heavy, "\n".join(heavy)

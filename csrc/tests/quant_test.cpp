@@ -44,7 +44,7 @@ void threads_and_instruction_sets_give_the_same_bits() {
   CHECK(named("none") == nullptr);
 }
 
-void groups_have_the_same_bits_and_stay_within_a_step() {
+void groups_have_the_same_bits_and_an_error_below_a_step() {
   const std::vector<float> x = some(40001);
   for (int bits : {4, 8}) {
     const Groups groups = groups_of(40001, bits, 48);
@@ -99,7 +99,7 @@ void what_is_no_row_is_refused() {
 
 int main() {
   threads_and_instruction_sets_give_the_same_bits();
-  groups_have_the_same_bits_and_stay_within_a_step();
+  groups_have_the_same_bits_and_an_error_below_a_step();
   a_row_has_scales_then_kept_values_then_codes();
   what_is_no_row_is_refused();
   return 0;
