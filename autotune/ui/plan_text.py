@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -25,6 +27,8 @@ _NOTICEABLE = 0.03
 """Relative difference of two predictions below which they count as equal."""
 _LEAST_COST = 1 << 20
 """Bytes of host memory below which it is no cost: the batch alone needs some."""
+_LEAST_SETTING = 14
+"""Columns of a terminal that a setting needs in a table."""
 _BAR = 8
 _KIND_BAR = 20
 _NAMES = {"plain": "yours"}
@@ -186,7 +190,7 @@ def _costs(first: PlanRow) -> str:
 # -- the table -----------------------------------------------------------------------------------------------
 
 
-def _table(rows: Sequence[PlanRow], facts: Mapping[str, Any]) -> Table:
+def _table(rows: Sequence[PlanRow], facts: Mapping[str, Any]) -> _Rows:
     budget = facts["budget_bytes"]
     columns: list[tuple[str, str, bool]] = [("micro-batch", "right", True), ("samples/s", "right", True)]
     columns += [("tokens/s", "right", True)] if facts.get("tokens_per_sample") else []
@@ -199,7 +203,7 @@ def _table(rows: Sequence[PlanRow], facts: Mapping[str, Any]) -> Table:
     columns += [("largest", "right", True)] if with_largest else []
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
     table.add_column("", no_wrap=True)
-    table.add_column("setting", overflow="fold", ratio=1, min_width=24)
+    table.add_column("setting", overflow="fold", ratio=1, min_width=_LEAST_SETTING)
     for name, justify, no_wrap in columns:
         table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=no_wrap)
     number = 0
@@ -218,7 +222,38 @@ def _table(rows: Sequence[PlanRow], facts: Mapping[str, Any]) -> Table:
         own = plain.sentence.split("; ") if plain is not None and plain is not each else ()
         setting = formatting.differing(each.sentence or each.summary, own)
         table.add_row(name, setting, *cells, style="" if each.status == "ok" else "dim")
-    return table
+    return _Rows(table)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A table; where the console is too narrow for it, its rows as lines."""
+
+    table: Table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = self.table.columns
+        rows = list(zip(*(column.cells for column in columns), strict=True))
+        widths = (
+            max([cell_len(str(column.header)), *(cell_len(str(cell)) for cell in column.cells)])
+            if column.no_wrap
+            else _LEAST_SETTING
+            for column in columns
+        )
+        if sum(width + 2 for width in widths) <= options.max_width:
+            yield self.table
+            return
+        for row in rows:
+            head, facts = list[Text](), list[Text]()
+            for column, cell in zip(columns, row, strict=True):
+                text = cell.copy() if isinstance(cell, Text) else Text(str(cell))
+                if column.header in ("", "setting"):
+                    head.append(text)
+                elif text:
+                    facts.append(Text(f"{column.header} ").append_text(text))
+            yield Text(" ").join(head)
+            if facts:
+                yield Text("  ").append_text(Text(" · ").join(facts))
 
 
 def _batch(row: PlanRow) -> str:
@@ -309,7 +344,7 @@ def _peak(report: PlanReport) -> Iterator[RenderableType]:
         table.add_row(
             f"  {kind}", bar, format_bytes(n_bytes), f"{share:.0%}", Text(f"most in {largest[kind]}", "dim")
         )
-    yield table
+    yield _Rows(table)
 
 
 def _place(row: PeakRow) -> str:

@@ -20,6 +20,7 @@ from memtune.autotune.search.plan_report import PlanReport
 from memtune.autotune.search.trials import run_trial
 from memtune.autotune.space import Remedy
 from memtune.autotune.space.search_options import PlanOptions
+from memtune.autotune.ui import formatting
 from memtune.autotune.ui.formatting import grouped
 from memtune.autotune.ui.plan_text import render
 from memtune.config import load_config
@@ -82,9 +83,9 @@ def test_plan_document_is_plain_and_versioned(ranking: PlanReport):
     assert document["candidates"][0]["prediction"]["calibrated"] is False
 
 
-def shown(report: PlanReport, **options: Any) -> str:
+def shown(report: PlanReport, *, width: int = 130, **options: Any) -> str:
     report = replace(report, facts={**report.facts, "other_load": 0.0})  # a busy machine adds a line
-    console = Console(width=130, record=True, file=open("/dev/null", "w"))
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))
     console.print(render(report, **options))
     return console.export_text()
 
@@ -102,6 +103,16 @@ def test_plan_answers_before_it_lists(ranking: PlanReport):
     assert "recompute: none keeps every activation for backward" in text
     assert "refused     " not in text
     assert "refused     " in shown(ranking, why=True)
+
+
+def test_plan_keeps_its_numbers_on_a_narrow_terminal(ranking: PlanReport):
+    wide, narrow = shown(ranking), shown(ranking, width=40)
+    assert all(len(line) <= 40 for line in narrow.splitlines())
+    assert "…" not in narrow
+    first = ranking.front[0]
+    assert f"samples/s {formatting.rate(first.samples_per_s)}" in " ".join(narrow.split())
+    assert "samples/s" in wide
+    assert f"samples/s {formatting.rate(first.samples_per_s)}" not in wide  # a column there
 
 
 def test_plan_names_the_commands_that_write_and_measure(ranking: PlanReport):
