@@ -272,6 +272,10 @@ def techniques(
     as_json: AsJson = False,
 ) -> int:
     """List every technique (axis, kind, exactness, title), or describe one with its knobs."""
+    if matrix and kind is not None:
+        from memtune.errors import UsageError
+
+        raise UsageError("--matrix has all techniques.", fix=f"memtune techniques {kind}", code="MT100")
     if matrix:
         from memtune.cli import _matrix
 

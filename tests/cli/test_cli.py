@@ -105,6 +105,7 @@ BAD = [
     ("run c.yaml", 2, "memtune run c.yaml -- python train.py"),
     ("run c.yaml -- no-such-program", 2, "no command no-such-program"),
     ("run c.yaml -- no-such-program --json", 2, "no command no-such-program"),
+    ("techniques --matrix full", 2, "memtune techniques full"),
     ("explain model.py", 2, "a Python file, not a config"),
     ("init llama --out missing/model.py", 3, "cannot be written"),
     ("report old --out c.yaml", 3, "no study old"),
