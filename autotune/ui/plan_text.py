@@ -190,7 +190,7 @@ def _costs(first: PlanRow) -> str:
 # -- the table -----------------------------------------------------------------------------------------------
 
 
-def _table(rows: Sequence[PlanRow], facts: Mapping[str, Any]) -> _Rows:
+def _table(rows: Sequence[PlanRow], facts: Mapping[str, Any]) -> _FoldingTable:
     budget = facts["budget_bytes"]
     columns: list[tuple[str, str, bool]] = [("micro-batch", "right", True), ("samples/s", "right", True)]
     columns += [("tokens/s", "right", True)] if facts.get("tokens_per_sample") else []
@@ -222,11 +222,11 @@ def _table(rows: Sequence[PlanRow], facts: Mapping[str, Any]) -> _Rows:
         own = plain.sentence.split("; ") if plain is not None and plain is not each else ()
         setting = formatting.differing(each.sentence or each.summary, own)
         table.add_row(name, setting, *cells, style="" if each.status == "ok" else "dim")
-    return _Rows(table)
+    return _FoldingTable(table)
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _FoldingTable:
     """A table; where the console is too narrow for it, its rows as lines."""
 
     table: Table
@@ -344,7 +344,7 @@ def _peak(report: PlanReport) -> Iterator[RenderableType]:
         table.add_row(
             f"  {kind}", bar, format_bytes(n_bytes), f"{share:.0%}", Text(f"most in {largest[kind]}", "dim")
         )
-    yield _Rows(table)
+    yield _FoldingTable(table)
 
 
 def _place(row: PeakRow) -> str:
