@@ -103,30 +103,31 @@ def _advice(report: PlanReport, command: Sequence[str]) -> Iterator[Text]:
         return
     first, facts = report.front[0], report.facts
     plain = next((each for each in report.baselines if each.baseline == "plain"), None)
-    if plain is not None and plain.status in _FITS and _gain(first, plain) < _NOTICEABLE:
+    keeps = plain is not None and plain.status in _FITS and _gain(first, plain) < _NOTICEABLE
+    if plain is not None and keeps:
         yield _labelled(
             "do this",
             Text("keep your own setting: it fits, and nothing is predicted to be faster", "bold green"),
         )
+        yield _labelled("it has", Text(f"{_rate_and_peak(plain, facts['budget_bytes'])} (predicted)"))
     else:
         yield _labelled("do this", Text(first.sentence, "bold green"))
-    yield _labelled("gains", Text(_gains(first, plain, report.baselines, facts["budget_bytes"])))
-    yield _labelled("costs", Text(_costs(first)))
+        yield _labelled("gains", Text(_gains(first, plain, report.baselines, facts["budget_bytes"])))
+        yield _labelled("costs", Text(_costs(first)))
     if report.out is not None:
         yield from _written(report, command)
-    else:
+        return
+    if not keeps:
         yield _labelled(
             "write it",
             Text(shlex.join([*command, "--out", "tuned.yaml"]), "cyan").append(
                 "   (another row: --row N)", "dim"
             ),
         )
-        yield _labelled(
-            "measure",
-            Text(shlex.join(_as_search(command)), "cyan").append(
-                "   finds the fastest by real trials", "dim"
-            ),
-        )
+    yield _labelled(
+        "measure",
+        Text(shlex.join(_as_search(command)), "cyan").append("   finds the fastest by real trials", "dim"),
+    )
 
 
 def _written(report: PlanReport, command: Sequence[str]) -> Iterator[Text]:
@@ -163,8 +164,7 @@ def _gain(first: PlanRow, other: PlanRow) -> float:
 
 def _gains(first: PlanRow, plain: PlanRow | None, rows: Sequence[PlanRow], budget: int | None) -> str:
     peak = first.peak_allocated_bytes or 0
-    limit = f" of {format_bytes(budget)}" if budget else ""
-    facts = [f"{formatting.rate(first.samples_per_s)} samples/s with {format_bytes(peak)}{limit}"]
+    facts = [_rate_and_peak(first, budget)]
     if plain is not None and plain.peak_allocated_bytes and plain.summary != first.summary:
         less = plain.peak_allocated_bytes - peak
         more = "less" if less >= 0 else "more"
@@ -176,8 +176,15 @@ def _gains(first: PlanRow, plain: PlanRow | None, rows: Sequence[PlanRow], budge
         gain = _gain(first, usual)
         name = _NAMES.get(usual.baseline, usual.baseline)
         name = "your setting" if name == "yours" else name
-        facts.append(f"{gain:.0%} faster than {name}" if gain >= _NOTICEABLE else f"as fast as {name}")
+        change = f"{gain:.0%} faster than" if gain > 0 else f"{-gain:.0%} slower than"
+        facts.append(f"{change if abs(gain) >= _NOTICEABLE else 'as fast as'} {name}")
     return "; ".join(facts) + " (predicted)"
+
+
+def _rate_and_peak(row: PlanRow, budget: int | None) -> str:
+    limit = f" of {format_bytes(budget)}" if budget else ""
+    peak = format_bytes(row.peak_allocated_bytes or 0)
+    return f"{formatting.rate(row.samples_per_s)} samples/s with {peak}{limit}"
 
 
 def _costs(first: PlanRow) -> str:

@@ -126,7 +126,18 @@ def test_plan_advises_to_change_nothing_if_nothing_is_faster(ranking: PlanReport
     plain = replace(
         ranking.baselines[0], status="ok", samples_per_s=2 * (ranking.front[0].samples_per_s or 0)
     )
-    assert "do this   keep your own setting" in shown(replace(ranking, baselines=(plain,)))
+    text = shown(replace(ranking, baselines=(plain,), out=None))
+    assert "do this   keep your own setting" in text
+    assert f"it has    {formatting.rate(plain.samples_per_s)} samples/s" in text
+    assert "gains" not in text
+    assert "--out" not in text
+
+
+def test_plan_says_that_a_row_is_slower_than_a_baseline(ranking: PlanReport):
+    plain, full = ranking.baselines
+    faster = replace(full, samples_per_s=2 * (ranking.front[0].samples_per_s or 0))
+    text = " ".join(shown(replace(ranking, baselines=(plain, faster))).split())
+    assert "50% slower than full recompute" in text
 
 
 def test_plan_says_what_would_help_if_nothing_fits(ranking: PlanReport):
