@@ -199,7 +199,8 @@ def merge(
         op_times=first.op_times,
         audit=audit,
         link_bytes={link: max(record.link_bytes.get(link, 0) for record in ranks) for link in sorted(links)},
-        other_load=max(record.other_load for record in ranks),
+        # Ranks that wait for others attribute these to other programs, and those the reverse.
+        other_load=min(max(statistics.fmean(record.other_load for record in ranks), 0.0), 1.0),
         reference_s=max(record.reference_s for record in ranks),
         rates=first.rates,
         wall_s=wall_s,

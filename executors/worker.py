@@ -261,7 +261,7 @@ def _step(rank: _Rank, workload: Workload, tuned: Tuned, step: int, measured: _M
     COUNTERS.take()
     _synchronise(rank)
     if step == rank.trial.warmup_steps:
-        measured.load = LoadMeter(rank.world if rank.trial.device == "cpu" else 1)
+        measured.load = LoadMeter(_local_ranks(rank))
     started = time.perf_counter()
     loss = tuned.step(batches)
     streams.synchronize(rank.device)

@@ -158,7 +158,7 @@ def prepare(
     # Rates measured while others used the cores would be too low; the search reports the load.
     meter = LoadMeter()
     recorded = record(workload, sizes=sizes, between=used, workspace=workspace, target=device)
-    other_load = meter.others()
+    other_load = max(meter.others(), 0.0)
     scratch = _device_workspaces(recorded) if device != "cpu" and options.gpu_type is None else None
 
     def to_device(each: Recording) -> Recording:

@@ -46,7 +46,11 @@ class LoadMeter:
         return ticks / os.sysconf("SC_CLK_TCK"), time.process_time(), time.monotonic()
 
     def others(self) -> float:
-        """Return the share of the cores that others used since the start, 0 to 1; 0 if it is unknown."""
+        """Return the share of the cores that others used since the start; 0 if it is unknown.
+
+        Of several processes that work alike, one that worked less sees the rest of the others' work here,
+        and one that worked more a negative share: their mean is exact.
+        """
         now = self._now()
         if self._start is None or now is None:
             return 0.0
@@ -54,7 +58,7 @@ class LoadMeter:
         cores = usable_cores()
         if elapsed_s <= 0.05:  # /proc/stat counts hundredths of a second
             return 0.0
-        return min(max((busy_s - own_s * self._processes) / (elapsed_s * cores), 0.0), 1.0)
+        return (busy_s - own_s * self._processes) / (elapsed_s * cores)
 
 
 def reference_s(device: torch.device) -> float:

@@ -55,6 +55,15 @@ def test_merge_throughput_counts_all_ranks():
     assert merge(trial, records, 1.0).samples_per_s == pytest.approx(2)
 
 
+def test_merge_attributes_no_load_of_unequal_ranks_to_others():
+    records = {
+        rank: RankRecord(status="ok", step_s_all=[1.0], other_load=load)
+        for rank, load in enumerate((0.3, -0.28))
+    }
+    trial = Trial(number=0, workload="model.py", config={}, ranks=2)
+    assert merge(trial, records, wall_s=1.0).other_load == pytest.approx(0.01)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_merge_keeps_error_code_of_any_rank(ranks):
     record = RankRecord(status="unfit", reason="MT366 The host has too little memory", code="MT366")

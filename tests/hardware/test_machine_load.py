@@ -49,6 +49,17 @@ def test_load_meter_counts_equal_ranks_as_own(monkeypatch: pytest.MonkeyPatch) -
     assert LoadMeter(2).others() == pytest.approx((8 - 2 * 2) / (4 * 4))
 
 
+def test_mean_over_unequal_ranks_is_the_load_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank computes for 3 of 4 seconds and one for 1, and nothing else runs."""
+    monkeypatch.setattr("memtune.hardware.machine_load.usable_cores", lambda: 4)
+    loads = []
+    for own_s in (3.0, 1.0):
+        times = iter([(0.0, 0.0, 0.0), (4.0, own_s, 4.0)])
+        monkeypatch.setattr(LoadMeter, "_now", staticmethod(lambda times=times: next(times)))
+        loads.append(LoadMeter(2).others())
+    assert loads == pytest.approx([-0.125, 0.125])
+
+
 def test_load_is_zero_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LoadMeter, "_now", staticmethod(lambda: None))
     assert LoadMeter().others() == 0
