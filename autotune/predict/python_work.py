@@ -1,4 +1,4 @@
-"""Python that the host runs for each op of a step: hooks, dispatch modes, schedules, DTensors.
+"""Python that the host runs for each op of a step: hooks, dispatch modes, schedules.
 
 The constants are those of `Hardware` that `memtune doctor --calibrate` measures
 (`memtune/hardware/mechanism_costs.py`). On a CPU the seconds delay compute, on a GPU the issue of ops, which
@@ -21,8 +21,6 @@ class PythonWork(NamedTuple):
 
     observes_ops: bool = False
     """A dispatch mode sees the ops of blocks that run again or whose tensors are offloaded, in both runs."""
-    updates_dtensors: bool = False
-    """The optimizer's ops work on DTensors."""
     schedule_calls: int = 0
     """Calls a micro-batch that run a schedule; its ops have no hooks and no modes."""
 
@@ -45,8 +43,6 @@ def python_s(step: Step, hardware: Hardware, python: PythonWork) -> npt.NDArray[
     found = np.where(computes | (ops.resource == Resource.NOTHING), 0.0, hardware.hook_s)
     grouped = np.asarray([name in _GROUPED for name in step.names], bool)[ops.name]
     found[grouped & np.isin(ops.phase, _IN_STEP)] = hardware.grouped_copy_s
-    if python.updates_dtensors:
-        found[computes & (ops.phase == Phase.OPTIMIZER)] += hardware.dtensor_s
     if python.schedule_calls:
         gradients = int((step.storages.kind == Kind.PARAMETER).sum())
         forward = np.flatnonzero(computes & (ops.phase == Phase.FORWARD))[:1]

@@ -243,10 +243,8 @@ def python_work(candidate: Candidate) -> PythonWork:
     if not candidate.choice.techniques:
         return PythonWork()
     effects = [each.effects for each in candidate.choice.techniques]
-    sharded = any(each.shards not in ("none", "replicas") for each in effects)
     return PythonWork(
         observes_ops=any(each.eager_only == DISPATCH_MODE for each in effects),
-        updates_dtensors=sharded and not any(each.host_share == 1.0 for each in effects),
         schedule_calls=sum(each.schedule_calls for each in candidate.plans.values()),
     )
 

@@ -46,8 +46,6 @@ class Hardware:
     """Cost of issuing one op: the host's time on CUDA, part of the op itself on CPU."""
     hook_s: float
     """Python time of a hook that issues a copy, a collective or a host update, beyond `launch_s`."""
-    dtensor_s: float
-    """Python time that an op on a DTensor takes longer than on its local tensor."""
     recomputed_block_s: float
     """Python time of a block that the activation table claims, for both runs; see `mechanism_costs.py`."""
     saved_tensor_s: float

@@ -110,8 +110,26 @@ def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> None:
         step(*args[1:], **kwargs)
         return loss
 
-    vars(called).update({_MARK: True, _OWN: True})
+    vars(called).update({_MARK: True, _OWN: step})
     optimizer.step = MethodType(called, optimizer)  # type: ignore[method-assign]
+
+
+def is_own_step(optimizer: Optimizer) -> bool:
+    """Return True if `optimizer.step` ends in its class's, with hooks of memtune and schedulers alone around
+    it.
+    """
+    step: Any = optimizer.step
+    while True:
+        function = getattr(step, "__func__", step)
+        if function is type(optimizer).step:
+            return True
+        known = getattr(function, "__dict__", {})
+        if _OWN in known:
+            step = known[_OWN]
+        elif _MARK in known:
+            step = function.__wrapped__
+        else:
+            return False
 
 
 def with_hooks(optimizer: Optimizer, update: Callable[..., Any]) -> Callable[..., Any]:

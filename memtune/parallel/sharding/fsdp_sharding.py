@@ -47,6 +47,7 @@ from memtune.parallel.ranks import (
     shard_meshes,
     unwrap_dtensors,
 )
+from memtune.parallel.sharding.local_update import update_locally
 from memtune.runtime import (
     HOST,
     BackwardEnd,
@@ -421,6 +422,8 @@ def rebind(optimizer: Optimizer, before: dict[str, nn.Parameter], after: dict[st
         state = optimizer.state.pop(old, None)
         if state is not None:
             optimizer.state[new] = {name: _sharded_like(value, old, new) for name, value in state.items()}
+    if any(isinstance(each, DTensor) for each in after.values()):
+        update_locally(optimizer)
 
 
 def _sharded_like(value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
