@@ -1,6 +1,6 @@
 """Regret of the setting that a search ships after a few trials, on clusters that are simulated.
 
-    python benchmarks/search_quality.py [CASE ...] [--draws 200] [--json FILE] [--markdown FILE]
+    python benchmarks/search_quality.py [CASE ...] [--draws 200] [--outliers 0] [--json FILE]
 
 No GPU is used: each draw is a cluster whose true step times differ from the prediction by hidden factors,
 log-uniform from 0.5 to 2, on
@@ -14,7 +14,8 @@ log-uniform from 0.5 to 2, on
   that are used together multiply, so the best of hundreds of settings may be 10 times as fast as predicted,
   and no search of 12 trials can find it reliably.
 
-A measurement has 1 % of noise, and the machine drifts by up to 3 % during a search.
+A measurement has 1 % of noise, and the machine drifts by up to 3 % during a search. With `--outliers 0.05`
+one of twenty measurements takes 1.5 to 3 times as long: other work ran meanwhile, and nothing shows it.
 
 The pool of a case holds the settings with the best predictions, the best one of every technique and the
 peers' settings, all simulated op by op. Regret is the true time of the shipped setting over that of the best
@@ -43,12 +44,13 @@ import optuna
 from search_cases import CASES, Pool, added_s, pool, simulated_s
 
 from memtune.autotune.predict import Calibration
-from memtune.autotune.search.trial_verdict import Measured, contenders, judge, racing
+from memtune.autotune.search.trial_verdict import WORTH_A_ROUND, Measured, finalists, judge, racing
 from memtune.autotune.space import Observed, Proposer, Pruner, Scored, StepTimeModel, kinds
 from memtune.executors import TrialResult
 
 TRIALS = (3, 6, 12)
 NOISE, DRIFT = 0.01, 0.03
+SLOWED = (1.5, 3.0)
 RESIMULATED = 20
 _BASELINE_EVERY = 4
 _ROUNDS, _MORE_ROUNDS = 2, 4
@@ -130,18 +132,33 @@ HIDDEN = {
 }
 
 
-class Cluster:
-    """A machine with its true times; `measure` is one trial."""
+class OtherWork:
+    """Slows a measurement down by a factor of `SLOWED`, with a probability."""
 
-    def __init__(self, truth: Truth, seed: int) -> None:
+    def __init__(self, probability: float, seed: int) -> None:
+        # Its own numbers, so that the noise is the same with and without it.
+        self._probability, self._draw = probability, random.Random(f"other work {seed}")
+
+    def factor(self) -> float:
+        """Return the factor on the time of one more measurement, mostly 1."""
+        slowed, by = self._draw.random() < self._probability, self._draw.uniform(*SLOWED)
+        return by if slowed else 1.0
+
+
+class Cluster:
+    """A machine with its true times; `measure` is one trial, slowed down with the probability `outliers`."""
+
+    def __init__(self, truth: Truth, seed: int, outliers: float = 0.0) -> None:
         self.truth, self._draw, self._trial = truth, random.Random(seed), 0
+        self._other_work = OtherWork(outliers, seed)
         self._drift = self._draw.uniform(-DRIFT, DRIFT)
 
     def measure(self, scored: Scored) -> float:
         """Return the measured seconds per sample of one more trial."""
         self._trial += 1
         drift = 1 + self._drift * self._trial / max(TRIALS)
-        return self.truth[scored.key] * drift * math.exp(self._draw.gauss(0, NOISE))
+        noise = math.exp(self._draw.gauss(0, NOISE))
+        return self.truth[scored.key] * drift * noise * self._other_work.factor()
 
 
 Trials = list[tuple[Scored, float]]
@@ -159,17 +176,22 @@ def by_memtune(cases: Pool, cluster: Cluster, trials: int, seed: int) -> Trials:
     exact = Calibration(peak_ratios=(1.0,) * 4, step_ratios=(1.0,) * 4)
     pruner = Pruner(cases.setup.budget_bytes, calibration=exact)
     while len(found) < trials:
-        observed = [
-            Observed(each, value * each.prediction.samples_per_s * each.prediction.step_s)
-            for each, value in found
-        ]
         best = min((value for _, value in found), default=None)
         tried = {each.key for each, _ in found}
-        proposal = proposer.next(pruner, tried, best, StepTimeModel(observed))
+        proposal = proposer.next(pruner, tried, best, _step_times(found))
         if proposal is None:
             break
         found.append((proposal.scored, cluster.measure(proposal.scored)))
     return found
+
+
+def _step_times(ran: Trials) -> StepTimeModel:
+    return StepTimeModel(
+        [
+            Observed(each, value * each.prediction.samples_per_s * each.prediction.step_s)
+            for each, value in ran
+        ]
+    )
 
 
 def by_prediction(cases: Pool, cluster: Cluster, trials: int, seed: int) -> Trials:
@@ -233,24 +255,30 @@ SEARCHERS: dict[str, Searcher] = {
 def shipped(cases: Pool, cluster: Cluster, ran: Trials) -> Scored:
     """Return the winner of the rounds of `memtune search` among the settings that ran."""
     names = {each.key: f"baseline {i}" for i, each in enumerate(cases.first)}
-    measured = {
-        each.choice: Measured(each.choice, (_result(each, value),), names.get(each.key, ""))
-        for each, value in ran
-    }
     scored = {each.choice: each for each, _ in ran}
-    finalists = contenders(list(measured.values()), "throughput")
-    finalists += [
-        each
-        for each in contenders([each for each in measured.values() if each.baseline], "throughput", 1)
-        if each not in finalists
-    ]
-    rounds: dict[Any, list[TrialResult | None]] = {each.choice: [] for each in finalists}
-    racers = [each.choice for each in finalists]
+    of_choice = {
+        choice: tuple(_result(each, s) for each, s in ran if each.choice == choice) for choice in scored
+    }
+    measured = {
+        choice: Measured(choice, of_choice[choice], names.get(each.key, ""))
+        for choice, each in scored.items()
+    }
+    model, fastest = _step_times(ran), min(value for _, value in ran)
+    mean, sd = model.posterior(list(scored.values()))
+    expected = {
+        choice: (float(at) - math.log(each.prediction.samples_per_s), float(error))
+        for (choice, each), at, error in zip(scored.items(), mean, sd, strict=True)
+    }
+    gains = model.repeat_gains(fastest)
+    doubtful = {choice for choice, each in scored.items() if gains.get(each.key, 0.0) > WORTH_A_ROUND}
+    best = finalists(list(measured.values()), "throughput", expected, doubtful)
+    rounds: dict[Any, list[TrialResult | None]] = {each.choice: [] for each in best}
+    racers = [each.choice for each in best]
     for done in range(1, _ROUNDS + _MORE_ROUNDS + 1):
         for choice, results in rounds.items():
             ran_now = choice in racers and len(racers) > 1
             results.append(_result(scored[choice], cluster.measure(scored[choice])) if ran_now else None)
-        finalists = [
+        best = [
             replace(
                 measured[each.choice],
                 results=(
@@ -259,18 +287,18 @@ def shipped(cases: Pool, cluster: Cluster, ran: Trials) -> Scored:
                 ),
                 rounds=tuple(rounds[each.choice]),
             )
-            for each in finalists
+            for each in best
         ]
         if done >= _ROUNDS:
             left = racing(
-                [each for each in finalists if each.choice in racers],
+                [each for each in best if each.choice in racers],
                 "throughput",
                 _ROUNDS + _MORE_ROUNDS - done,
             )
             racers = [each.choice for each in left]
         if len(racers) < 2:
             break
-    verdict = judge(finalists, "throughput")
+    verdict = judge(best, "throughput")
     assert verdict is not None
     return scored[verdict.winner.choice]
 
@@ -281,7 +309,7 @@ def _result(scored: Scored, value: float) -> TrialResult:
     )
 
 
-def regrets(cases: Pool, draws: int, mode: str) -> list[dict[str, Any]]:
+def regrets(cases: Pool, draws: int, mode: str, outliers: float = 0.0) -> list[dict[str, Any]]:
     """Return rows: hidden factors, searcher, trials, and median, 90th percentile and largest regret."""
     rows = []
     truths = list(HIDDEN[mode](cases, draws))
@@ -289,7 +317,7 @@ def regrets(cases: Pool, draws: int, mode: str) -> list[dict[str, Any]]:
         for trials in TRIALS:
             found, used, started = [], [], time.process_time()
             for seed, truth in enumerate(truths):
-                cluster = Cluster(truth, seed)
+                cluster = Cluster(truth, seed, outliers)
                 ran = searcher(cases, cluster, trials, seed)
                 if ran:
                     found.append(truth[shipped(cases, cluster, ran).key] / min(truth.values()) - 1)
@@ -300,6 +328,7 @@ def regrets(cases: Pool, draws: int, mode: str) -> list[dict[str, Any]]:
                         "hidden": mode,
                         "searcher": name,
                         "trials": trials,
+                        "outliers": outliers,
                         "draws": len(found),
                         "median": statistics.median(found),
                         "p90": sorted(found)[int(0.9 * (len(found) - 1))],
@@ -355,6 +384,7 @@ def main() -> None:
     )
     parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE")
     parser.add_argument("--draws", type=int, default=200)
+    parser.add_argument("--outliers", type=float, default=0.0, help="probability of a slowed measurement")
     parser.add_argument("--hidden", choices=HIDDEN, nargs="*", default=list(HIDDEN))
     parser.add_argument("--json", type=Path, help="results; those of what does not run again are kept")
     parser.add_argument("--markdown", type=Path)
@@ -367,7 +397,7 @@ def main() -> None:
         print(f"{name}: {len(made.settings)} settings, made in {seconds:.0f} CPU s", flush=True)
         for mode in asked.hidden:
             kept = [row for row in results.get(name, []) if row["hidden"] != mode]
-            results[name] = kept + regrets(made, asked.draws, mode)
+            results[name] = kept + regrets(made, asked.draws, mode, asked.outliers)
             if asked.json:
                 ordered = {case: results[case] for case in CASES if case in results}
                 asked.json.write_text(json.dumps({"regrets": ordered}, indent=1) + "\n")

@@ -2,7 +2,7 @@
 
     python benchmarks/search_quality_cpu.py make CASE [--folder DIR]
     python benchmarks/search_quality_cpu.py measure CASE [--rounds 3] [--folder DIR]
-    python benchmarks/search_quality_cpu.py replay [--draws 20] [--json FILE] [--markdown FILE]
+    python benchmarks/search_quality_cpu.py replay [--draws 20] [--outliers 0] [--json FILE] [--markdown FILE]
 
 A case is a workload on one or two ranks. `make` writes `DIR/CASE.json`: for each budget the settings
 with the best predictions, the best one of every technique, and the baselines, all within the budget; a
@@ -14,7 +14,7 @@ are within `CONTENDER` of the fastest one of a budget. The machine should be idl
 
 `replay` searches the stored pool of each budget: a trial draws one of the rounds of its setting, and regret
 is the median of the shipped setting's rounds over that of the best one's, minus 1. Searchers and shipping
-rules are those of `search_quality.py`.
+rules are those of `search_quality.py`, and `--outliers` too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from search_quality import SEARCHERS, TRIALS, Trials, shipped
+from search_quality import SEARCHERS, TRIALS, OtherWork, Trials, shipped
 
 from memtune.autotune.predict import Prediction
 from memtune.autotune.predict.breakdown import OpTime
@@ -232,10 +232,11 @@ class Recorded:
 
     rounds: dict[str, list[float]]
     draw: random.Random
+    other_work: OtherWork
 
     def measure(self, scored: Scored) -> float:
         """Return seconds per sample of one of the rounds."""
-        return self.draw.choice(self.rounds[scored.key])
+        return self.draw.choice(self.rounds[scored.key]) * self.other_work.factor()
 
 
 class _Exact:
@@ -248,7 +249,7 @@ class _Exact:
         return scored
 
 
-def replay(stored: dict[str, Any], pool: dict[str, Any], draws: int) -> dict[str, Any]:
+def replay(stored: dict[str, Any], pool: dict[str, Any], draws: int, outliers: float = 0.0) -> dict[str, Any]:
     """Search the stored pool of a budget with each searcher; return regrets and errors of the predictions."""
     budget = pool["budget_bytes"]
     rows = {
@@ -279,7 +280,7 @@ def replay(stored: dict[str, Any], pool: dict[str, Any], draws: int) -> dict[str
     for name in _SEARCHERS:
         for trials in TRIALS:
             for seed in range(draws):
-                machine: Any = Recorded(rounds, random.Random(seed))
+                machine: Any = Recorded(rounds, random.Random(seed), OtherWork(outliers, seed))
                 ran: Trials = SEARCHERS[name](cases, machine, min(trials, len(scored)), seed)
                 if ran:
                     regret = truth[shipped(cases, machine, ran).key] / truth[best] - 1
@@ -383,6 +384,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--draws", type=int, default=20)
+    parser.add_argument("--outliers", type=float, default=0.0, help="probability of a slowed measurement")
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
@@ -403,7 +405,7 @@ def main() -> None:
         return
     files = sorted(asked.folder.glob("*.json"))
     stored = [json.loads(file.read_text()) for file in files if not asked.cases or file.stem in asked.cases]
-    rows = [replay(each, pool, asked.draws) for each in stored for pool in each["pools"]]
+    rows = [replay(each, pool, asked.draws, asked.outliers) for each in stored for pool in each["pools"]]
     text = markdown(rows)
     print(text)
     if asked.json:
