@@ -27,6 +27,7 @@ from memtune.autotune.search.control import Control
 from memtune.autotune.search.predictions import trial_config
 from memtune.autotune.search.preparation import Setup
 from memtune.autotune.search.trial_verdict import (
+    WORTH_A_ROUND,
     Measured,
     judge,
     loss_tolerance,
@@ -509,6 +510,16 @@ class Driver:
         log_s = mean - np.log([each.prediction.samples_per_s for each in scored])
         return {
             each.choice: (float(at), float(error)) for each, at, error in zip(scored, log_s, sd, strict=True)
+        }
+
+    def doubtful(self) -> set[Choice]:
+        """Return choices whose only trial may have been slowed down, and which may be the best otherwise."""
+        best = self.best_value()
+        gains = self.step_times().repeat_gains(best) if best is not None else {}
+        return {
+            each.job.scored.choice
+            for each in self.finished
+            if gains.get(each.job.scored.key, 0.0) > WORTH_A_ROUND
         }
 
     def _noise(self, result: TrialResult) -> float:

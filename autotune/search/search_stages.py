@@ -25,7 +25,7 @@ from memtune.autotune.search.outcome import (
 )
 from memtune.autotune.search.predictions import predicted, timelines
 from memtune.autotune.search.study_store import RESULT, TIMELINES, StudyFolder
-from memtune.autotune.search.trial_verdict import Verdict, contenders, judge, racing
+from memtune.autotune.search.trial_verdict import Verdict, finalists, judge, racing
 from memtune.autotune.space import (
     Choice,
     Proposer,
@@ -259,6 +259,11 @@ class Stages:
         proposal = self._proposer.next(driver.pruner, driver.tried | refused, best, model)
         if proposal is None:
             return None
+        if proposal.scored.key in driver.tried:
+            driver.note(
+                f"{proposal.scored.choice.summary} runs again: its trial took longer than all others together"
+                " let expect, as other work makes it"
+            )
         name = self._baseline_names.get(proposal.scored.key, "")
         return Job("baseline" if name else "search", proposal.scored, name, number=proposal.number)
 
@@ -364,10 +369,7 @@ class Stages:
         measured = driver.measured()
         if driver.stopped or goal != "throughput" or len(measured) < 2:
             return
-        expected = driver.expected(measured)
-        best = contenders(measured, goal, expected=expected)
-        baselines = [each for each in measured if each.baseline]
-        best += [each for each in contenders(baselines, goal, 1, expected) if each not in best]
+        best = finalists(measured, goal, driver.expected(measured), driver.doubtful())
         by_choice = {each.job.scored.choice: each.job.scored for each in driver.finished}
         jobs = [Job("repeat", by_choice[each.choice], each.baseline) for each in best]
         driver.finalists = {job.scored.key for job in jobs}

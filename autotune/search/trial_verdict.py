@@ -10,7 +10,9 @@ Rules:
   The logarithms of the times are modelled as finalist + round + noise (least squares), and a finalist beats
   another if the interval of the difference excludes 0. The comparisons with the best finalist together are
   wrong with a probability of at most `ERROR_RATE` (Student's t, Bonferroni over the comparisons). A finalist
-  that the best one beats leaves the rounds, so that later rounds cost less.
+  that the best one beats leaves the rounds, so that later rounds cost less. A time that is far longer than
+  its finalist's and round's other times explain (deletion residual; Cook, Weisberg 1982, section 2.2) was
+  slowed down by other work and does not count, so that no finalist is lost by a single measurement.
 3. Without rounds a difference below the spread of the steps, plus the change of the machine that a reference
   op shows between the trials, is a tie.
 4. Of settings that cannot be distinguished the simplest wins: fewer slots in use, then fewer changed knobs.
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,11 +40,17 @@ ERROR_RATE = 0.05
 """Probability that any of the comparisons of a verdict is wrong."""
 _LEAST_NOISE = 0.002
 """Relative noise of a round that is always assumed: two rounds may agree by chance."""
+_USUAL_NOISE, _USUAL_FREEDOM = 0.02, 1
+"""Noise that is expected of a round where slowed times are looked for, and the measurements that is worth."""
+_SLOWED_RATE = 0.05
+"""Probability that any time of a set of rounds is left out although nothing slowed it down."""
 _CLOSE_ENOUGH = 0.01
 """Half-width of an interval below which further rounds are not worthwhile."""
 _TWO_SIDED_90 = 1.645
 _CONTENDS = 0.05
 """Relative distance from the best measured value within which a setting runs again."""
+WORTH_A_ROUND = 0.003
+"""Expected relative gain from which on a setting runs again whose trial may have been slowed down."""
 _OTHER_RANDOM_NUMBERS = 0.2
 """Dropout draws other numbers when the batch is split differently; only divergence is detectable then."""
 
@@ -68,11 +76,12 @@ class Measured:
     def step_s(self) -> float:
         """Return the step time that comparisons use: of rounds the mean of their logarithms (rule 2).
 
-        Without rounds the median over trials of each one's median.
+        Without rounds the median over trials of each one's median, of two the lower one: other load only
+        makes steps longer.
         """
         if len(self.rounds) >= 2:
             return statistics.geometric_mean(_undisturbed_s(each) for each in self._timed())
-        return statistics.median(_middle(each) for each in self._timed())
+        return statistics.median_low(_middle(each) for each in self._timed())
 
     @property
     def spread_s(self) -> float:
@@ -263,13 +272,52 @@ def _fit(values: Sequence[Sequence[float]]) -> _Fit | None:
     cells = np.arange(len(row))
     design[cells, row] = 1.0
     design[cells, n + np.searchsorted(turns, turn)] = 1.0
-    # A constant may move from all finalists to all rounds: the pseudo-inverse leaves differences unaffected.
-    inverse = np.linalg.pinv(design.T @ design).astype(np.float64)
-    found = inverse @ design.T @ table[row, turn]
-    # The part that neither the finalist nor the round explains: two-way layout, no interaction.
-    residual = table[row, turn] - design @ found
-    noise = max(math.sqrt(float(residual @ residual) / freedom), _LEAST_NOISE)
-    return _Fit(found[:n], inverse[:n, :n], noise, freedom)
+    times, usual = table[row, turn], np.nanmedian(table, axis=1)[row]
+    while True:
+        # A constant may move from all finalists to all rounds: the pseudo-inverse leaves differences
+        # unaffected.
+        inverse = np.linalg.pinv(design.T @ design).astype(np.float64)
+        found = inverse @ design.T @ times
+        # The part that neither the finalist nor the round explains: two-way layout, no interaction.
+        residual = times - design @ found
+        unexplained = 1 - np.einsum("ij,jk,ik->i", design, inverse, design)
+        slowed = _slowed(residual, unexplained, times - usual, freedom)
+        if slowed is None:
+            noise = max(math.sqrt(float(residual @ residual) / freedom), _LEAST_NOISE)
+            return _Fit(found[:n], inverse[:n, :n], noise, freedom)
+        # One at a time: a long time makes others of its round look short.
+        design, times, usual = (np.delete(each, slowed, 0) for each in (design, times, usual))
+        freedom -= 1
+
+
+def _slowed(
+    residual: npt.NDArray[np.float64],
+    unexplained: npt.NDArray[np.float64],
+    longer: npt.NDArray[np.float64],
+    freedom: int,
+) -> int | None:
+    """Return the time that other work slowed down most evidently, or None.
+
+    Args:
+        residual: (times,) of the fit.
+        unexplained: (times,) fraction of an error in each time that its residual shows.
+        longer: (times,) than the median of its finalist.
+        freedom: Degrees of freedom of the residuals.
+    """
+    # A time that alone shows its finalist or its round has no residual, and two cannot outvote each other.
+    alone = unexplained < 1e-9
+    if freedom < 2:
+        return None
+    share = np.where(alone, 1.0, unexplained)
+    others = (residual @ residual - residual**2 / share).clip(0.0)
+    expected = _USUAL_FREEDOM * _USUAL_NOISE**2
+    noise = np.sqrt((expected + others) / (_USUAL_FREEDOM + freedom - 1))
+    # Between two finalists a short time of one looks like a long time of the other.
+    evident = ~alone & (longer > residual / share / 2)
+    excess = np.where(evident, residual / (noise * np.sqrt(share)), 0.0)
+    most = int(np.argmax(excess))
+    limit = stdtrit(_USUAL_FREEDOM + freedom - 1, 1 - _SLOWED_RATE / len(residual))
+    return most if excess[most] > limit else None
 
 
 def _best(measured: Sequence[Measured], goal: Goal) -> Measured:
@@ -345,6 +393,19 @@ def contenders(
         for mean, sd in [expected[each.choice]]
         if mean - best - _TWO_SIDED_90 * math.hypot(sd, best_sd) <= _CONTENDS
     ][:count]
+
+
+def finalists(
+    measured: Sequence[Measured],
+    goal: Goal,
+    expected: Mapping[Choice, tuple[float, float]] | None = None,
+    doubtful: Collection[Choice] = (),
+) -> list[Measured]:
+    """Return the contenders, those of `doubtful`, and the best baseline, which a winner has to beat."""
+    best = contenders(measured, goal, expected=expected)
+    baselines = contenders([each for each in measured if each.baseline], goal, 1, expected)
+    others = [each for each in measured if each in baselines or each.choice in doubtful]
+    return best + [each for each in others if each not in best]
 
 
 def _simplest_of_the_best(measured: Sequence[Measured], goal: Goal) -> Measured:

@@ -79,14 +79,24 @@ class Proposer:
             tried: Keys of candidates that ran, are running or are queued.
             best: Best measured value, smaller is better.
             model: Of the step times measured so far.
+
+        A trial that other work may have slowed down is proposed again if that is worth more than another.
         """
         self._n_proposed += 1
+        ranked = self._by_improvement if self.goal == "throughput" else self._by_prediction
+        first = next(ranked(pruner, tried, best, model), None)
+        least = _WORTHWHILE
+        if first is not None and self.goal == "throughput":
+            least = math.exp(self._gains([first], pruner, best, model)[0])
+        gains = model.repeat_gains(best) if best is not None and self.goal == "throughput" else {}
+        again = max(gains, key=lambda key: gains[key], default="")
+        if again in self.scores.by_key and gains[again] > least:
+            return Proposal(self.scores.by_key[again])
         if self.sampler is not None and self._n_proposed % _SAMPLER_EVERY == 0:
-            found = self._from_sampler(self.sampler, pruner, tried, best, model)
+            found = self._from_sampler(self.sampler, pruner, tried, best, model, least)
             if found is not None:
                 return found
-        ranked = self._by_improvement if self.goal == "throughput" else self._by_prediction
-        return next(map(Proposal, ranked(pruner, tried, best, model)), None)
+        return None if first is None else Proposal(first)
 
     # -- throughput ------------------------------------------------------------------------------------------
 
@@ -176,7 +186,7 @@ class Proposer:
                 for each in refined
             ]
             at = np.flatnonzero(coarse)
-            mean[at], sd[at] = StepTimeModel(pairs).posterior([candidates[i] for i in at])
+            mean[at], sd[at] = StepTimeModel(pairs, are_trials=False).posterior([candidates[i] for i in at])
         return mean, sd
 
     def _chance_to_fit(self, candidates: list[Scored], pruner: Pruner) -> F64:
@@ -233,15 +243,26 @@ class Proposer:
             elif self._may_improve(refined, pruner, best, model):
                 yield refined
 
-    def _may_improve(self, each: Scored, pruner: Pruner, best: float | None, model: StepTimeModel) -> bool:
-        """Return whether the better end of its interval beats `best`; always true before calibration."""
+    def _may_improve(
+        self,
+        each: Scored,
+        pruner: Pruner,
+        best: float | None,
+        model: StepTimeModel,
+        least: float = 0.0,
+    ) -> bool:
+        """Return whether the better end of its interval beats `best`; always true before calibration.
+
+        For goal throughput whether its gain is worthwhile and at least `least`.
+        """
         if best is None or not pruner.calibration.is_calibrated:
             return True
         if self.goal == "memory":
             return pruner.peak_low_bytes(each.prediction) < best
         if self.goal == "batch":
             return -float(each.choice.execution.micro_batch or 0) < best
-        return bool(self._gains([each], pruner, best, model)[0] > -math.inf)
+        gain = float(self._gains([each], pruner, best, model)[0])
+        return gain > -math.inf and math.exp(gain) >= least
 
     # -- both ------------------------------------------------------------------------------------------------
 
@@ -257,7 +278,9 @@ class Proposer:
         tried: Collection[str],
         best: float | None,
         model: StepTimeModel,
+        least: float,
     ) -> Proposal | None:
+        """Return a suggestion that may improve, for goal throughput by at least `least`."""
         for _ in range(_ASKS):
             number, choice = sampler.ask()
             scored = self._known(choice)
@@ -270,7 +293,7 @@ class Proposer:
             elif reason is not None:
                 sampler.prune(number, reason)
                 self.on_pruned(number, scored, reason)
-            elif not self._may_improve(scored, pruner, best, model):
+            elif not self._may_improve(scored, pruner, best, model, least):
                 sampler.prune(number, "predicted to be no better than what was measured")
             else:
                 return Proposal(scored, number)

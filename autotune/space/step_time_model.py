@@ -7,12 +7,20 @@ unknown factor on its seconds, and so has each technique on the seconds of the m
     step = predicted × g × w(techniques) × (1 + Σ (f(mechanism, techniques) - 1) × share of the mechanism)
 
 `g` is the factor that all steps share, `w` what a technique costs beyond its mechanisms. The logarithms of
-all factors have a Gaussian prior around 0, so a trial corrects all candidates that share a mechanism with it,
+all factors have a Gaussian prior, so a trial corrects all candidates that share a mechanism with it,
 in proportion to the seconds that they spend there: settings whose mechanisms take few seconds are known well
 before any trial. The posterior is Gaussian around its mode, found by Gauss-Newton steps (Laplace's method;
 Bishop 2006, section 4.4). The scales of the two priors, of mechanisms and of `w`, are averaged over a grid,
 weighted by the marginal likelihood (Rasmussen, Williams 2006, section 5.2): a search whose first trials come
-out as predicted trusts the simulator, and another one explores.
+out as predicted trusts the simulator, and another one explores. Mechanisms and techniques are expected to be
+slower than predicted, by a fraction of their uncertainty: what a simulator does not know costs time. Else the
+best of hundreds of predictions would be the one with the largest error ("optimizer's curse": Smith, Winkler
+2006).
+
+A trial that other work slowed down is an outlier in one direction. Each trial has a small probability to be
+one, given what all others say of its setting (a mixture of two Gaussians, by its variational bound; Bishop
+2006, section 10.1): it then counts little, and its setting stays as uncertain as if it had not run. To repeat
+it is worth that probability times the expected improvement without it. A setting that ran again is known.
 
 Candidates are proposed by expected improvement (Jones, Schonlau, Welch 1998, equation 15).
 """
@@ -21,6 +29,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -62,6 +71,14 @@ _COMPILE_SD = 0.2
 """Prior of `w` by slot, of other slots, of techniques that observe every op, and of compiled code."""
 _KNOBS_SD = 0.02
 """Prior for the knobs of a technique, relative to others of its kind."""
+_SLOWER = 0.5
+"""Mean of the priors of mechanisms and `w`, in their standard deviations."""
+_SLOWED, _MOST_SLOWED = 0.02, 0.5
+"""Prior probability that other work slowed a trial down, although nothing shows it; and at most."""
+_SURPRISING = 0.15
+"""Probability that a technique is much slower than predicted where no other trial has it."""
+_MUCH_SLOWER_SD = 0.7
+"""Standard deviation of the logarithm of how much slower either makes a trial."""
 _OWN_SD = 0.01
 """Error of a candidate that no feature explains."""
 _NOISE_SD = 0.01
@@ -74,7 +91,9 @@ _SCALE_SD = 0.7
 """Prior of the logarithm of a scale, a factor on all standard deviations of mechanisms, or of `w`."""
 _UNLIKELY = 0.02
 """Scales less likely than the likeliest by this factor are left out."""
-_ITERATIONS = 4
+_ITERATIONS = 6
+_DOUBTFUL = 0.02
+"""Probability that other work slowed a trial down from which on to repeat it is considered."""
 _LEAST = 0.1
 """Least factor on a step of all mechanisms together: a negative one has no logarithm."""
 
@@ -102,19 +121,54 @@ def kinds(choice: Choice) -> frozenset[Kind]:
 
 @dataclass(frozen=True)
 class StepTimeModel:
-    """Corrects predicted step times by the trials in `observed`."""
+    """Corrects predicted step times by the trials in `observed`.
+
+    Attributes:
+        observed: Trials, with their step times.
+        are_trials: Whether other work may have slowed `observed` down, and errors of predictions tend to one
+            side. False for times that were computed.
+    """
 
     observed: Sequence[Observed] = ()
+    are_trials: bool = True
 
     def posterior(self, candidates: Sequence[Scored]) -> Posterior:
         """Return the posterior of each candidate's own step time, without the error of a measurement."""
         features = _Features([each.scored for each in self.observed], candidates)
-        seen = features.matrix([each.scored for each in self.observed])
         asked = features.matrix(candidates)
-        target = np.log([each.step_s / each.scored.prediction.step_s for each in self.observed])
-        noise = np.array([_NOISE_SD**2 + each.noise**2 for each in self.observed])
+        means, variances, weights = [], [], []
+        for weight, scales, fit in self._fits(features):
+            slope = asked.slope(fit.mode)
+            means.append(asked.value(fit.mode))
+            variances.append(fit.variance(slope) + asked.unseen * scales[1] ** 2)
+            weights.append(weight)
+        chances = np.array(weights)
+        mean = chances @ np.array(means)
+        # Law of total variance: within each scale, and between the scales' means.
+        spread = chances @ (np.array(variances) + (np.array(means) - mean) ** 2)
+        return Posterior(mean, np.sqrt(spread))
+
+    def _fits(self, features: _Features) -> list[tuple[float, tuple[float, float], _Fit]]:
+        """Return the likely scales with their weights and fits."""
+        trials = self._once()
+        seen = features.matrix([each.scored for each in trials])
+        target = np.log([each.step_s / each.scored.prediction.step_s for each in trials])
+        noise = np.array([_NOISE_SD**2 + each.noise**2 for each in trials])
+        slowed = np.array([self._slowed(each) for each in trials])
+        kinds_of = [kinds(each.scored.choice) for each in trials]
+        ran = Counter(kind for each in kinds_of for kind in each)
+        is_new = np.array([any(ran[kind] == 1 for kind in each) for each in kinds_of], bool)
+        slower = _SLOWER if self.are_trials else 0.0
         fits = {
-            scales: _fitted(seen, target, noise, features.variance(*scales))
+            scales: _fitted(
+                seen,
+                target,
+                noise,
+                slower * features.expected_sd(*scales),
+                features.variance(*scales),
+                slowed,
+                is_new,
+            )
             for scales in itertools.product(_MECHANISM_SCALES, _TECHNIQUE_SCALES)
         }
         log_chance = np.array([fit.log_evidence + _log_prior(scales) for scales, fit in fits.items()])
@@ -122,15 +176,45 @@ class StepTimeModel:
         # Most scales of the grid weigh nothing, and each costs products with the slopes of all candidates.
         likely = chance >= _UNLIKELY
         weight = chance[likely] / chance[likely].sum()
-        means, variances = [], []
-        for scales, fit in itertools.compress(fits.items(), likely):
-            slope = asked.slope(fit.mode)
-            means.append(asked.value(fit.mode))
-            variances.append(fit.variance(slope) + asked.unseen * scales[1] ** 2)
-        mean = weight @ np.array(means)
-        # Law of total variance: within each scale, and between the scales' means.
-        spread = weight @ (np.array(variances) + (np.array(means) - mean) ** 2)
-        return Posterior(mean, np.sqrt(spread))
+        found = itertools.compress(fits.items(), likely)
+        return [(float(each), *fitted) for each, fitted in zip(weight, found, strict=True)]
+
+    def _once(self) -> list[Observed]:
+        """Return one observation of each setting: of two the faster one, as other work makes none faster."""
+        if not self.are_trials:
+            return list(self.observed)
+        by_key: dict[str, list[Observed]] = {}
+        for each in self.observed:
+            by_key.setdefault(each.scored.key, []).append(each)
+        return [sorted(each, key=lambda one: one.step_s)[(len(each) - 1) // 2] for each in by_key.values()]
+
+    def _slowed(self, trial: Observed) -> float:
+        """Return the prior probability that other work slowed all trials of a setting down."""
+        is_only = sum(each.scored.key == trial.scored.key for each in self.observed) == 1
+        return min(_SLOWED + trial.noise, _MOST_SLOWED) if self.are_trials and is_only else 0.0
+
+    def repeat_gains(self, best_s: float) -> dict[str, float]:
+        """Return what to repeat a trial is worth, by the key of its setting.
+
+        Args:
+            best_s: Best measured seconds per sample.
+
+        Returns:
+            By how much the logarithm of `best_s` is expected to fall; trials that were hardly slowed down are
+            left out.
+        """
+        trials = self._once()
+        features = _Features([each.scored for each in trials], ())
+        doubt = sum(weight * fit.doubt for weight, _, fit in self._fits(features)) if trials else ()
+        found = {}
+        for each, probability in zip(trials, np.asarray(doubt).tolist(), strict=True):
+            if probability < _DOUBTFUL:
+                continue
+            others = replace(self, observed=[one for one in self.observed if one is not each])
+            mean, sd = others.posterior([each.scored])
+            log_s = mean - math.log(each.scored.prediction.samples_per_s)
+            found[each.scored.key] = probability * float(expected_improvement(log_s, sd, math.log(best_s))[0])
+        return found
 
     def believing(self, pending: Sequence[Scored]) -> StepTimeModel:
         """Return this model as if each candidate in `pending` had been measured at its expected step time.
@@ -173,6 +257,8 @@ class _Fit(NamedTuple):
     shared: F64
     """(columns, trials): covariance of each logarithm and each trial before it was measured."""
     log_evidence: float
+    doubt: F64
+    """(trials,) probabilities that other work slowed them down."""
 
     def variance(self, slope: F64) -> F64:
         """Return (n,) variances of what grows by `slope`, (n, columns), with the logarithms."""
@@ -181,24 +267,85 @@ class _Fit(NamedTuple):
         return found
 
 
-def _fitted(seen: _Matrix, target: F64, noise: F64, prior: F64) -> _Fit:
-    """Return the posterior of all logarithms around its mode, and the evidence (Laplace)."""
-    mode = np.zeros(len(prior))
+def _fitted(
+    seen: _Matrix,
+    target: F64,
+    noise: F64,
+    mean: F64,
+    prior: F64,
+    slowed: F64,
+    is_new: npt.NDArray[np.bool_],
+) -> _Fit:
+    """Return the posterior of all logarithms around its mode, and the evidence (Laplace).
+
+    Args:
+        seen: Features of the trials.
+        target: (trials,) logarithms of measured over predicted step times.
+        noise: (trials,) variances of their errors.
+        mean: (columns,) of the prior.
+        prior: (columns,) variances of the prior.
+        slowed: (trials,) prior probabilities that other work slowed them down.
+        is_new: (trials,) whether a trial has a technique that no other has.
+    """
+    mode, doubt = mean, np.zeros(len(target))
     if not len(target):
         # No trial: the prior itself.
         none = np.zeros((len(prior), 0))
-        return _Fit(mode, prior, none, none, 0.0)
+        return _Fit(mode, prior, none, none, 0.0, doubt)
     for _ in range(_ITERATIONS):
         slope = seen.slope(mode)
-        # Linearised at the mode (Gauss-Newton), with the prior's mean 0.
-        rest = target - seen.value(mode) + slope @ mode
+        # Linearised at the mode (Gauss-Newton).
+        rest = target - seen.value(mode) + slope @ (mode - mean)
         # In the space of trials: they are few, the factors many.
         shared = prior[:, None] * slope.T
-        between = np.linalg.inv(slope @ shared + np.diag(noise))
+        error: F64 = 1 / ((1 - doubt) / noise + doubt / (noise + _MUCH_SLOWER_SD**2))
+        between: F64 = np.linalg.inv(slope @ shared + np.diag(error)).astype(np.float64)
         gain = shared @ between
-        mode = gain @ rest
+        mode = mean + gain @ rest
+        used, doubt = doubt, _doubt(between, rest, error, noise, slowed, is_new)
     _, log_det = np.linalg.slogdet(between)
-    return _Fit(mode, prior, gain, shared, 0.5 * float(log_det - rest @ between @ rest))
+    log_evidence = 0.5 * float(log_det - rest @ between @ rest) + _log_chance(used, error, noise, slowed)
+    return _Fit(mode, prior, gain, shared, log_evidence, doubt)
+
+
+def _doubt(
+    between: F64, rest: F64, error: F64, noise: F64, slowed: F64, is_new: npt.NDArray[np.bool_]
+) -> F64:
+    """Return (trials,) probabilities that other work slowed a trial down, given all other trials."""
+    # Mean and variance that the others predict of each one (Rasmussen, Williams 2006, equation 5.12).
+    precision = np.diag(between)
+    excess = between @ rest / precision
+    variance = (1 / precision - error).clip(0.0) + noise
+    surprising = _SURPRISING * is_new
+    steady = (1 - surprising) * _density(excess, variance)
+    steady += surprising * _longer(excess, variance + _MUCH_SLOWER_SD**2)
+    longer = slowed * _longer(excess, variance + _MUCH_SLOWER_SD**2)
+    found: F64 = longer / ((1 - slowed) * steady + longer).clip(np.finfo(np.float64).tiny)
+    return found
+
+
+def _longer(at: F64, variance: F64) -> F64:
+    # Half of a Gaussian: nothing of this kind makes a trial faster.
+    found: F64 = 2 * _density(at, variance) * (at > 0)
+    return found
+
+
+def _density(at: F64, variance: F64) -> F64:
+    found: F64 = np.exp(-0.5 * at**2 / variance) / np.sqrt(variance)
+    return found
+
+
+def _log_chance(doubt: F64, error: F64, noise: F64, slowed: F64) -> float:
+    """Return by how much the variational bound of the evidence differs from that of errors of `error`."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        parts = [
+            part * (np.log(chance / part) - 0.5 * np.log(variance))
+            for part, chance, variance in (
+                (1 - doubt, 1 - slowed, noise),
+                (doubt, slowed, noise + _MUCH_SLOWER_SD**2),
+            )
+        ]
+    return float(np.nansum(parts) + 0.5 * np.log(error).sum())
 
 
 @dataclass(frozen=True)
@@ -250,6 +397,7 @@ class _Features:
         self._columns: dict[object, int] = {"unused": _UNUSED, "step": _STEP, "micro-batch": 2}
         self._sd = [0.0, _STEP_SD, 0.0]
         self._sd_technique = [0.0, 0.0, _MICRO_BATCH_SD]
+        self._sd_one_sided = [0.0, 0.0, 0.0]
         self._sd_mechanism = [0.0, 0.0, 0.0]
         self._mechanisms = list(
             dict.fromkeys(name for each in (*tried, *candidates) for name in each.prediction.mechanism_shares)
@@ -267,16 +415,19 @@ class _Features:
         # Knobs that no trial had need no column; `matrix` adds their variance.
         for each in tried:
             for technique in each.choice.techniques:
-                self._add(technique, technique=_KNOBS_SD)
+                self._add(technique, technique=_KNOBS_SD, one_sided=False)
             # Its own column, so that the posterior of a trial that ran is nearly its measurement.
-            self._add(each.key, technique=_OWN_SD)
+            self._add(each.key, technique=_OWN_SD, one_sided=False)
 
-    def _add(self, name: object, *, mechanism: float = 0.0, technique: float = 0.0) -> None:
+    def _add(
+        self, name: object, *, mechanism: float = 0.0, technique: float = 0.0, one_sided: bool = True
+    ) -> None:
         if name not in self._columns:
             self._columns[name] = len(self._columns)
             self._sd.append(0.0)
             self._sd_mechanism.append(mechanism)
             self._sd_technique.append(technique)
+            self._sd_one_sided.append(technique if one_sided else 0.0)
 
     def variance(self, mechanism_scale: float, technique_scale: float) -> F64:
         """Return the prior variance of each column."""
@@ -285,6 +436,12 @@ class _Features:
             + mechanism_scale * np.array(self._sd_mechanism)
             + technique_scale * np.array(self._sd_technique)
         ) ** 2
+        return found
+
+    def expected_sd(self, mechanism_scale: float, technique_scale: float) -> F64:
+        """Return (columns,) prior standard deviations of what tends to take longer, 0 elsewhere."""
+        one_sided = technique_scale * np.array(self._sd_one_sided)
+        found: F64 = mechanism_scale * np.array(self._sd_mechanism) + one_sided
         return found
 
     def matrix(self, candidates: Sequence[Scored]) -> _Matrix:

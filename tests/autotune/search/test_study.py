@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,8 +77,10 @@ def test_search_winner_fits_and_is_no_worse_than_baselines(seed: int):
     baselines = [each for each in fitting if each["role"] == "baseline"]
     worst_noise = 1.03
     assert all(outcome.measured["step_s"] <= each["step_s"] * worst_noise for each in baselines)
-    searched = {each["summary"] for each in outcome.trials if each["role"] in ("baseline", "search", "audit")}
-    assert len(searched) == sum(each["role"] in ("baseline", "search", "audit") for each in outcome.trials)
+    searched = Counter(
+        each["summary"] for each in outcome.trials if each["role"] in ("baseline", "search", "audit")
+    )
+    assert max(searched.values()) <= 2  # a doubtful trial is repeated once
 
 
 def test_search_with_concurrent_trials_keeps_limit():

@@ -11,6 +11,7 @@ from memtune.autotune.search.trial_verdict import (
     Measured,
     beats,
     contenders,
+    finalists,
     gain,
     judge,
     loss_tolerance,
@@ -136,6 +137,27 @@ def test_racing_ends_where_noise_hides_any_difference():
     assert racing([one, other], "throughput", 3) == []
 
 
+def test_verdict_does_not_count_a_time_that_other_work_slowed_down():
+    full = alternating(1, [[1.2], [1.21], [1.2]], FULL, baseline="full recompute")
+    fast = alternating(2, [[1.0], [2.2], [1.003]], HOST)
+    near = alternating(3, [[1.1], [1.105], [1.11]], EVERY)
+    assert fast.step_s > full.step_s
+    verdict = judge([full, fast, near], "throughput")
+    assert verdict is not None
+    assert verdict.winner is fast
+    assert beats(fast, near, "throughput", [full, fast, near])
+
+
+def test_verdict_counts_a_time_that_was_shorter():
+    """Other work makes no step faster, so a single short time is noise of this machine."""
+    full = alternating(1, [[1.2], [1.21], [1.2]], FULL, baseline="full recompute")
+    lucky = alternating(2, [[1.3], [0.6], [1.3]], HOST)
+    verdict = judge([full, lucky], "throughput")
+    assert verdict is not None
+    assert verdict.winner is full
+    assert not beats(full, lucky, "throughput")
+
+
 def test_verdict_compares_finalist_that_left_within_its_own_rounds():
     """The machine slows down after the third finalist has left: its times are lower than those of all."""
     rounds = [[1.0], [1.001], [3.0], [3.003]]
@@ -209,6 +231,13 @@ def test_contenders_include_what_other_load_made_slow():
     assert found == [best, disturbed, near]
     certain = expected | {disturbed.choice: (0.4, 0.01)}
     assert contenders([near, best, disturbed], "throughput", expected=certain) == [best, near]
+
+
+def test_finalists_include_what_one_doubtful_trial_made_slow() -> None:
+    best, full = measured(1, [1.0] * 5, EVERY), measured(2, [1.3] * 5, FULL, baseline="full recompute")
+    doubtful, slow = measured(3, [2.0] * 5, HOST), measured(4, [2.0] * 5, EVERY, HOST)
+    everything = [best, full, doubtful, slow]
+    assert finalists(everything, "throughput", doubtful={doubtful.choice}) == [best, full, doubtful]
 
 
 def test_gain_without_rounds_claims_nothing_that_reference_op_explains():

@@ -63,6 +63,21 @@ def test_proposer_delays_techniques_that_trials_showed_slow(proposer: Proposer) 
     assert found is None or not kinds(naive.scored.choice) <= kinds(found.scored.choice)
 
 
+def test_proposer_repeats_trial_that_other_work_slowed_down(proposer: Proposer) -> None:
+    """Three settings of a technique took as long as predicted, but the fastest one twice as long."""
+    alike = [each for each in by_time(proposer) if kinds(each.choice) == {("recompute", "every_nth")}]
+    fastest, *others = (proposer.scorer.refined(each) for each in alike[:4])
+    observed = [Observed(each, each.prediction.step_s) for each in others]
+    best = 1.1 / fastest.prediction.samples_per_s
+    slow = Observed(fastest, 2 * fastest.prediction.step_s)
+    found = proposer.next(Pruner(None), set(proposer.scores.by_key), best, StepTimeModel([*observed, slow]))
+    assert found is not None
+    assert found.scored.key == fastest.key
+    twice = StepTimeModel([*observed, slow, slow])
+    found = proposer.next(Pruner(None), set(proposer.scores.by_key), best, twice)
+    assert found is None or found.scored.key != fastest.key
+
+
 def test_proposer_stops_when_nothing_may_improve(proposer: Proposer) -> None:
     ran = proposer.scorer.refined(by_time(proposer)[0])
     observed = [Observed(ran, ran.prediction.step_s)] * 4

@@ -43,16 +43,19 @@ def test_variance_is_that_of_the_whole_covariance() -> None:
     draw = np.random.default_rng(0)
     prior, noise, seen, asked = (draw.random(size) for size in (30, 6, (6, 30), (9, 30)))
     shared = prior[:, None] * seen.T
-    fit = _Fit(np.zeros(30), prior, shared @ np.linalg.inv(seen @ shared + np.diag(noise)), shared, 0.0)
+    fit = _Fit(
+        np.zeros(30), prior, shared @ np.linalg.inv(seen @ shared + np.diag(noise)), shared, 0.0, noise
+    )
     covariance = np.linalg.inv(np.diag(1 / prior) + seen.T / noise @ seen)
     np.testing.assert_allclose(fit.variance(asked), np.diag(asked @ covariance @ asked.T))
 
 
-def test_posterior_without_trials_is_prediction_and_more_uncertain_with_more_mechanisms() -> None:
+def test_posterior_without_trials_expects_more_and_is_less_certain_with_more_mechanisms() -> None:
     plain, full = one_with(), one_with(("recompute", "full"))
     mean, sd = StepTimeModel().posterior([plain, full])
-    assert (mean == 0).all()
+    assert 0 <= mean[0] < mean[1] < sd[1]
     assert sd[0] < sd[1]
+    assert (StepTimeModel(are_trials=False).posterior([plain, full]).mean == 0).all()
 
 
 def test_posterior_corrects_all_that_share_a_slow_machine() -> None:
@@ -116,6 +119,32 @@ def test_noisy_trial_counts_less() -> None:
     assert noisy < 0.5 * clear
 
 
+def test_slow_trial_of_known_mechanisms_counts_little_until_it_is_repeated() -> None:
+    known = [each for each in candidates() if ("recompute", "full") in kinds(each.choice)][:4]
+    trials = [Observed(each, each.prediction.step_s) for each in (one_with(), *known)]
+    best_s = min(1 / each.scored.prediction.samples_per_s for each in trials)
+    slow = trials[-1]._replace(step_s=2 * known[-1].prediction.step_s)
+    once = StepTimeModel([*trials[:-1], slow])
+    assert set(once.repeat_gains(2 * best_s)) == {known[-1].key}
+    assert once.repeat_gains(2 * best_s)[known[-1].key] > 0.2
+    assert once.posterior(known).mean.max() < 0.1
+    again = StepTimeModel([*trials[:-1], slow, slow])
+    assert not again.repeat_gains(2 * best_s)
+    assert again.posterior(known[-1:]).mean[0] > math.log(1.7)
+    # A fast trial is not what other work makes.
+    fast = StepTimeModel([*trials[:-1], slow._replace(step_s=0.5 * known[-1].prediction.step_s)])
+    assert not fast.repeat_gains(2 * best_s)
+
+
+def test_slow_first_trial_of_a_mechanism_is_probably_the_mechanism() -> None:
+    plain, full = one_with(), one_with(("recompute", "full"))
+    model = StepTimeModel(
+        [Observed(plain, plain.prediction.step_s), Observed(full, 1.5 * full.prediction.step_s)]
+    )
+    assert model.posterior([full]).mean[0] > math.log(1.3)
+    assert model.repeat_gains(1 / plain.prediction.samples_per_s).get(full.key, 0.0) < 0.01
+
+
 def test_expected_improvement_equals_monte_carlo() -> None:
     log_s, sd, best = np.array([0.1, -0.2, 0.0]), np.array([0.3, 0.05, 0.2]), 0.0
     draws = np.random.default_rng(0).normal(log_s[:, None], sd[:, None], (3, 200_000))
@@ -166,9 +195,6 @@ def test_python_work_follows_effects_and_plans_of_techniques() -> None:
 
     assert work() == work(recompute={"kind": "full"}) == PythonWork()
     assert work(recompute={"kind": "selective"}).observes_ops
-    sharded = {"states": {"kind": "zero1"}}
-    assert work(sharding=sharded).updates_dtensors
-    assert not work(sharding=sharded, offload={"states": {"kind": "optimizer_cpu"}}).updates_dtensors
     assert work({"recompute": ThreeCalls()}, recompute={"kind": "dtr"}).schedule_calls == 3
 
 
