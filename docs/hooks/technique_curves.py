@@ -177,7 +177,8 @@ def _simulated(setup: Setup, choice: Choice) -> dict[str, Any] | Reason:
     scored = setup.scorer.score(choice, level="events")
     if isinstance(scored, Reason):
         return scored
-    found = step_timeline(setup.scorer.program(choice), setup.scorer.hardware, python_work(choice)).document()
+    candidate = setup.scorer.candidate(choice)
+    found = step_timeline(candidate.program, setup.scorer.hardware, python_work(candidate)).document()
     end_s = max(stop for spans in found["streams"].values() for _, _, stop in spans)
     return {
         "step_s": float(f"{end_s:.4g}"),
