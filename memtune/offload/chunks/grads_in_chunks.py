@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch._C._autograd import _unsafe_set_version_counter as set_version
 
 from memtune.offload.core import Chunks
 from memtune.offload.parameters import HostCopies, ParameterOffloader
 from memtune.program import Residency
-from memtune.runtime import Context, without_grad
+from memtune.runtime import Context
 
 
 class GradientsInPlace(ParameterOffloader):
@@ -55,27 +55,19 @@ class GradientsInPlace(ParameterOffloader):
         self._chunk_of = dict(zip(self._block_of, chunks.chunk, strict=True))
         self._owner_of = {each.parameter: each for each in self._offloaded()}
 
-    def _on_grad_ready(self, parameter: Any) -> None:
+    def _offload_gradient(self, parameter: nn.Parameter, source: Tensor) -> None:
         """Copy the gradient to its weight's place, or offload it directly if the chunk is not resident."""
-        with without_grad():
-            self._place_or_offload(parameter)
-
-    def _place_or_offload(self, parameter: nn.Parameter) -> None:
-        assert parameter.grad is not None
-        chunk = self._chunk_of[parameter]
-        owner = self._owner_of[parameter]
+        chunk, owner = self._chunk_of[parameter], self._owner_of[parameter]
         if not owner.is_resident:
-            super()._on_grad_ready(parameter)
+            super()._offload_gradient(parameter, source)
             return
-        self._average(parameter)
         place = parameter.detach()
         owner.free()  # before the copy, which changes the values on the device
         # Counted, on purpose: a backward that still reads the saved weight raises autograd's version error.
-        place.copy_(parameter.grad)
-        parameter.grad = None
+        place.copy_(source)
         self._overwritten.setdefault(chunk, []).append(parameter)
         self._placed_bytes += place.nbytes
-        self._start_copy(parameter, place)
+        super()._offload_gradient(parameter, place)
 
     def _load_block(self, block: int) -> None:
         """Wait for gradients in the block's chunks and reload them before the block runs again."""

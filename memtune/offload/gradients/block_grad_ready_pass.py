@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from memtune.parallel.replicas import average_in_buckets
 from memtune.program import (
     FOREVER,
     I32,
@@ -19,7 +20,6 @@ from memtune.program import (
     Edit,
     Kind,
     Phase,
-    Resource,
     Step,
     columns_of,
     gathers_of,
@@ -67,6 +67,12 @@ class BlockGradients:
         parameter, made, sums, after, moment = (column[order] for column in parts)
         return cls(parameter, made, sums, after, moment, step.storages.bytes[made])
 
+    def free_in(self, edit: Edit) -> None:
+        """Let gradients be freed after their last use; buckets of an average already are."""
+        mine = self.raw[self.raw < len(edit.storages.held_until)]
+        edit.storages.held_until[mine] = -1
+        edit.storages.kind[mine] = Kind.TEMPORARY
+
 
 def adding(step: Step) -> I32:
     """Return (m,) the op of backward that adds to a sum of earlier micro-batches, -1 for none."""
@@ -94,19 +100,20 @@ def weights_are_free(step: Step) -> bool:
     return not ((step.uses.op > after[step.uses.storage]) & (step.use_phase < Phase.BOUNDARY)).any()
 
 
-def average(edit: Edit, step: Step, after: I32, n_bytes: I64, gradients: I32, ranks: int) -> I32:
-    """Insert an all-reduce of each of `gradients` after the op `after`; return the ops."""
-    ops = edit.add_ops(
-        "memtune.all_reduce_.default",
-        after=after,
-        phase=Phase.BACKWARD,
-        resource=Resource.INTRA_LINK,
-        traffic_bytes=n_bytes,
-        call=step.ops.call[after],
-        group=ranks,
+def averaged(edit: Edit, step: Step, grads: BlockGradients, ranks: int) -> BlockGradients:
+    """Insert an all-reduce of each block's gradients (`parallel.replicas.gradient_reducer`).
+
+    Returns:
+        The averaged ones; each is ready when its block's last one is.
+    """
+    columns = columns_of(step.parameters)
+    # One message for each dtype of a block.
+    bucket = 16 * columns.block[grads.parameter] + columns.itemsize[grads.parameter]
+    found = average_in_buckets(edit, step, grads.raw, grads.after, grads.n_bytes, bucket, ranks)
+    parameter, sums, moment, n_bytes = (
+        each[found.order] for each in (grads.parameter, grads.sums, grads.moment, grads.n_bytes)
     )
-    edit.add_uses(ops, gradients, mode=WRITES)
-    return ops
+    return BlockGradients(parameter, found.storage, sums, found.after, moment, n_bytes)
 
 
 def average_on_device(step: Step, resident: npt.NDArray[np.bool_], ranks: int) -> Step:
@@ -125,16 +132,16 @@ def average_on_device(step: Step, resident: npt.NDArray[np.bool_], ranks: int) -
         return step
     edit, after = Edit(step), grads.after[mine]
     gradients = columns_of(step.parameters).gradient[grads.parameter[mine]]
-    ops = average(edit, step, after, grads.n_bytes[mine], gradients, ranks)
+    alone = np.arange(len(mine), dtype=np.int32)
+    found = average_in_buckets(edit, step, gradients, after, grads.n_bytes[mine], alone, ranks)
     if after[-1] == np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1]:
-        edit.hold_to_the_end_of_backward(int(ops[-1]))
+        edit.hold_to_the_end_of_backward(int(found.message[-1]))
     return edit.done()
 
 
 def offload_in_place(edit: Edit, grads: BlockGradients, placed: I32, copies: I32, there: I32) -> None:
     """Free each gradient once it is copied to `there`, the place of its weight, and offload it from there."""
-    edit.storages.held_until[grads.raw] = -1
-    edit.storages.kind[grads.raw] = Kind.TEMPORARY
+    grads.free_in(edit)
     edit.add_uses(placed, grads.raw)
     edit.add_uses(placed, there, mode=WRITES)
     edit.add_uses(copies, there)
@@ -148,9 +155,11 @@ def bytes_in_copies(step: Step) -> I64:
         step.ops.phase == Phase.BACKWARD
     )
     leave = downs[step.uses.op]
-    gradient, at = step.uses.storage[leave], step.uses.op[leave]
-    needed = np.full(step.storages.n, -1, np.int32)
+    first, needed = np.full(step.storages.n, step.ops.n, np.int32), np.full(step.storages.n, -1, np.int32)
+    np.minimum.at(first, step.uses.storage[leave], step.uses.op[leave])  # several copies read a bucket
     np.maximum.at(needed, step.uses.storage[~leave], step.uses.op[~leave])
+    gradient = np.unique(step.uses.storage[leave])
+    at = first[gradient]
     delta = np.zeros(step.ops.n + 1, np.int64)
     np.add.at(delta, np.maximum(needed[gradient] + 1, at), step.storages.bytes[gradient])
     np.add.at(

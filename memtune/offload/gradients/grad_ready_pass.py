@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from memtune.offload.core import bucket_ends
 from memtune.offload.gradients.block_grad_ready_pass import adding
+from memtune.parallel.replicas import average_in_buckets
 from memtune.program import (
     FOREVER,
     I32,
@@ -17,7 +18,6 @@ from memtune.program import (
     Edit,
     Kind,
     Phase,
-    Resource,
     Step,
     Tier,
     columns_of,
@@ -99,16 +99,8 @@ def average_ready(edit: Edit, step: Step, offloaded: Rows, ranks: int) -> None:
     what = np.where(np.isin(rows, offloaded), raw[rows], gradient[rows]).astype(np.int32)
     order = np.argsort(after, kind="stable")
     after, what = after[order], what[order]
-    average = edit.add_ops(
-        "memtune.all_reduce_.default",
-        after=after,
-        phase=Phase.BACKWARD,
-        resource=Resource.INTRA_LINK,
-        traffic_bytes=step.storages.bytes[what],
-        call=step.ops.call[after],
-        group=ranks,
-    )
-    edit.add_uses(average, what, mode=WRITES)
+    alone = np.arange(len(what), dtype=np.int32)
+    average_in_buckets(edit, step, what, after, step.storages.bytes[what], alone, ranks)
 
 
 def ready_or_reduced(

@@ -41,6 +41,7 @@ _PREFETCH = {
     for phase in _ALLOCATE
 }
 _OFFLOAD = NewOp("memtune.to_host.default", Phase.BACKWARD, Resource.DEVICE_TO_HOST, prefetch=1)
+_COPY = NewOp("aten.copy_.default", Phase.BACKWARD, Resource.COMPUTE)
 _ADD = NewOp("aten.add_.Tensor", Phase.BACKWARD, Resource.HOST_THREADS)
 _ADD_HERE = NewOp("aten.add_.Tensor", Phase.BACKWARD, Resource.COMPUTE)
 _UPDATE = NewOp("memtune.host_update_.default", Phase.BOUNDARY, Resource.HOST_THREADS)
@@ -133,6 +134,8 @@ class Gradients:
         self._host_sum = np.full(count, -1, np.int32)
         self._in_flight = -1
         self._in_flight_host = -1
+        self._arrived: dict[tuple[int, int], list[int]] = {}
+        """By bucket (block and itemsize): parameters whose gradients are in it, in grad-ready order."""
         self._native_bytes, self._state_of = native_update_bytes(step), _state_of(step)
         self._waiting: PendingUpdates[I32] = PendingUpdates(waiting_room(step))
         self._deferred = np.isin(columns.block, list(deferred))
@@ -172,13 +175,42 @@ class Gradients:
         self._new.new_op(_ADD_HERE, 3 * n_bytes, reads=(number,), writes=(int(self._device_sum[parameter]),))
 
     def offload(self, parameter: int) -> None:
-        """Average the gradient among replicas and start its D2H copy; the copy before it must have ended."""
+        """Start the D2H copy of the gradient, among replicas when its bucket is averaged."""
+        for each in [parameter] if self._average is None else self._averaged(parameter, self._average):
+            self._copy_down(each)
+
+    def _averaged(self, parameter: int, average: NewOp) -> list[int]:
+        """Copy the gradient to its bucket; return the parameters of a bucket that it fills."""
+        key = int(self._columns.block[parameter]), int(self._columns.itemsize[parameter])
+        members = [
+            row
+            for row in parameters_by_block(self._step)[key[0]]
+            if self._raw[row] >= 0 and self._columns.itemsize[row] == key[1]
+        ]
+        n_bytes = {row: int(self._step.storages.bytes[self._raw[row]]) for row in members}
+        arrived, number = self._arrived.setdefault(key, []), int(self._device_sum[parameter])
+        bucket = number
+        if len(members) > 1 and not arrived:
+            makes = sum(n_bytes.values()), Tier.DEVICE, Kind.COMMUNICATION, -1
+            bucket = self._new.new_op(
+                _COPY, 2 * n_bytes[parameter], reads=(number,), makes=makes, call=key[0]
+            )
+        elif len(members) > 1:
+            bucket = int(self._device_sum[arrived[0]])
+            self._new.new_op(_COPY, 2 * n_bytes[parameter], reads=(number,), writes=(bucket,), call=key[0])
+        self._device_sum[parameter] = bucket
+        arrived.append(parameter)
+        if len(arrived) < len(members):
+            return []
+        self._new.new_op(average, sum(n_bytes.values()), writes=(bucket,))
+        return self._arrived.pop(key)
+
+    def _copy_down(self, parameter: int) -> None:
+        """Start the D2H copy of a gradient; the copy before it must have ended."""
         n_bytes, number = (
             int(self._step.storages.bytes[self._raw[parameter]]),
             int(self._device_sum[parameter]),
         )
-        if self._average is not None:
-            self._new.new_op(self._average, n_bytes, writes=(number,))
         # One copy in flight, as in the runtime: the previous source is free before this one starts.
         self.wait()
         block = int(self._columns.block[parameter])

@@ -142,7 +142,7 @@ class PackOffloader(DeferredBlocks):
                 if not self._load_parts:
                     self.fill_finished()
         for number in self._gradient_parts.pop() if self._gradient_parts else ():
-            self._start_copy(*self._kept_gradients[number])
+            self._offload_gradient(*self._kept_gradients[number])
             if number == len(self._kept_gradients) - 1:
                 self._kept_gradients = []
 
@@ -198,7 +198,7 @@ class PackOffloader(DeferredBlocks):
         for parameter in self._outside:
             if parameter.grad is not None:
                 self._average(parameter)
-        self._note_versions()
+        self._note_versions(self._finish_averages())
 
     def abandon(self) -> None:
         """Free all blocks and forget gradients, after a step that raised."""

@@ -51,6 +51,7 @@ from memtune.offload.core import (
 )
 from memtune.offload.gradients import WatchedGradients
 from memtune.offload.optimizer import add_gradient
+from memtune.parallel.replicas import GradientReducer
 from memtune.program import Residency, Units, order_of_use
 from memtune.runtime import (
     HOST,
@@ -96,7 +97,7 @@ class HostParameters:
             offloads them.
         copy: Copies a parameter's values from the host.
         members: Of each block, the offloaded parameters; none: all.
-        averages: Ranks are replicas, and average each gradient before it is offloaded.
+        averages: Ranks are replicas, and average gradients before they are offloaded, a block at once.
         room_bytes: Bound of gradients in D2H copies at once; 0: one gradient.
 
     Raises:
@@ -117,7 +118,6 @@ class HostParameters:
         room_bytes: int = 0,
     ) -> None:
         placement = context.placement
-        self._group = dist.group.WORLD if averages and placement.world_size > 1 else None
         self._optimizer, self._device = optimizer, context.device
         self._before_grad_use = context.events.before_grad_use
         self._modules = [context.model.get_submodule(name) for name in context.blocks]
@@ -148,10 +148,7 @@ class HostParameters:
         self._version_check = WatchedGradients(
             context, resident, offloaded_grads, "offload: {states: {kind: optimizer_cpu}}, or no clipping"
         )
-        self._averaged: set[nn.Parameter] = set()  # in this backward
-        self._averaged_on_device = (
-            self._resident_trained(context, set(mine)) if self._group is not None and when_ready else []
-        )
+        self._reducer = self._reducer_of(context, set(mine)) if averages and when_ready else None
         self.loaded_bytes = 0
         context.undo.callback(self._load_all)
         if self._gathered is not None:
@@ -163,17 +160,30 @@ class HostParameters:
         """The device that computes."""
         return self._device
 
-    def _resident_trained(self, context: Context, offloaded: set[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the trained block parameters not in `offloaded`; replicas average them on the device."""
-        found = [
+    def _reducer_of(self, context: Context, offloaded: set[nn.Parameter]) -> GradientReducer | None:
+        """Return the reducer of the blocks' gradients; None on one rank.
+
+        The gradients of a block in `offloaded` are a bucket. The others are averaged in place: as sums of all
+        micro-batches so far, which are equal on all ranks up to the last one.
+        """
+        group = dist.group.WORLD
+        if context.placement.world_size == 1 or group is None:
+            return None
+        resident = [
             each
             for block in self._modules
             for each in block.parameters()
             if each.requires_grad and each not in offloaded
         ]
-        for parameter in found:
+        buckets = [self._offloaded_when_ready(block) for block in self._blocks]
+        reducer = GradientReducer(group, [*buckets, *([each] for each in resident)], self._on_averaged)
+        for parameter in resident:
             context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(self._average)).remove)
-        return found
+        return reducer
+
+    def _offloaded_when_ready(self, block: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return those of `block` whose gradients autograd accumulates and the offloader takes."""
+        return [each for each in block if each in self._trained]
 
     def _host_values(self, context: Context, mine: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """Return the memory of the values of `mine` while they are freed on the device."""
@@ -278,15 +288,23 @@ class HostParameters:
     # -- gradients -------------------------------------------------------------------------------------------
 
     def _on_grad_ready(self, parameter: Any) -> None:
-        """Average the gradient among replicas and start its D2H copy; grad-ready hook."""
+        """Offload the gradient, of replicas when its bucket is averaged; grad-ready hook."""
         with without_grad():
-            if self._group is not None:
-                self._average(parameter)
-            # `_in_flight` has the only reference, so the gradient is freed when its copy has finished.
-            source, parameter.grad = parameter.grad, None
-            self._start_copy(parameter, source)
+            if self._reducer is not None:
+                self._reducer.add(parameter)
+            else:
+                # The copy has the only reference, so the gradient is freed when that has finished.
+                source, parameter.grad = parameter.grad, None
+                self._offload_gradient(parameter, source)
 
-    def _start_copy(self, parameter: nn.Parameter, source: Tensor) -> None:
+    def _on_averaged(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Offload an averaged gradient; one of a parameter that is not offloaded remains on the device."""
+        if parameter in self._trained:
+            self._offload_gradient(parameter, gradient)
+        else:
+            parameter.grad = gradient
+
+    def _offload_gradient(self, parameter: nn.Parameter, source: Tensor) -> None:
         """Start the D2H copy of the gradient `source`, after enough earlier copies have finished."""
         here = local(source)
         n_bytes = here.nbytes
@@ -295,15 +313,10 @@ class HostParameters:
         self._in_flight.put((parameter, source, host), n_bytes)
 
     def _average(self, parameter: nn.Parameter) -> None:
-        """All-reduce the gradient if ranks are replicas."""
-        # Before the D2H copy: the sum on the host then needs no communication.
-        if self._group is not None:
-            self._averaged.add(parameter)
-            assert parameter.grad is not None
+        """Average the gradient of a parameter that is not offloaded, if ranks are replicas."""
+        if self._reducer is not None:
             with without_grad():
-                torch.ops.memtune.all_reduce_(
-                    parameter.grad, self._group.group_name, self._group.size(), "avg"
-                )
+                self._reducer.add(parameter)
 
     def _emit_grad_use(self, parameters: Iterable[nn.Parameter]) -> None:
         """Notify listeners of gradients that are used, and freed, inside backward."""
@@ -334,20 +347,22 @@ class HostParameters:
         for _, _, host in self._in_flight.drain():
             transfer.abandon(host)
         self._version_check.forget()
-        self._averaged = set()
+        if self._reducer is not None:
+            self._reducer.abandon()
 
-    def _note_versions(self) -> None:
-        """Note the gradients' versions at the end of backward, so that later changes are found."""
-        self._require_all_averaged()
+    def _finish_averages(self) -> int:
+        """Average what is left at the end of backward; return how many gradients this rank lacks."""
+        return 0 if self._reducer is None else len(self._reducer.finish())
+
+    def _note_versions(self, lacking: int) -> None:
+        """Note the gradients' versions at the end of backward, so that later changes are found.
+
+        Raises:
+            ApplyError: This rank has skipped parameters, which other ranks average.
+        """
+        if lacking:
+            raise refusals.not_averaged(lacking)
         self._version_check.note()
-
-    def _require_all_averaged(self) -> None:
-        """Refuse a backward in which this rank skipped parameters, whose all-reduce other ranks are in."""
-        averaged, self._averaged = self._averaged, set()
-        if self._group is not None and self._when_ready:
-            missing = [each for each in (*self._trained, *self._averaged_on_device) if each not in averaged]
-            if missing:
-                raise refusals.not_averaged(len(missing))
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Free all units before the weights change, and check that gradients are those of backward."""
@@ -574,8 +589,9 @@ class ParameterOffloader(HostParameters):
 
     def _backward_ends(self) -> None:
         """Begin the last moment, which frees the first block, and note gradients' versions."""
+        lacking = self._finish_averages()
         self._begin_moment(self._end)
-        self._note_versions()
+        self._note_versions(lacking)
 
     def _begin_moment(self, moment: int) -> None:
         """Begin a moment: finish copies, free, load, prefetch, update."""

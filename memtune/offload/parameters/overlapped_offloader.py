@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memtune.offload.core import Piece, allocate_together, room_bytes
 from memtune.offload.optimizer import DeferredUpdates, HostOptimizer
@@ -159,7 +159,7 @@ class OverlappedOffloader(DeferredBlocks, ParameterOffloader):
         at_end: bool = False,
     ) -> None:
         self._deferred_blocks, self._in_step = deferred, at_end
-        self._n_ready = 0  # gradients that became ready in this moment
+        self._n_copies = 0  # D2H copies that started in this moment
         self._copying_block: int | None = None  # its gradients are ready, the last ones still in D2H copies
         blocks = [list(context.model.get_submodule(name).parameters()) for name in context.blocks]
         # Before `super`: its constructor loads and frees units, which reads these attributes.
@@ -168,15 +168,15 @@ class OverlappedOffloader(DeferredBlocks, ParameterOffloader):
 
     # -- gradients -------------------------------------------------------------------------------------------
 
-    def _on_grad_ready(self, parameter: Any) -> None:
-        self._n_ready += 1
-        super()._on_grad_ready(parameter)
+    def _offload_gradient(self, parameter: nn.Parameter, source: Tensor) -> None:
+        self._n_copies += 1
+        super()._offload_gradient(parameter, source)
 
     def _finish_copies_before(self, moment: int) -> None:
         """Wait for D2H copies of earlier moments; those that started in the ending moment may still run."""
         # Copies that started in the moment that ends may still run, within the bound of a block's bytes.
-        self._finish_copies(keep=self._n_ready if moment < self._end else 0)
-        self._n_ready = 0
+        self._finish_copies(keep=self._n_copies if moment < self._end else 0)
+        self._n_copies = 0
 
     def _update_after(self, moment: int, block: int | None) -> None:
         """Update the block whose gradients have arrived, one moment after they were all ready."""
@@ -193,7 +193,7 @@ class OverlappedOffloader(DeferredBlocks, ParameterOffloader):
                 self._updates.update(self._blocks[each], at_once=False)
 
     def _backward_raised(self) -> None:
-        self._n_ready, self._copying_block = 0, None
+        self._n_copies, self._copying_block = 0, None
         super()._backward_raised()
 
     # -- weights ---------------------------------------------------------------------------------------------

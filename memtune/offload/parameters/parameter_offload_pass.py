@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune.offload.core import Chunks, Pages, aligned
-from memtune.offload.gradients import BlockGradients, average, bytes_in_copies, offload_in_place
+from memtune.offload.gradients import BlockGradients, averaged, bytes_in_copies, offload_in_place
 from memtune.offload.parameters.overlap_pass import (
     FreedAt,
     Overlap,
@@ -180,7 +180,7 @@ def stream_parameters(
             ops update all.
         read_ahead: The parameters are on SSD and are read this number of moments before the load; None: on
             the host.
-        ranks: Number of replicas, which average each gradient before it is offloaded.
+        ranks: Number of replicas, which average a block's gradients together before they are offloaded.
         overlap: Overlap of D2H copies and updates with other blocks; None: both end before the next block
             computes.
         in_place: Each gradient is offloaded from the place of its weight; for a step where
@@ -200,6 +200,12 @@ def stream_parameters(
     # The parameters' own storages stay in the Step, without bytes; loads add storages for each time of
     # residency.
     edit.storages.bytes[columns.storage[mine]] = 0
+    # The op that added a gradient on the device; the host adds instead.
+    dropped = np.zeros(step.ops.n, bool)
+    dropped[grads.after[grads.sums >= 0]] = True
+    edit.drop_ops(dropped)
+    if ranks > 1:
+        grads = averaged(edit, step, grads, ranks)
     moment, summed = grads.moment, grads.sums >= 0
     freed = (
         one_at_a_time(moment)
@@ -208,7 +214,7 @@ def stream_parameters(
     )
     deferred = overlap.deferred if overlap is not None else frozenset[int]()
     # Gradients before loads, as in the mechanism: within a moment rows keep the order of insertion.
-    offloaded = _offload_gradients(edit, step, grads, freed, ranks, deferred, in_place=in_place)
+    offloaded = _offload_gradients(edit, step, grads, freed, deferred, in_place=in_place)
     updated = updated_blocks(len(step.blocks), overlap) if early else ()
     inserted = moment_ops(
         step,
@@ -290,15 +296,12 @@ def _offload_gradients(
     step: Step,
     grads: BlockGradients,
     freed: FreedAt,
-    ranks: int,
     deferred: frozenset[int],
     *,
     in_place: bool,
 ) -> _OffloadedGrads:
     """Insert D2H copies of ready gradients; freed ones are added to the host sums before."""
     count = len(grads.after)
-    if ranks > 1:
-        average(edit, step, grads.after, grads.n_bytes, grads.raw, ranks)
     # Only with accumulation there is a sum; in the first micro-batch the host gradient is the sum itself.
     added = np.flatnonzero((grads.sums >= 0) & (freed.row >= 0)).astype(np.int32)
     every = np.arange(count)
@@ -337,10 +340,6 @@ def _offload_gradients(
     if not in_place:
         edit.add_uses(copies, grads.raw)
     sums = _sums_on_host(edit, step, grads, is_deferred)
-    dropped = np.zeros(step.ops.n, bool)
-    # The op that added the gradient on the device; the host adds instead.
-    dropped[grads.after[summed]] = True
-    edit.drop_ops(dropped)
     edit.add_uses(ops[is_added], hosts[source[is_added]])
     edit.add_uses(ops[is_added], sums[source[is_added]], mode=WRITES)
     return _OffloadedGrads(
@@ -456,8 +455,7 @@ def _free_gradients(
         if len(grads.raw)
         else freed.row
     )
-    edit.storages.held_until[grads.raw] = -1
-    edit.storages.kind[grads.raw] = Kind.TEMPORARY
+    grads.free_in(edit)
     edit.release_before(grads.raw, at)
 
 

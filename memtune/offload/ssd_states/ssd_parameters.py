@@ -120,15 +120,17 @@ class TieredOffloader(ParameterOffloader):
 
     # -- gradients -------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def _on_grad_ready(self, parameter: Tensor) -> None:
-        if (
-            id(parameter) in self._tiled
-        ):  # each tile was offloaded when ready; autograd's own gradient is empty
-            return
-        super()._on_grad_ready(parameter)
+    def _on_grad_ready(self, parameter: Any) -> None:
+        # Each tile was averaged and offloaded when ready; autograd's own gradient is empty.
+        if id(parameter) not in self._tiled:
+            super()._on_grad_ready(parameter)
+
+    def _offloaded_when_ready(self, block: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        return [each for each in super()._offloaded_when_ready(block) if id(each) not in self._tiled]
+
+    def _offload_gradient(self, parameter: nn.Parameter, source: Tensor) -> None:
+        super()._offload_gradient(parameter, source)
         if self._gradients is not None:
-            assert isinstance(parameter, nn.Parameter)
             self._gradients.begin_offload(parameter)
 
     def _add_to_sum(self, parameter: nn.Parameter, host: Tensor) -> None:
@@ -250,8 +252,6 @@ class TieredOffloader(ParameterOffloader):
         """Start the D2H copy of a tile's gradient; after the last tile, the whole gradient is offloaded as
         others are.
         """
-        # Tiles are averaged before this call (`offload.tiles.tiled_weights`).
-        self._averaged.add(weight)
         # One tile's copy at a time: the previous gradient is freed before the next one is made.
         before, host = self._tile_in_flight.pop() if self._tile_in_flight else (None, None)
         if host is None:

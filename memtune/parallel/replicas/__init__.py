@@ -11,7 +11,18 @@ if TYPE_CHECKING:
     from memtune.parallel.replicas.ddp_pass import Replication, replicate
     from memtune.parallel.replicas.grad_all_reduce import AllReduceGrads
     from memtune.parallel.replicas.grad_buckets import Buckets
+    from memtune.parallel.replicas.gradient_reducer import GradientReducer
+    from memtune.parallel.replicas.gradient_reducer_pass import AveragedGradients, average_in_buckets
 else:
     __getattr__ = open_door(__name__)
 
-__all__ = ["AllReduceGrads", "Buckets", "Replicas", "Replication", "replicate"]
+__all__ = [
+    "AllReduceGrads",
+    "AveragedGradients",
+    "Buckets",
+    "GradientReducer",
+    "Replicas",
+    "Replication",
+    "average_in_buckets",
+    "replicate",
+]

@@ -1,5 +1,5 @@
 """Replicas that all-reduce each gradient as soon as it is ready, so that it can be offloaded at once: `ddp`
-with gradient offload.
+with gradient offload, by a `GradientReducer` whose buckets are single gradients.
 
 Three rules, which the pass `offload.optimizer.grad_offload_pass` follows:
 
@@ -18,14 +18,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune import refusals
 from memtune.parallel.ranks import require_ranks
 from memtune.parallel.replicas.broadcast_buffers import BroadcastBuffers
+from memtune.parallel.replicas.gradient_reducer import GradientReducer
 from memtune.runtime import BackwardEnd, Context, weakly
 
 
@@ -42,12 +41,10 @@ class AllReduceGrads:
     def __init__(self, context: Context) -> None:
         require_ranks(context, "ddp")
         group = dist.distributed_c10d._get_default_group()
-        self._name, self._ranks = group.group_name, group.size()
-        self._model = context.model
+        self._model, self._ranks = context.model, group.size()
         self._parameters = _trained(context.model)
-        self._missing: set[nn.Parameter] = set()
+        self._reducer = GradientReducer(group, [[each] for each in self._parameters], self._averaged)
         self._at_end, self._grad_ready = BackwardEnd(self._ends), context.events.grad_ready
-        self._averaged_bytes = 0
         self._buffers = BroadcastBuffers(context, group)
         for parameter in self._parameters:
             context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(self._arrived)).remove)
@@ -61,29 +58,27 @@ class AllReduceGrads:
         if last:
             self._buffers.step_ends()
 
-    @torch.no_grad()
     def _arrived(self, parameter: Tensor) -> None:
         """Average a gradient (rule 1)."""
         assert isinstance(parameter, nn.Parameter)
-        assert parameter.grad is not None
         if self._at_end.expect():
-            # The first gradient of a backward; `expect` is True once per backward.
-            self._missing = set(self._parameters)
-        self._missing.discard(parameter)
-        self._averaged_bytes += parameter.grad.nbytes
-        torch.ops.memtune.all_reduce_(parameter.grad, self._name, self._ranks, "avg")
+            # The first gradient of a backward: `expect` is True once per backward. The last may have raised.
+            self._reducer.abandon()
+        self._reducer.add(parameter)
+
+    def _averaged(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        parameter.grad = gradient
         self._grad_ready.emit(parameter)
 
     def _ends(self) -> None:
         """Check rule 2 at the end of backward."""
-        missing, self._missing = self._missing, set()
-        if missing:
+        if missing := self._reducer.finish():
             raise refusals.not_averaged(len(missing))
 
     def _check(self) -> dict[str, Any]:
         if _trained(self._model) != self._parameters:
             raise refusals.error_of(refusals.other_parameters())
-        return {"ranks": self._ranks, "averaged_bytes": self._averaged_bytes}
+        return {"ranks": self._ranks, "averaged_bytes": self._reducer.averaged_bytes}
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

@@ -1,0 +1,120 @@
+"""One owner of averages among replicas: when a gradient is averaged, over which group, and into what.
+
+- When: a bucket is averaged in one all-reduce as soon as autograd has accumulated its last gradient, in each
+  backward. What is left is averaged when the backward has ended, with zeros for what is missing.
+- Over: one process group. Buckets are laid out alike on all ranks.
+- Into: each averaged gradient is given to `into`, in the order in which autograd accumulated them. A bucket
+  is allocated for its first gradient, and freed when the last view of it is dropped. A bucket of one gradient
+  is that gradient: nothing is copied.
+
+Every rank must have every gradient in each backward; `finish` returns those that this rank lacks.
+
+The pass is `gradient_reducer_pass`. DDP (`grad_buckets`, `data_parallel`) differs in what it keeps: its
+buckets exist as long as the model, and are averaged once per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Gradients of one dtype that are averaged in one message."""
+
+    parameters: list[nn.Parameter]
+    ready: list[nn.Parameter] = field(default_factory=list)
+    """In the order in which autograd accumulated them."""
+    whole: Tensor | None = None
+
+    def views(self, whole: Tensor) -> dict[nn.Parameter, Tensor]:
+        """Return the part of `whole` of each parameter, with its shape and strides."""
+        if len(self.parameters) == 1:
+            return {self.parameters[0]: whole}
+        parts = whole.split([each.numel() for each in self.parameters])
+        return {
+            each: part.as_strided(each.size(), each.stride(), part.storage_offset())
+            for each, part in zip(self.parameters, parts, strict=True)
+        }
+
+
+class GradientReducer:
+    """Averages gradients among replicas, bucket by bucket.
+
+    Args:
+        group: The replicas.
+        buckets: Parameters whose gradients are averaged together; of several dtypes, those of each.
+        into: Takes a parameter and its averaged gradient.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        buckets: Iterable[Sequence[nn.Parameter]],
+        into: Callable[[nn.Parameter, Tensor], None],
+    ) -> None:
+        self._name, self._ranks, self._into = group.group_name, group.size(), into
+        self._buckets = [
+            _Bucket([each for each in members if each.dtype is dtype])
+            for members in buckets
+            for dtype in dict.fromkeys(each.dtype for each in members)
+        ]
+        self._bucket_of = {each: bucket for bucket in self._buckets for each in bucket.parameters}
+        self._seen: set[nn.Parameter] = set()  # in this backward
+        self.averaged_bytes = 0
+
+    @torch.no_grad()
+    def add(self, parameter: nn.Parameter) -> None:
+        """Take the gradient of `parameter`, and average the bucket that it fills."""
+        bucket, gradient = self._bucket_of[parameter], parameter.grad
+        assert gradient is not None
+        parameter.grad = None
+        self._seen.add(parameter)
+        if len(bucket.parameters) == 1:
+            bucket.whole = gradient
+        else:
+            if bucket.whole is None:
+                bucket.whole = gradient.new_empty(sum(each.numel() for each in bucket.parameters))
+            view = bucket.views(bucket.whole)[parameter]
+            # A parameter that is used again before its bucket is full: autograd would have added both.
+            view.add_(gradient) if parameter in bucket.ready else view.copy_(gradient)
+        del gradient
+        if parameter not in bucket.ready:
+            bucket.ready.append(parameter)
+        if len(bucket.ready) == len(bucket.parameters):
+            self._average(bucket)
+
+    def _average(self, bucket: _Bucket) -> None:
+        whole, ready = bucket.whole, bucket.ready
+        assert whole is not None
+        bucket.whole, bucket.ready = None, []
+        views = bucket.views(whole)
+        for missing in views.keys() - set(ready):
+            views[missing].zero_()
+        torch.ops.memtune.all_reduce_(whole, self._name, self._ranks, "avg")
+        self.averaged_bytes += whole.nbytes
+        del whole
+        for each in ready:
+            self._into(each, views.pop(each))
+
+    @torch.no_grad()
+    def finish(self) -> list[nn.Parameter]:
+        """Average what is left when a backward has ended; return the parameters without a gradient in it."""
+        for bucket in self._buckets:
+            if bucket.ready:
+                self._average(bucket)
+        seen, self._seen = self._seen, set()
+        return [each for each in self._bucket_of if each not in seen]
+
+    def abandon(self) -> None:
+        """Drop the gradients of a backward that raised."""
+        for bucket in self._buckets:
+            bucket.whole, bucket.ready = None, []
+        self._seen = set()
