@@ -41,6 +41,7 @@ _PREFETCH = {
     for phase in _ALLOCATE
 }
 _OFFLOAD = NewOp("memtune.to_host.default", Phase.BACKWARD, Resource.DEVICE_TO_HOST, prefetch=1)
+_BUCKET = NewOp("aten.new_empty.default", Phase.BACKWARD, Resource.NOTHING)
 _COPY = NewOp("aten.copy_.default", Phase.BACKWARD, Resource.COMPUTE)
 _ADD = NewOp("aten.add_.Tensor", Phase.BACKWARD, Resource.HOST_THREADS)
 _ADD_HERE = NewOp("aten.add_.Tensor", Phase.BACKWARD, Resource.COMPUTE)
@@ -190,13 +191,13 @@ class Gradients:
         n_bytes = {row: int(self._step.storages.bytes[self._raw[row]]) for row in members}
         arrived, number = self._arrived.setdefault(key, []), int(self._device_sum[parameter])
         bucket = number
-        if len(members) > 1 and not arrived:
+        if len(members) > 1:
             makes = sum(n_bytes.values()), Tier.DEVICE, Kind.COMMUNICATION, -1
-            bucket = self._new.new_op(
-                _COPY, 2 * n_bytes[parameter], reads=(number,), makes=makes, call=key[0]
+            bucket = (
+                int(self._device_sum[arrived[0]])
+                if arrived
+                else self._new.new_op(_BUCKET, makes=makes, call=key[0])
             )
-        elif len(members) > 1:
-            bucket = int(self._device_sum[arrived[0]])
             self._new.new_op(_COPY, 2 * n_bytes[parameter], reads=(number,), writes=(bucket,), call=key[0])
         self._device_sum[parameter] = bucket
         arrived.append(parameter)

@@ -23,6 +23,7 @@ from memtune import refusals
 from memtune.offload.layer_major.packs import Span, in_parts
 from memtune.offload.optimizer import HostOptimizer
 from memtune.offload.parameters import DeferredBlocks
+from memtune.parallel.replicas import average_now
 from memtune.runtime import Context, EarlyUpdates, UncopiedHook, before_step, transfer
 
 
@@ -195,9 +196,8 @@ class PackOffloader(DeferredBlocks):
 
     def end_step(self) -> None:
         """End forward and backward of all micro-batches; average gradients outside of the blocks."""
-        for parameter in self._outside:
-            if parameter.grad is not None:
-                self._average(parameter)
+        if self._reducer is not None:
+            average_now(self._outside, self._reducer.group)
         self._note_versions(self._finish_averages())
 
     def abandon(self) -> None:

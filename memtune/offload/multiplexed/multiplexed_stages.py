@@ -40,6 +40,7 @@ from memtune.offload.multiplexed.host_p2p import HostMessages
 from memtune.offload.optimizer import HostOptimizer
 from memtune.parallel.pipeline import Run, become_pieces, keep_own, one_form
 from memtune.parallel.ranks import MicroBatchRotation, require_ranks
+from memtune.parallel.replicas import sum_now
 from memtune.runtime import Context, LossFunction, seed_generators
 
 
@@ -228,17 +229,11 @@ class MultiplexedStages:
     def _sent(self, n_bytes: int) -> None:
         self.sent_bytes += n_bytes
 
-    @torch.no_grad()
     def _add_tied(self) -> None:
         """All-reduce gradients of tied weights over the ranks of first and last stage (Rule 6)."""
         if self._tied is not None:
-            for parameter in self._shared:
-                if not parameter.requires_grad:
-                    continue
-                # Both ranks must enter the collective, also one without a gradient.
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                torch.ops.memtune.all_reduce_(gradient, self._tied.group_name, self._tied.size(), "sum")
-                parameter.grad = gradient
+            # Both ranks must enter the collective, also one without a gradient.
+            sum_now([each for each in self._shared if each.requires_grad], self._tied)
 
     @torch.no_grad()
     def _total(self, losses: list[Tensor]) -> Tensor:

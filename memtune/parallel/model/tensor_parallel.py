@@ -36,7 +36,8 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from memtune.deferred_init import Piece, keep_only
 from memtune.errors import ApplyError
-from memtune.parallel.ranks import MicroBatchRotation, fill_missing, require_groups, require_ranks
+from memtune.parallel.ranks import MicroBatchRotation, require_groups, require_ranks
+from memtune.parallel.replicas import average_now
 from memtune.parallel.sharding import meshes, rebind
 from memtune.runtime import BackwardEnd, Context, local
 from memtune.workload import Pair, tensors_of
@@ -343,14 +344,8 @@ class Average:
         if self._last:
             self._at_end.expect()
 
-    @torch.no_grad()
     def _finish(self) -> None:
-        fill_missing(self._parameters, self._group)
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                torch.ops.memtune.all_reduce_(
-                    local(parameter.grad), self._group.group_name, self._group.size(), "avg"
-                )
+        average_now(self._parameters, self._group)
 
 
 def _same_batch(group: dist.ProcessGroup, handles: list[Any]) -> Any:

@@ -46,11 +46,11 @@ from memtune.parallel.pipeline.remote_parameters import NormAlone, keep_own
 from memtune.parallel.pipeline.stage import Run, Stage, StageModule, become_pieces, one_form
 from memtune.parallel.ranks import (
     MicroBatchRotation,
-    fill_missing,
     has_real_peers,
     require_groups,
     require_ranks,
 )
+from memtune.parallel.replicas import average_now, sum_now
 from memtune.parallel.sharding import meshes
 from memtune.program import PipelineSchedule, StageAction, stage_actions
 from memtune.refusals import (
@@ -296,20 +296,11 @@ class Pipeline:
             for name, p in self._context.model.named_parameters()
             if name not in held.absent and p.requires_grad
         ]
-        for name, parameter in own:
-            if self._tied is not None and len(self._owners[name]) > 1:
-                # Both ends take part in the all-reduce, whichever of them has a gradient.
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                torch.ops.memtune.all_reduce_(gradient, self._tied.group_name, 2, "sum")
-                parameter.grad = gradient
-        if self._copies is None or self._context.placement.states_average_grads:
-            return
-        fill_missing([parameter for _, parameter in own], self._copies)
-        for _, parameter in own:
-            if parameter.grad is not None:
-                torch.ops.memtune.all_reduce_(
-                    parameter.grad, self._copies.group_name, self._copies.size(), "avg"
-                )
+        if self._tied is not None:
+            # Both ends take part in the all-reduce, whichever of them has a gradient.
+            sum_now([each for name, each in own if len(self._owners[name]) > 1], self._tied)
+        if self._copies is not None and not self._context.placement.states_average_grads:
+            average_now([each for _, each in own], self._copies)
 
     def _share_norms(self, held: RemoteParameters) -> None:
         trained = [(name, p) for name, p in self._context.model.named_parameters() if p.requires_grad]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from memtune.parallel.replicas.ddp_pass import Replication, replicate
     from memtune.parallel.replicas.grad_all_reduce import AllReduceGrads
     from memtune.parallel.replicas.grad_buckets import Buckets
-    from memtune.parallel.replicas.gradient_reducer import GradientReducer
+    from memtune.parallel.replicas.gradient_reducer import GradientReducer, average_now, sum_now
     from memtune.parallel.replicas.gradient_reducer_pass import AveragedGradients, average_in_buckets
 else:
     __getattr__ = open_door(__name__)
@@ -24,5 +24,7 @@ __all__ = [
     "Replicas",
     "Replication",
     "average_in_buckets",
+    "average_now",
     "replicate",
+    "sum_now",
 ]

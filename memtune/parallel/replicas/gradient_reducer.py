@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
+from memtune.parallel.ranks import fill_missing
+from memtune.runtime import local
 
 
 @dataclass(eq=False)
@@ -60,7 +62,7 @@ class GradientReducer:
         buckets: Iterable[Sequence[nn.Parameter]],
         into: Callable[[nn.Parameter, Tensor], None],
     ) -> None:
-        self._name, self._ranks, self._into = group.group_name, group.size(), into
+        self._group, self._into = group, into
         self._buckets = [
             _Bucket([each for each in members if each.dtype is dtype])
             for members in buckets
@@ -69,6 +71,11 @@ class GradientReducer:
         self._bucket_of = {each: bucket for bucket in self._buckets for each in bucket.parameters}
         self._seen: set[nn.Parameter] = set()  # in this backward
         self.averaged_bytes = 0
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The replicas."""
+        return self._group
 
     @torch.no_grad()
     def add(self, parameter: nn.Parameter) -> None:
@@ -98,7 +105,7 @@ class GradientReducer:
         views = bucket.views(whole)
         for missing in views.keys() - set(ready):
             views[missing].zero_()
-        torch.ops.memtune.all_reduce_(whole, self._name, self._ranks, "avg")
+        torch.ops.memtune.all_reduce_(whole, self._group.group_name, self._group.size(), "avg")
         self.averaged_bytes += whole.nbytes
         del whole
         for each in ready:
@@ -118,3 +125,27 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.whole, bucket.ready = None, []
         self._seen = set()
+
+
+# -- after the last backward of a step -----------------------------------------------------------------------
+
+
+@torch.no_grad()
+def average_now(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Average complete gradients in place, one message each; collective.
+
+    A gradient that this rank lacks and another one has counts as zeros.
+    """
+    fill_missing(parameters, group)
+    for each in parameters:
+        if each.grad is not None:
+            torch.ops.memtune.all_reduce_(local(each.grad), group.group_name, group.size(), "avg")
+
+
+@torch.no_grad()
+def sum_now(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Sum gradients of tied weights in place, also where this rank has none; collective."""
+    for each in parameters:
+        gradient = torch.zeros_like(each) if each.grad is None else each.grad
+        torch.ops.memtune.all_reduce_(gradient, group.group_name, group.size(), "sum")
+        each.grad = gradient

@@ -8,8 +8,12 @@ import numpy as np
 
 from memtune.program import I32, I64, WRITES, Edit, Kind, Phase, Resource, Step
 
-_COPY, _REDUCE = range(2)
-_NAMES = ("aten.copy_.default", "memtune.all_reduce_.default")
+_ALLOCATE, _COPY, _REDUCE = range(3)
+_OPS = (
+    ("aten.new_empty.default", Resource.NOTHING),
+    ("aten.copy_.default", Resource.COMPUTE),
+    ("memtune.all_reduce_.default", Resource.INTRA_LINK),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,36 +51,34 @@ def average_in_buckets(
     # Of several values for an index numpy keeps the last.
     first[bucket[::-1]], last[bucket] = every[::-1], every
     total = np.bincount(bucket, n_bytes, len(count)).astype(np.int64)
-    copied = every[count[bucket] > 1]
-    row = np.concatenate([copied, last])
-    what = np.repeat([_COPY, _REDUCE], [len(copied), len(last)])
-    # At one anchor: the copy that fills a bucket, then its message.
+    shared, copied = np.flatnonzero(count > 1), every[count[bucket] > 1]
+    row = np.concatenate([first[shared], copied, last])
+    what = np.repeat([_ALLOCATE, _COPY, _REDUCE], [len(shared), len(copied), len(last)])
+    # At one anchor: the bucket's memory, the copy that fills it, then its message.
     place = np.lexsort((what, row))
     row, what = row[place], what[place]
-    is_copy = what == _COPY
     ops = edit.add_ops(
-        np.asarray([edit.name_id(each) for each in _NAMES], np.int32)[what],
+        np.asarray([edit.name_id(each) for each, _ in _OPS], np.int32)[what],
         after=after[row],
         phase=Phase.BACKWARD,
-        resource=np.asarray([Resource.COMPUTE, Resource.INTRA_LINK], np.uint8)[what],
-        traffic_bytes=np.where(is_copy, 2 * n_bytes[row], total[bucket[row]]),
+        resource=np.asarray([each for _, each in _OPS], np.uint8)[what],
+        traffic_bytes=np.select([what == _COPY, what == _REDUCE], [2 * n_bytes[row], total[bucket[row]]], 0),
         call=step.ops.call[after[row]],
-        group=np.where(is_copy, 0, ranks).astype(np.int32),
+        group=np.where(what == _REDUCE, ranks, 0).astype(np.int32),
     )
-    copy_of = np.full(len(bucket), -1, np.int32)
-    copy_of[row[is_copy]] = ops[is_copy]
-    storage, shared = gradients.copy(), np.flatnonzero(count > 1)
-    whole = np.full(len(count), -1, np.int32)
-    whole[shared] = edit.add_storages(total[shared], producer=copy_of[first[shared]], kind=Kind.COMMUNICATION)
+    allocates, copies, reduces = (np.full(len(bucket), -1, np.int32) for _ in range(3))
+    for kind, found in enumerate((allocates, copies, reduces)):
+        found[row[what == kind]] = ops[what == kind]
+    whole, storage = np.full(len(count), -1, np.int32), gradients.copy()
+    whole[shared] = edit.add_storages(
+        total[shared], producer=allocates[first[shared]], kind=Kind.COMMUNICATION
+    )
     storage[copied] = whole[bucket[copied]]
-    edit.add_uses(copy_of[copied], gradients[copied])
-    more = np.setdiff1d(copied, first)
-    edit.add_uses(copy_of[more], storage[more], mode=WRITES)
-    message = np.empty(len(count), np.int32)
-    message[bucket[row[~is_copy]]] = ops[~is_copy]
-    edit.add_uses(message, storage[last], mode=WRITES)
+    edit.add_uses(copies[copied], gradients[copied])
+    edit.add_uses(copies[copied], storage[copied], mode=WRITES)
+    edit.add_uses(reduces[last], storage[last], mode=WRITES)
     edit.storages.held_until[gradients[copied]] = -1
     edit.storages.kind[gradients[copied]] = Kind.TEMPORARY
     order = np.argsort(last[bucket], kind="stable").astype(np.int32)
     ends = last[bucket[order]]
-    return AveragedGradients(order, storage[order], after[ends], message[bucket[order]])
+    return AveragedGradients(order, storage[order], after[ends], reduces[ends])
