@@ -32,7 +32,7 @@ class _Bucket:
     """Gradients of one dtype that are averaged in one message."""
 
     parameters: list[nn.Parameter]
-    ready: list[nn.Parameter] = field(default_factory=list)
+    ready: dict[nn.Parameter, None] = field(default_factory=dict)
     """In the order in which autograd accumulated them."""
     whole: Tensor | None = None
 
@@ -93,15 +93,14 @@ class GradientReducer:
             # A parameter that is used again before its bucket is full: autograd would have added both.
             view.add_(gradient) if parameter in bucket.ready else view.copy_(gradient)
         del gradient
-        if parameter not in bucket.ready:
-            bucket.ready.append(parameter)
+        bucket.ready[parameter] = None
         if len(bucket.ready) == len(bucket.parameters):
             self._average(bucket)
 
     def _average(self, bucket: _Bucket) -> None:
         whole, ready = bucket.whole, bucket.ready
         assert whole is not None
-        bucket.whole, bucket.ready = None, []
+        bucket.whole, bucket.ready = None, {}
         views = bucket.views(whole)
         for missing in views.keys() - set(ready):
             views[missing].zero_()
@@ -123,7 +122,7 @@ class GradientReducer:
     def abandon(self) -> None:
         """Drop the gradients of a backward that raised."""
         for bucket in self._buckets:
-            bucket.whole, bucket.ready = None, []
+            bucket.whole, bucket.ready = None, {}
         self._seen = set()
 
 
