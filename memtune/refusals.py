@@ -233,8 +233,8 @@ def not_averaged(count: int) -> ApplyError:
             "backward",
             "sharding: {states: {kind: fsdp}}, or a model whose ranks use the same parameters",
         ),
-        "Ranks average gradients one by one as soon as they are ready, so every rank needs each of them in"
-        " every backward.",
+        "Ranks average gradients as soon as they are ready, so every rank needs each of them in every"
+        " backward.",
     )
 
 

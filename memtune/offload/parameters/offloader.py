@@ -175,8 +175,9 @@ class HostParameters:
             for each in block.parameters()
             if each.requires_grad and each not in offloaded
         ]
-        buckets = [self._offloaded_when_ready(block) for block in self._blocks]
-        reducer = GradientReducer(group, [*buckets, *([each] for each in resident)], self._on_averaged)
+        buckets = [self._offloaded_when_ready(block) for block in reversed(self._blocks)]
+        buckets += [[each] for each in resident]
+        reducer = GradientReducer(group, buckets, self._on_averaged, context.device)
         for parameter in resident:
             context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(self._average)).remove)
         return reducer

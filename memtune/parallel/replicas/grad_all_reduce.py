@@ -43,7 +43,8 @@ class AllReduceGrads:
         group = dist.distributed_c10d._get_default_group()
         self._model, self._ranks = context.model, group.size()
         self._parameters = _trained(context.model)
-        self._reducer = GradientReducer(group, [[each] for each in self._parameters], self._averaged)
+        alone = [[each] for each in self._parameters]
+        self._reducer = GradientReducer(group, alone, self._averaged, context.device)
         self._at_end, self._grad_ready = BackwardEnd(self._ends), context.events.grad_ready
         self._buffers = BroadcastBuffers(context, group)
         for parameter in self._parameters:

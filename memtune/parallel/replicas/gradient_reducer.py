@@ -1,7 +1,8 @@
 """One owner of averages among replicas: when a gradient is averaged, over which group, and into what.
 
 - When: a bucket is averaged in one all-reduce as soon as autograd has accumulated its last gradient, in each
-  backward. What is left is averaged when the backward has ended, with zeros for what is missing.
+  backward. What it lacks when a later bucket begins, or the backward ends, counts as zeros: so ranks that
+  use different parameters still exchange the same messages.
 - Over: one process group. Buckets are laid out alike on all ranks.
 - Into: each averaged gradient is given to `into`, in the order in which autograd accumulated them. A bucket
   is allocated for its first gradient, and freed when the last view of it is dropped. A bucket of one gradient
@@ -32,9 +33,18 @@ class _Bucket:
     """Gradients of one dtype that are averaged in one message."""
 
     parameters: list[nn.Parameter]
+    place: int
+    """Of its bucket of several gradients, in the order in which backward fills them; -1 for one gradient."""
+    is_averaged: bool = False
+    """In this backward."""
     ready: dict[nn.Parameter, None] = field(default_factory=dict)
     """In the order in which autograd accumulated them."""
     whole: Tensor | None = None
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements of all its gradients."""
+        return sum(each.numel() for each in self.parameters)
 
     def views(self, whole: Tensor) -> dict[nn.Parameter, Tensor]:
         """Return the part of `whole` of each parameter, with its shape and strides."""
@@ -52,8 +62,10 @@ class GradientReducer:
 
     Args:
         group: The replicas.
-        buckets: Parameters whose gradients are averaged together; of several dtypes, those of each.
+        buckets: Parameters whose gradients are averaged together, in the order of backward; those of each
+            dtype if there are several.
         into: Takes a parameter and its averaged gradient.
+        device: The device that computes.
     """
 
     def __init__(
@@ -61,13 +73,15 @@ class GradientReducer:
         group: dist.ProcessGroup,
         buckets: Iterable[Sequence[nn.Parameter]],
         into: Callable[[nn.Parameter, Tensor], None],
+        device: torch.device,
     ) -> None:
-        self._group, self._into = group, into
+        self._group, self._into, self._device = group, into, device
         self._buckets = [
-            _Bucket([each for each in members if each.dtype is dtype])
-            for members in buckets
+            _Bucket([each for each in members if each.dtype is dtype], place if len(members) > 1 else -1)
+            for place, members in enumerate(buckets)
             for dtype in dict.fromkeys(each.dtype for each in members)
         ]
+        self._place = 0  # of the last bucket that was begun in this backward
         self._bucket_of = {each: bucket for bucket in self._buckets for each in bucket.parameters}
         self._seen: set[nn.Parameter] = set()  # in this backward
         self.averaged_bytes = 0
@@ -84,11 +98,12 @@ class GradientReducer:
         assert gradient is not None
         parameter.grad = None
         self._seen.add(parameter)
+        self._average_up_to(bucket.place)
         if len(bucket.parameters) == 1:
             bucket.whole = gradient
         else:
             if bucket.whole is None:
-                bucket.whole = gradient.new_empty(sum(each.numel() for each in bucket.parameters))
+                bucket.whole = gradient.new_empty(bucket.numel)
             view = bucket.views(bucket.whole)[parameter]
             # A parameter that is used again before its bucket is full: autograd would have added both.
             view.add_(gradient) if parameter in bucket.ready else view.copy_(gradient)
@@ -97,10 +112,19 @@ class GradientReducer:
         if len(bucket.ready) == len(bucket.parameters):
             self._average(bucket)
 
+    def _average_up_to(self, place: int) -> None:
+        """Average the buckets before `place` that this backward has not filled."""
+        if place > self._place:
+            for each in self._buckets:
+                if self._place <= each.place < place and not each.is_averaged:
+                    self._average(each)
+            self._place = place
+
     def _average(self, bucket: _Bucket) -> None:
         whole, ready = bucket.whole, bucket.ready
-        assert whole is not None
-        bucket.whole, bucket.ready = None, {}
+        if whole is None:
+            whole = torch.zeros(bucket.numel, dtype=bucket.parameters[0].dtype, device=self._device)
+        bucket.whole, bucket.ready, bucket.is_averaged = None, {}, True
         views = bucket.views(whole)
         for missing in views.keys() - set(ready):
             views[missing].zero_()
@@ -113,17 +137,19 @@ class GradientReducer:
     @torch.no_grad()
     def finish(self) -> list[nn.Parameter]:
         """Average what is left when a backward has ended; return the parameters without a gradient in it."""
-        for bucket in self._buckets:
+        self._average_up_to(len(self._buckets))
+        for bucket in self._buckets:  # one whose parameters were used again
             if bucket.ready:
                 self._average(bucket)
-        seen, self._seen = self._seen, set()
+        seen = self._seen
+        self.abandon()
         return [each for each in self._bucket_of if each not in seen]
 
     def abandon(self) -> None:
         """Drop the gradients of a backward that raised."""
         for bucket in self._buckets:
-            bucket.whole, bucket.ready = None, {}
-        self._seen = set()
+            bucket.whole, bucket.ready, bucket.is_averaged = None, {}, False
+        self._seen, self._place = set(), 0
 
 
 # -- after the last backward of a step -----------------------------------------------------------------------

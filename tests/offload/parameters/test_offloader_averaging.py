@@ -1,4 +1,4 @@
-"""Block gradients that are averaged one by one when ready: a rank that lacks some raises, and no rank waits
+"""Block gradients that are averaged when their block is ready: a rank that lacks some raises, and no rank waits
 forever.
 """
 
@@ -49,7 +49,7 @@ def test_rank_that_skips_a_block_raises(index: int) -> None:
     """
     other, said = run_ranks(skipped, RANKS, REPLICAS, index, may_fail=True, deadline_s=100)
     assert "MT346 12 parameters got no gradient in this backward" in said
-    assert "every rank must have all of them" in said
+    assert "every rank needs each of them" in said
     assert other is None or "Another rank ended" in other
 
 

@@ -42,6 +42,7 @@ def averaged_on_rank() -> list[Any]:
         dist.group.WORLD,  # type: ignore[arg-type]
         [[weight, bias, low], [head]],
         lambda each, gradient: found.append((each, gradient)),
+        torch.device("cpu"),
     )
     alone = head.grad
     for each in (bias, low, weight, head):
@@ -62,7 +63,7 @@ def averaged_on_rank() -> list[Any]:
         found[2][1].stride() == weight.stride(),
     ]
     facts += [len(reducer.finish()), [each.grad for each in (weight, bias, low, head)]]
-    # A second gradient before the bucket is full is added; a missing one counts as zeros, and is reported.
+    # A second gradient before the bucket is full is added; missing ones count as zeros, and are reported.
     messages.clear()
     found.clear()
     for _ in range(2):
@@ -91,4 +92,4 @@ def test_block_is_averaged_in_one_message_and_given_away_in_the_order_of_autogra
         assert alone  # a bucket of one gradient is that gradient
         assert missing == 0
         assert left == [None] * 4
-        assert again == [[False, False, False], [24.0], 1, [16]]
+        assert again == [[False, False, False], [24.0], 1, [16, 5]]
