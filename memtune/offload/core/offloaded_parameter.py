@@ -18,6 +18,9 @@ A write by the user counts in the parameter's version in all states, so autograd
 backward. A parameter that is written, or whose `data` is assigned, on the device is copied to the host when
 it is freed; one whose `data` is assigned between uses is copied to the host before its next use (`adopt`).
 
+From the end of a backward to the next forward or step the parameter's `grad` is its gradient on the host,
+the tensor that the step uses: the user reads, changes, replaces or clears it as with the plain model.
+
 An exchange between types of devices gives a parameter a new gradient accumulator, which DDP's reducer would
 not know. Where DDP averages its gradient, a parameter keeps the device's memory, and functions that are
 called with it while that is freed get the host's.
@@ -35,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from memtune.errors import ApplyError
-from memtune.offload.core.fsdp_shards import GatheredBlocks
+from memtune.offload.core.fsdp_shards import GatheredBlocks, count_changes
 from memtune.offload.core.optimizer_param import to_host_now
 from memtune.offload.core.parameter_layout import Chunks
 from memtune.runtime import HOST, Context, is_data_used, local, mark, plain_type, version_of_data
@@ -64,7 +67,7 @@ class OffloadedParameter:
     """
 
     __slots__ = (
-        *("_class", "_device_at", "_host_at", "_is_shard", "_keeps", "_writes"),
+        *("_class", "_device_at", "_grad_version", "_host_at", "_is_shard", "_keeps", "_writes"),
         *("device", "host", "is_resident", "parameter"),
     )
 
@@ -75,7 +78,7 @@ class OffloadedParameter:
         self.device = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
         self._device_at, self._host_at = _at(self.device), _at(host)
         self._class: type | None = None  # the parameter's own class while its values are in flight
-        self._writes = self._count_writes()
+        self._writes, self._grad_version = self._count_writes(), 0
 
     def _count_writes(self) -> int:
         version = self.parameter._version
@@ -151,6 +154,24 @@ class OffloadedParameter:
             )
         memory.copy_(values)
 
+    # -- gradient --------------------------------------------------------------------------------------------
+
+    def show_gradient(self, gradient: Tensor) -> None:
+        """Have the parameter's `grad` be `gradient`, on the host as its values, until `take_gradient`."""
+        shown = gradient
+        if isinstance(self.parameter, DTensor):
+            # Of the mesh's device, as the parameter, and with memory of the host's, as that too.
+            shown = DTensor(self.device, self.parameter._spec, requires_grad=False)
+            shown._local_tensor = gradient
+            count_changes(shown)
+        self.parameter.grad = shown
+        self._grad_version = _version_of(shown)
+
+    def take_gradient(self) -> tuple[Tensor | None, bool]:
+        """Hide the gradient; return it, or what the user has put in its place, and whether it was changed."""
+        shown, self.parameter.grad = self.parameter.grad, None
+        return (None, False) if shown is None else (local(shown), _version_of(shown) != self._grad_version)
+
     # -- values in flight ------------------------------------------------------------------------------------
 
     def expect_values(self, finish: Callable[[], None]) -> None:
@@ -165,6 +186,10 @@ class OffloadedParameter:
         if self._class is not None:
             del vars(self.parameter)["_finish"], vars(self.parameter)["_host"]
             self.parameter.__class__, self._class = self._class, None
+
+
+def _version_of(gradient: Tensor) -> int:
+    return gradient._version + (local(gradient)._version if isinstance(gradient, DTensor) else 0)
 
 
 class _InFlight(Tensor):

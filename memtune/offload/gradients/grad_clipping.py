@@ -78,7 +78,7 @@ class ClippedGradients:
         """Return the parameters whose gradients the step uses for those of `given`.
 
         Raises:
-            ApplyError: A gradient was used in backward, is on SSD, or is not averaged yet.
+            ApplyError: A gradient was used in backward, or is not averaged yet.
         """
         chains = [self.chains.get(each, [each]) for each in given]
         self._gradients.require_unused([chain[0] for chain in chains], "clip")

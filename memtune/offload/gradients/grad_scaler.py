@@ -57,7 +57,7 @@ class Gradients:
         """Return all gradients of the step, each once.
 
         Raises:
-            ApplyError: A gradient was used inside backward, still scaled, or is on SSD.
+            ApplyError: A gradient was used inside backward, still scaled.
         """
         found: dict[tuple[int, int], Tensor] = {}
         # By address: the model's parameter and its replacement may show the same gradient, which must be
@@ -74,7 +74,7 @@ class Gradients:
         """Require that the step can still use changed gradients of these model parameters.
 
         Raises:
-            ApplyError: A gradient was used inside backward, or is on SSD.
+            ApplyError: A gradient was used inside backward.
         """
         what, without = (
             ("GradScaler cannot unscale", "bfloat16 without a scaler")
@@ -90,8 +90,6 @@ class Gradients:
                 fix=f"{_FIX}; or {without}",
                 code="MT364",
             )
-        if any(each.grad is not None and tier_of(each.grad) == SSD for chain in chains for each in chain):
-            raise ApplyError(f"{what} gradients that are on SSD.", fix=f"{_FIX}; or {without}", code="MT364")
 
     @torch.no_grad()
     def unscale(self, inverse: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:

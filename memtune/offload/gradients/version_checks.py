@@ -5,9 +5,8 @@ Gradients, when some of them are offloaded (`WatchedGradients`):
 - At the end of backward the versions of all gradients are noted: of those on the device and of the host sums.
 - They are compared when the step begins and when the next forward begins, which would add to changed
   gradients.
-- If every gradient is offloaded (all trained parameters are in blocks, as with LoRA), the smallest parameter
-  shows zeros between backward and the step, so that code which changes or frees the gradients that it sees is
-  found.
+- Block offload shows its gradients as `grad` between backward and the step, and notes versions only if a step
+  has used some of them inside backward (`offload.parameters.offloader`).
 - `zero_grad` of the optimizer, the model or a submodule reports the gradients that it clears. `p.grad = None`
   reports nothing and frees no offloaded gradient; if it cleared all gradients on the device, the check
   raises.
@@ -31,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from memtune import refusals
 from memtune.errors import ApplyError
-from memtune.offload.core import OptimizerParameter, count_changes, sharded_like
+from memtune.offload.core import OptimizerParameter, count_changes
 from memtune.runtime import (
     SSD,
     Context,
@@ -50,8 +49,7 @@ class WatchedGradients:
 
     Args:
         context: Context of the model; `before_grad_use` and `grads_cleared` are subscribed to.
-        resident: Parameters whose gradients are on the device until the step. If there are none, the smallest
-            trained parameter of the model gets a placeholder.
+        resident: Parameters whose gradients are on the device until the step.
         offloaded: The parameters that have the host sums of the other gradients.
         fix: A config that allows clipping, for the errors.
     """
@@ -65,8 +63,6 @@ class WatchedGradients:
     ) -> None:
         self._resident, self._offloaded, self._fix = resident, offloaded, fix
         self._versions: dict[nn.Parameter, int] = {}
-        self._placeholder = None if resident or not offloaded else _smallest(context)
-        self._zeros: Tensor | None = None
         self._context, self._used = context, set[nn.Parameter]()
         context.events.before_grad_use.subscribe(lambda parameter, _: self._used.add(parameter))
         context.events.grads_cleared.subscribe(self._cleared)
@@ -75,36 +71,21 @@ class WatchedGradients:
     @torch.no_grad()
     def note(self) -> None:
         """Note the versions of all gradients at the end of a backward."""
-        shown = self._placeholder
-        if (
-            shown is not None
-            and shown.grad is None
-            and any(each.grad is not None for each in self._offloaded)
-        ):
-            # From its size alone: its values may be in flight, and its memory on the host.
-            rows = torch.zeros(_rows_of(shown).shape, dtype=shown.dtype, device=shown.device)
-            self._zeros = shown.grad = sharded_like(shown, rows)
-        for each in self._shown():
+        for each in self._resident:
             if each.grad is not None:
                 # Foreach kernels, which clipping uses, do not count changes of DTensors.
                 count_changes(each.grad)
         self._versions = {
-            each: each.grad._version for each in (*self._shown(), *self._offloaded) if each.grad is not None
+            each: each.grad._version for each in (*self._resident, *self._offloaded) if each.grad is not None
         }
 
-    def _shown(self) -> list[nn.Parameter]:
-        """Return the parameters that show a gradient on the device."""
-        return [*self._resident, *([] if self._placeholder is None else [self._placeholder])]
-
-    def _remove_placeholder(self) -> None:
-        """Remove the zeros: the optimizer must not see them, nor the next backward add to them."""
-        zeros, self._zeros = self._zeros, None
-        if self._placeholder is not None and zeros is not None and self._placeholder.grad is zeros:
-            self._placeholder.grad = None
+    @property
+    def are_used(self) -> bool:
+        """True if an update inside this step's backward has used, and freed, a gradient."""
+        return any(self._context.placement.optimizer_param(each).grad is None for each in self._used)
 
     def forget(self) -> None:
         """Drop the noted versions: a step ends, or a backward has raised and the user clears gradients."""
-        self._remove_placeholder()
         self._versions = {}
         self._used.clear()
 
@@ -124,7 +105,7 @@ class WatchedGradients:
                 for (each, noted), version in zip(self._versions.items(), now, strict=True)
                 if version is not None and version != noted
             ]
-            resident = [each for each in self._shown() if each in self._versions]
+            resident = [each for each in self._resident if each in self._versions]
             n_offloaded = len(self._versions) - len(resident)
         if resident and all(each.grad is None for each in resident):
             # The next backward would add to the host sums of this one.
@@ -135,7 +116,6 @@ class WatchedGradients:
                 fix="optimizer.zero_grad() or model.zero_grad()  instead of  parameter.grad = None",
                 code="MT364",
             )
-        self._remove_placeholder()
         replaced = [
             each for each in self._offloaded if isinstance(each, OptimizerParameter) and each.is_replaced
         ]
@@ -163,26 +143,17 @@ class WatchedGradients:
         used already.
         """
         # A gradient that an update inside backward has used can no longer be scaled together with the rest.
-        used = any(self._context.placement.optimizer_param(each).grad is None for each in self._used)
         there = [each.grad for each in changed if each.grad is not None and tier_of(each.grad) != SSD]
         alone = self._context.placement.world_size == 1
-        # The placeholder has no gradient by now.
-        return alone and not used and len(there) == sum(each.grad is not None for each in self._versions)
+        return (
+            alone
+            and not self.are_used
+            and len(there) == sum(each.grad is not None for each in self._versions)
+        )
 
     def _cleared(self, parameters: Iterable[nn.Parameter]) -> None:
         for each in parameters if self._versions else ():
             self._versions.pop(each, None)
-
-
-def _smallest(context: Context) -> nn.Parameter | None:
-    trained = [parameter for parameter in context.model.parameters() if parameter.requires_grad]
-    return min(trained, key=lambda each: _rows_of(each).numel(), default=None)
-
-
-def _rows_of(parameter: nn.Parameter) -> Tensor:
-    """Return this rank's rows of `parameter`, or itself if it is not sharded."""
-    rows: Tensor = getattr(parameter, "_local_tensor", parameter)
-    return rows
 
 
 class SentinelGradient:

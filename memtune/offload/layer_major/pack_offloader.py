@@ -51,6 +51,7 @@ class PackOffloader(DeferredBlocks):
         room_bytes: int = 0,
     ) -> None:
         super().__init__(context, optimizer, averages=averages, room_bytes=room_bytes)
+        self._shows = False  # its packs are updated inside the step
         self._deferred_blocks = deferred
         self._load_parts: list[list[int]] = []
         """Parts of the next pack's copies, last part first (`pop`): the block of each piece."""
@@ -198,7 +199,7 @@ class PackOffloader(DeferredBlocks):
         """End forward and backward of all micro-batches; average gradients outside of the blocks."""
         if self._reducer is not None:
             average_now(self._outside, self._reducer.group)
-        self._note_versions(self._finish_averages())
+        self._show_gradients(self._finish_averages())
 
     def abandon(self) -> None:
         """Free all blocks and forget gradients, after a step that raised."""

@@ -16,6 +16,7 @@ prefetch what the residency lists, update the block whose gradients are complete
   micro-batch; in other loops `optimizer.step()` updates all.
 - A unit that is used but not resident is loaded synchronously, so any order of calls is correct.
 - Between uses a parameter shows its host copy, so state dicts, loads and copies of the model need no hooks.
+  From the end of backward to the next forward or step its `grad` is the host sum, which the user may change.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ from memtune.offload.core import (
     free_together,
     in_chunks,
     is_gathered,
+    own_grad,
+    set_own_grad,
     sharded_like,
     to_host_now,
 )
@@ -148,6 +151,11 @@ class HostParameters:
         self._version_check = WatchedGradients(
             context, resident, offloaded_grads, "offload: {states: {kind: optimizer_cpu}}, or no clipping"
         )
+        # Experts' gradients are averaged in the step only.
+        self._shows = when_ready and not (
+            placement.offload.averages == "experts" and placement.world_size > 1 and self._gathered is None
+        )
+        self._shown: dict[nn.Parameter, OffloadedParameter] = {}
         self._reducer = self._reducer_of(context, set(mine)) if averages and when_ready else None
         self.loaded_bytes = 0
         context.undo.callback(self._load_all)
@@ -291,6 +299,10 @@ class HostParameters:
     def _on_grad_ready(self, parameter: Any) -> None:
         """Offload the gradient, of replicas when its bucket is averaged; grad-ready hook."""
         with without_grad():
+            if parameter in self._shown:
+                # A penalty on weights between uses, on the host: autograd has added to the sum itself.
+                self._take_gradient(parameter, self._shown.pop(parameter))
+                return
             if self._reducer is not None:
                 self._reducer.add(parameter)
             else:
@@ -355,18 +367,43 @@ class HostParameters:
         """Average what is left at the end of backward; return how many gradients this rank lacks."""
         return 0 if self._reducer is None else len(self._reducer.finish())
 
-    def _note_versions(self, lacking: int) -> None:
-        """Note the gradients' versions at the end of backward, so that later changes are found.
+    def _show_gradients(self, lacking: int) -> None:
+        """Show the offloaded gradients to the user at the end of backward.
+
+        A step that has used some inside backward cannot follow a change of the others, nor one whose ranks
+        average them later: their versions are noted, so that changes are found.
+
+        Args:
+            lacking: Number of gradients that this rank lacks.
 
         Raises:
             ApplyError: This rank has skipped parameters, which other ranks average.
         """
         if lacking:
             raise refusals.not_averaged(lacking)
-        self._version_check.note()
+        if self._shows:
+            for each in self._offloaded():
+                held = self._trained.get(each.parameter)
+                if held is not None and (gradient := own_grad(held)) is not None and not each.is_resident:
+                    each.show_gradient(gradient)
+                    self._shown[each.parameter] = each
+        if not self._shows or self._version_check.are_used:
+            self._version_check.note()
+
+    def _take_gradients(self) -> None:
+        """Have the host sums be what the user has made of the gradients."""
+        while self._shown:
+            self._take_gradient(*self._shown.popitem())
+
+    def _take_gradient(self, parameter: nn.Parameter, each: OffloadedParameter) -> None:
+        gradient, _ = each.take_gradient()
+        held = self._trained[parameter]
+        if gradient is None or gradient is not own_grad(held):
+            set_own_grad(held, gradient)
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Free all units before the weights change, and check that gradients are those of backward."""
+        """Free all units before the weights change, and take what the user has made of the gradients."""
+        self._take_gradients()
         # Before the update: it changes the host copies, and a unit that is still resident would be used as it
         # was.
         self._free_units(list(self._resident))
@@ -592,14 +629,16 @@ class ParameterOffloader(HostParameters):
         """Begin the last moment, which frees the first block, and note gradients' versions."""
         lacking = self._finish_averages()
         self._begin_moment(self._end)
-        self._note_versions(lacking)
+        self._show_gradients(lacking)
 
     def _begin_moment(self, moment: int) -> None:
         """Begin a moment: finish copies, free, load, prefetch, update."""
         self._backward_end.settle()
         # Inside backward (recompute of the first block) gradients are changing anyway.
-        if moment == 0 and not self._backward_end.is_near:
-            self._version_check.require_unchanged()
+        if not self._backward_end.is_near:
+            self._take_gradients()
+            if moment == 0:
+                self._version_check.require_unchanged()
         if moment == self._moment:
             # The same block again. If the forward that began this moment has raised, its units are freed.
             self._load_used(moment)

@@ -227,12 +227,6 @@ def stream_parameters(
     )
     rows = insert(edit, step, pieces, inserted, begins)
     starts = inserted.starts(rows, begins)
-    shown = (
-        [] if early or (np.delete(columns.gradient, mine) >= 0).any() else [_add_placeholder(edit, step, end)]
-    )
-    for row in shown:  # the last moment ends before it
-        for each in starts:
-            each[-1:] = np.where(each[-1:] == begins[-1], row, each[-1:])
     if not in_place:
         _free_gradients(edit, grads, freed, offloaded, starts)
     there = load_storages(edit, step, pieces, residency, inserted, rows, starts[_FREE_PARAMETERS], frames)
@@ -248,7 +242,7 @@ def stream_parameters(
         _left_to_the_optimizer(edit, step, grads, offloaded, host_of)
     # Ops after backward's last one run in its hooks, while Python still holds forward's results.
     hung = [int(offloaded.copies[-1])] if len(grads.after) and grads.after[-1] == end else []
-    for row in [*hung, *rows[inserted.moment == len(begins) - 1][-1:].tolist(), *shown]:
+    for row in [*hung, *rows[inserted.moment == len(begins) - 1][-1:].tolist()]:
         edit.hold_to_the_end_of_backward(row)
     # `optimizer_on_host` runs next: without a gradient it leaves these parameters alone.
     # A Step's arrays are shared by all candidates, so they are copied before a change.
@@ -256,17 +250,6 @@ def stream_parameters(
     gradient[mine] = -1
     edit.parameters = replace(columns, gradient=gradient)
     return edit.done()
-
-
-def _add_placeholder(edit: Edit, step: Step, end: int) -> int:
-    """Add the zeros that one parameter shows between backward and the step if all gradients are offloaded
-    (`offload.gradients.version_checks`); return the op's row.
-    """
-    columns, later = columns_of(step.parameters), np.asarray([end + 1], np.int32)
-    row = edit.add_ops("aten.zeros.default", before=later, phase=Phase.BACKWARD)
-    least = (columns.numel * columns.itemsize)[columns.gradient >= 0].min(keepdims=True)
-    edit.release_before(edit.add_storages(least, producer=row), later)
-    return int(row[0])
 
 
 _FREE_GRADIENTS, _FREE_PARAMETERS = range(2)

@@ -139,6 +139,12 @@ class TieredOffloader(ParameterOffloader):
         else:
             self._gradients.arrived(parameter, host)
 
+    def _take_gradient(self, parameter: nn.Parameter, each: OffloadedParameter) -> None:
+        if self._gradients is None:
+            super()._take_gradient(parameter, each)
+        else:
+            self._gradients.take(parameter, *each.take_gradient())
+
     def _backward_raised(self) -> None:
         super()._backward_raised()
         while self._tile_in_flight:
@@ -349,6 +355,16 @@ class SsdGradients:
         self._writing.append((place, host))
         # The mapping of the file: the optimizer, and a check for clipping, find the gradient as usual.
         self._held[parameter].grad = place
+
+    @torch.no_grad()
+    def take(self, parameter: nn.Parameter, gradient: Tensor | None, is_changed: bool) -> None:
+        """Write what the user has made of a gradient, with its checksum; None: clear it."""
+        place = self._places[parameter]
+        self._held[parameter].grad = None if gradient is None else place
+        if gradient is not None and (is_changed or gradient is not place):
+            with tier(HOST):
+                torch.ops.memtune.write_ssd_(place, gradient.clone())
+            ssd_tensors.written(place)
 
     def flush(self) -> None:
         """Wait for all writes."""

@@ -13,6 +13,7 @@ import torch
 from support.interrupted_loops import (
     ALL,
     AT_END,
+    DOWN,
     STORES,
     Net,
     assert_equal,
@@ -69,7 +70,7 @@ def test_zero_grad_of_the_model_frees_gradients_of_a_skipped_step(name: str, how
     assert_equal(trained(model, optimizer, CLEARS[how]), trained(*build(), CLEARS[how]))
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", DOWN)
 def test_gradients_set_to_none_after_a_skipped_step_raise(name: str) -> None:
     model, optimizer, _ = made(name)
     with pytest.raises(
@@ -114,10 +115,6 @@ def clipped(
 
 @pytest.mark.parametrize("name", [*ALL, *AT_END])
 def test_clipping_through_param_groups_clips_all_gradients(name: str) -> None:
-    if name in ("gradients on SSD", "all else on SSD"):
-        with pytest.raises(ApplyError, match="MT364 clipping cannot change gradients that are on SSD"):
-            clipped(*made(name))
-        return
     (norms, mine), (wanted, plain) = clipped(*made(name)[:2]), clipped(*build())
     assert norms == wanted
     assert norms[0] > 1e-2
@@ -148,28 +145,97 @@ def tuned_blocks(name: str) -> tuple[Net, torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("name", STORES)
-def test_blocks_alone_are_trained_as_plain_and_changes_are_found(name: str) -> None:
-    """All gradients are offloaded, and one parameter shows zeros until the step."""
-    on_ssd = STORES[name][0].get("gradients") == "ssd"
+def test_blocks_alone_are_trained_as_plain(name: str) -> None:
+    """All gradients are offloaded."""
     ended = []
     for model, optimizer in (tuned_blocks(name), only_blocks()):
         for index in range(3):
             loss(model, batch(index)).backward()  # type: ignore[no-untyped-call]
             loss(model, batch(index + 7)).backward()  # type: ignore[no-untyped-call]
-            if not on_ssd:
-                nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
             optimizer.step()
             optimizer.zero_grad()
         ended.append(weights(model))
     assert_equal(*ended)
-    for change in (lambda each: each.grad.mul_(0.5), lambda each: setattr(each, "grad", None)):
-        model, optimizer = tuned_blocks(name)
-        loss(model, batch(0)).backward()  # type: ignore[no-untyped-call]
-        shown = [each for each in model.parameters() if each.grad is not None]
-        assert len(shown) == 1
-        change(shown[0])
-        with pytest.raises(ApplyError, match="MT364"):
-            optimizer.step()
+
+
+def scales_one(model: Net) -> None:
+    _weight(model).grad.mul_(0.5)  # type: ignore[union-attr]
+
+
+def scales_all(model: Net) -> None:
+    torch._foreach_mul_([each.grad for each in model.parameters() if each.grad is not None], 0.5)
+
+
+def assigns(model: Net) -> None:
+    _weight(model).grad = torch.full((16, 8), 1e-3)
+
+
+def drops_one(model: Net) -> None:
+    _weight(model).grad = None
+
+
+def drops_all(model: Net) -> None:
+    for each in model.parameters():
+        each.grad = None
+
+
+def clips_by_hand(model: Net) -> None:
+    there = [each.grad for each in model.parameters() if each.grad is not None]
+    norm = torch.stack([each.norm() for each in there]).norm()
+    for each in there:
+        each.mul_((1e-2 / norm).clamp(max=1.0))
+
+
+def clips_a_block(model: Net) -> None:
+    nn.utils.clip_grad_norm_(model.blocks[1].parameters(), 1e-3)
+    nn.utils.clip_grad_value_(model.blocks[2].parameters(), 1e-4)
+
+
+def zeroes(model: Net) -> None:
+    for each in model.blocks[1].parameters():
+        each.grad.zero_()  # type: ignore[union-attr]
+
+
+def evaluates(model: Net) -> None:
+    with torch.no_grad():
+        loss(model, batch(99))
+
+
+def _weight(model: Net) -> nn.Parameter:
+    weight = model.blocks[1].up.weight  # type: ignore[union-attr]
+    assert isinstance(weight, nn.Parameter)
+    return weight
+
+
+@pytest.mark.parametrize(
+    "change",
+    [scales_one, scales_all, assigns, drops_one, drops_all, clips_by_hand, clips_a_block, zeroes, evaluates],
+)
+@pytest.mark.parametrize("name", STORES)
+def test_changes_of_offloaded_gradients_train_as_the_plain_model(
+    name: str, change: Callable[[Net], None]
+) -> None:
+    """Gradients are `grad` of the parameters until the step, and the next backward adds to them."""
+    model, optimizer, _ = made(name)
+    runs = []
+    for net, own in ((model, optimizer), build()):
+        seen: dict[str, Tensor] = {}
+        for index in range(3):
+            for part in range(2):
+                loss(net, batch(2 * index + part)).backward()  # type: ignore[no-untyped-call]
+                seen |= {
+                    f"{index} {part} {key}": each.grad.clone()
+                    for key, each in net.named_parameters()
+                    if each.grad is not None
+                }
+                if index != 1 or part == 0:
+                    change(net)
+            own.step()
+            own.zero_grad(set_to_none=index == 0)
+        runs.append(weights(net) | seen)
+    assert runs[0].keys() == runs[1].keys()
+    assert_equal(*runs)
 
 
 class Interrupted(BaseException):
@@ -202,7 +268,7 @@ def test_step_interrupted_by_a_hook_can_be_repeated_or_dropped(name: str, again:
     assert_equal(*found)
 
 
-@pytest.mark.parametrize("name", ["l2l", "zero_offload", "lohan", "patrickstar"])
+@pytest.mark.parametrize("name", ["zero_offload", "lohan"])
 def test_gradient_assigned_over_an_offloaded_one_raises(name: str) -> None:
     model, optimizer, _ = made(name)
     loss(model, batch(0)).backward()  # type: ignore[no-untyped-call]

@@ -138,18 +138,19 @@ def went_on(config: Config, tuned: Tuned, folder: Path, parts: int, ranks: int) 
     return weights_of(tuned), weights_of(other)
 
 
-def clipped(config: Config, ranks: int) -> str:
-    """Return the error that a loop gets if it clips the gradients on the device alone."""
+def clipped(config: Config, ranks: int) -> tuple[bool, str]:
+    """Return whether backward has updated blocks, and the error of a loop that clips the gradients left."""
     workload, tuned = started(config)
     with tuned.micro_batch(last=True):
         workload.loss(tuned.model, share_of(workload, 0, 1, ranks)[0]).backward()
-    resident = [each for each in tuned.model.parameters() if each.grad is not None]
-    torch.nn.utils.clip_grad_norm_(resident, 1e-3)
+    left = [each for each in tuned.model.parameters() if each.grad is not None]
+    are_used = len(left) < sum(each.requires_grad for each in tuned.model.parameters())
+    torch.nn.utils.clip_grad_norm_(left, 1e-3)
     try:
         tuned.optimizer.step()
     except ApplyError as refused:
-        return str(refused)
-    return ""
+        return are_used, str(refused)
+    return are_used, ""
 
 
 @cache
@@ -244,7 +245,8 @@ def _check(run: dict[str, Any], first: Weights, step: Step, parts: int, ranks: i
     _same(
         run["went_on"][1], run["went_on"][0], 0 if bitwise else 1e-6
     )  # a new DDP fills its buckets in another order
-    assert "clipping by norm" in run["clipping"]
+    are_used, said = run["clipping"]
+    assert ("clipping by norm" in said) == are_used
     assert run["audit"].get("resident_parameters") or run["audit"]["blocks_on_host"] == len(step.blocks)
     moved, predicted = {link: run["moved"].get(link, 0) for link in LINKS}, link_bytes(step, parts, ranks)
     if is_first:
