@@ -71,6 +71,15 @@ def after_step(optimizer: Optimizer, hook: Callable[[Optimizer, Any, Any], None]
     return handle
 
 
+def run_last(handles: Iterable[RemovableHandle]) -> None:
+    """Have these post-accumulate-grad hooks run after the user's, which read or change the gradient."""
+    for handle in handles:
+        hooks = handle.hooks_dict_ref()
+        if hooks is not None and handle.id in hooks and next(reversed(hooks)) != handle.id:
+            # Not `move_to_end`: autograd reads the dictionary's own order.
+            hooks[handle.id] = hooks.pop(handle.id)
+
+
 def _order_hooks(optimizer: Optimizer) -> None:
     hooks: Any = optimizer._optimizer_step_pre_hooks
     # Users register hooks at any time, so the order is checked at each step; it costs a comparison of two

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune import refusals
@@ -68,6 +69,7 @@ from memtune.runtime import (
     groups,
     local,
     mark,
+    run_last,
     to_host_together,
     transfer,
     weakly,
@@ -156,6 +158,7 @@ class HostParameters:
             placement.offload.averages == "experts" and placement.world_size > 1 and self._gathered is None
         )
         self._shown: dict[nn.Parameter, OffloadedParameter] = {}
+        self._grad_hooks: list[RemovableHandle] = []
         self._reducer = self._reducer_of(context, set(mine)) if averages and when_ready else None
         self.loaded_bytes = 0
         context.undo.callback(self._load_all)
@@ -221,9 +224,9 @@ class HostParameters:
             module.register_state_dict_post_hook(lambda *args: self._into_state_dict(*args))
         for parameter in self._blocks[index]:
             if parameter.requires_grad and self._when_ready:
-                context.undo.callback(
-                    parameter.register_post_accumulate_grad_hook(weakly(self._on_grad_ready)).remove
-                )
+                handle = parameter.register_post_accumulate_grad_hook(weakly(self._on_grad_ready))
+                context.undo.callback(handle.remove)
+                self._grad_hooks.append(handle)
 
     def _load_before_gathers(self, gathered: GatheredBlocks, index: int) -> None:
         """Have FSDP2 load the rows of a block before the all-gather that reads them."""
@@ -302,8 +305,9 @@ class HostParameters:
             if parameter in self._shown:
                 # A penalty on weights between uses, on the host: autograd has added to the sum itself.
                 self._take_gradient(parameter, self._shown.pop(parameter))
-                return
-            if self._reducer is not None:
+            elif parameter.grad is None:
+                pass  # the user's hook has used and freed it
+            elif self._reducer is not None:
                 self._reducer.add(parameter)
             else:
                 # The copy has the only reference, so the gradient is freed when that has finished.
@@ -638,6 +642,7 @@ class ParameterOffloader(HostParameters):
         if not self._backward_end.is_near:
             self._take_gradients()
             if moment == 0:
+                run_last(self._grad_hooks)
                 self._version_check.require_unchanged()
         if moment == self._moment:
             # The same block again. If the forward that began this moment has raised, its units are freed.

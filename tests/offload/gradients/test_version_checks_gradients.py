@@ -238,6 +238,33 @@ def test_changes_of_offloaded_gradients_train_as_the_plain_model(
     assert_equal(*runs)
 
 
+@pytest.mark.parametrize("name", STORES)
+def test_gradient_hooks_after_apply_read_and_change_gradients(name: str) -> None:
+    """Both kinds of hooks, and one that ends the backward of the second step."""
+    model, optimizer, _ = made(name)
+    runs = []
+    for net, own in ((model, optimizer), build()):
+        seen: dict[str, Tensor] = {}
+
+        def halves(parameter: Tensor, seen: dict[str, Tensor] = seen) -> None:
+            assert parameter.grad is not None
+            seen[str(len(seen))] = parameter.grad.clone()
+            parameter.grad.mul_(0.5)
+            if len(seen) == 2:
+                raise Interrupted
+
+        _weight(net).register_post_accumulate_grad_hook(halves)
+        net.blocks[2].norm.weight.register_hook(lambda gradient: gradient + 1e-3)  # type: ignore[union-attr, operator]
+        for index in range(4):
+            with pytest.raises(Interrupted) if index == 1 else nullcontext():
+                loss(net, batch(index)).backward()  # type: ignore[no-untyped-call]
+            if index != 1:
+                own.step()
+            own.zero_grad()
+        runs.append(weights(net) | seen)
+    assert_equal(*runs)
+
+
 class Interrupted(BaseException):
     pass
 

@@ -1,4 +1,4 @@
-"""Block gradients that are averaged when their block is ready: a rank that lacks some raises, and no rank waits
+"""Block gradients that are averaged when their block is ready: a rank that lacks some raises, and none waits
 forever.
 """
 
