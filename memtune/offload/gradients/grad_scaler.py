@@ -127,9 +127,13 @@ class Gradients:
 
     def _clear(self, left: list[nn.Parameter], set_to_none: bool, every: list[nn.Parameter]) -> None:
         """Clear the gradients of `left`, and report those of `every` as cleared."""
+        # A gradient on SSD that is shown is written again with its checksum; another one is dropped.
+        shown = {local(each.grad).data_ptr() for each in self._chains if each.grad is not None}
         for each in left:
             gradient = each.grad
-            if gradient is not None and (set_to_none or tier_of(gradient) == SSD):
+            if gradient is not None and (
+                set_to_none or (tier_of(gradient) == SSD and local(gradient).data_ptr() not in shown)
+            ):
                 each.grad = None
             elif gradient is not None:
                 gradient.detach_().zero_()

@@ -193,7 +193,8 @@ def clips_a_block(model: Net) -> None:
 
 
 def zeroes(model: Net) -> None:
-    for each in model.blocks[1].parameters():
+    model.blocks[1].zero_grad(set_to_none=False)  # type: ignore[operator]
+    for each in model.blocks[2].parameters():
         each.grad.zero_()  # type: ignore[union-attr]
 
 
