@@ -125,12 +125,12 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _as_plain(weight: _AliasedData, call: Callable[[Any], Any]) -> Any:
-    kind = type(weight)
-    own: dict[str, Any] = {name: vars(weight)[name] for name in _OWN if name in vars(weight)}
-    # torch's copy and pickle look at the class, and `_kept` would be copied as a second tensor.
-    untrack_data(weight)
+    kind, held = type(weight), vars(weight)
+    # torch's copy and pickle look at the class, and `_kept` would be a second tensor. A pickle reads
+    # the dictionary after this call, when it is written, so the weight gets another one meanwhile.
+    weight.__class__ = _PLAIN[kind]  # type: ignore[assignment]
+    weight.__dict__ = {name: value for name, value in held.items() if name not in _OWN}
     try:
         return call(weight)
     finally:
-        weight.__class__ = kind
-        vars(weight).update(own)
+        weight.__class__, weight.__dict__ = kind, held

@@ -32,12 +32,10 @@ from memtune import refusals
 from memtune.errors import ApplyError
 from memtune.offload.core import OptimizerParameter, count_changes
 from memtune.runtime import (
-    SSD,
     Context,
     UncopiedHook,
     is_data_used,
     local,
-    tier_of,
     track_data,
     untrack_data,
     version_of_data,
@@ -143,13 +141,8 @@ class WatchedGradients:
         used already.
         """
         # A gradient that an update inside backward has used can no longer be scaled together with the rest.
-        there = [each.grad for each in changed if each.grad is not None and tier_of(each.grad) != SSD]
-        alone = self._context.placement.world_size == 1
-        return (
-            alone
-            and not self.are_used
-            and len(there) == sum(each.grad is not None for each in self._versions)
-        )
+        count = sum(each.grad is not None for each in self._versions)
+        return self._context.placement.world_size == 1 and not self.are_used and len(changed) == count
 
     def _cleared(self, parameters: Iterable[nn.Parameter]) -> None:
         for each in parameters if self._versions else ():

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from support.gloo import run_ranks
-from support.ranks.block_offload_on_ranks import share_of, started
-from torch import Tensor
+from support.ranks.block_offload_on_ranks import Weights, share_of, started, weights_of
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from memtune.autotune.record_parallel.fake_process_group import fake_ranks
 from memtune.errors import ApplyError
 from memtune.offload.core.fsdp_shards import count_changes
+from memtune.runtime.data_alias import track_data, version_of_data
 
 RANKS = 2
 
@@ -59,6 +61,20 @@ def test_counted_gradient_has_a_new_version_after_every_change(how: str) -> None
         assert all(gradient._version > version for gradient, version in zip(gradients, before, strict=True))
 
 
+def test_pickle_of_a_shard_whose_data_was_read_has_no_second_tensor() -> None:
+    with fake_ranks(RANKS):
+        mesh = init_device_mesh("cpu", (RANKS,))
+        rows = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)], src_data_rank=None)
+        weight = nn.Parameter(rows)
+        track_data(weight)
+        weight.data.add_(1.0)
+        # A pickle is written after the call, from the dictionary that it returned.
+        _, (_, kind, _, (attributes, _)) = weight.__reduce_ex__(2)[:2]
+        assert kind is DTensor
+        assert attributes.keys().isdisjoint({"_kept", "_assigned", "_earlier"})
+        assert version_of_data(weight) != (0, 0)
+
+
 # -- on gloo ranks -------------------------------------------------------------------------------------------
 
 
@@ -81,3 +97,33 @@ def error_of_clipping() -> str:
 def test_clipping_sharded_gradients_by_foreach_kernels_raises() -> None:
     for rank in run_ranks(error_of_clipping, RANKS):
         assert "Gradients were changed between backward and the optimizer's step" in rank
+
+
+def changed(settings: dict[str, Any]) -> Weights:
+    """Return the weights of a loop that scales, drops and clips gradients between backward and step."""
+    workload, tuned = started({"settings": settings})
+    inside = tuned.model.get_submodule(tuned._context.blocks[1])
+    for step in range(3):
+        for batch in share_of(workload, step, 2, RANKS):
+            workload.loss(tuned.model, batch).backward()
+            torch._foreach_mul_([each.grad for each in inside.parameters() if each.grad is not None], 0.5)
+        if step == 1:
+            next(inside.parameters()).grad = None
+        torch.nn.utils.clip_grad_norm_(tuned.model.parameters(), 1e-2)
+        tuned.optimizer.step()
+        tuned.optimizer.zero_grad()
+    return weights_of(tuned)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["l2l", "stronghold", "zero_infinity"])
+def test_changes_of_sharded_gradients_train_as_fsdp(store: str) -> None:
+    """Each rank changes the rows that it shows; the norm is that of all ranks."""
+    sharding = {"sharding": {"states": {"kind": "fsdp"}}}
+    states = {"kind": store} | ({"parameters": "host"} if store == "zero_infinity" else {})
+    for mine, wanted in zip(
+        run_ranks(changed, RANKS, sharding | {"offload": {"states": states}}),
+        run_ranks(changed, RANKS, sharding),
+        strict=True,
+    ):
+        assert all(torch.allclose(mine[name], value, rtol=0, atol=1e-6) for name, value in wanted.items())
