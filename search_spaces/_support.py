@@ -131,7 +131,7 @@ def _any(effects: Effects) -> bool:
 
 def _offloads_blocks(effects: Effects) -> bool:
     """Return True if parameters of blocks or experts are reloaded for their calls, and their gradients
-    averaged one by one.
+    averaged for the offload.
     """
     return effects.averages in ("blocks", "experts")
 
@@ -323,8 +323,7 @@ RULES = (
         lambda e: e.averages == "blocks",
         "sharding.states",
         lambda e: e.finds_unused,
-        "ranks average gradients of blocks one by one when they are ready, so every rank must have all of"
-        " them",
+        "ranks average gradients block by block when they are ready, so every rank must have all of them",
         "find_unused_parameters: false",
         only=_on_ranks,
     ),

@@ -8,8 +8,8 @@ Gradients, when some of them are offloaded (`WatchedGradients`):
 - Block offload shows its gradients as `grad` between backward and the step, and notes versions only if a step
   has used some of them inside backward (`offload.parameters.offloader`).
 - `zero_grad` of the optimizer, the model or a submodule reports the gradients that it clears. `p.grad = None`
-  reports nothing and frees no offloaded gradient; if it cleared all gradients on the device, the check
-  raises.
+  reports nothing, and frees an offloaded gradient only if that is shown; if it cleared all gradients on the
+  device, the check raises.
 - torch's functions that clip gradients change all of them (`grad_clipping`), and their versions are noted
   again. Other code that changes all gradients through `optimizer.param_groups`
   (`offload.core.optimizer_param`) is correct if all are in this process's memory and none was used inside

@@ -253,7 +253,7 @@ def test_other_ways_to_gather_are_refused(knobs: dict[str, Any], sent: str | Non
 
 @pytest.mark.parametrize("name", STORES)
 def test_replicas_with_unused_parameters_are_refused(name: str) -> None:
-    """Gradients of blocks are averaged one by one when ready: a rank that lacks one would average it with
+    """Gradients of blocks are averaged when ready: a rank that lacks one would average it with
     another.
     """
     mine, some = STORES[name][0], Ddp(find_unused_parameters=True)

@@ -269,7 +269,7 @@ def test_fits_refuses_by_name(ssd: Path) -> None:
     assert "whole on each, or gathered from all" in str(why)
     asks = replace(target_of(Ddp(kind="ddp", find_unused_parameters=True)), ranks=RANKS, offload_dir=str(ssd))
     assert FEW.fits(program, asks) is None
-    assert "one by one when they are ready" in str(L2L(kind="l2l").fits(program, asks))
+    assert "block by block when they are ready" in str(L2L(kind="l2l").fits(program, asks))
 
 
 def refusal(directory: str, path: str, config: dict[str, Any]) -> str:
