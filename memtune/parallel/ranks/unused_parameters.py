@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
-from memtune.runtime import local
 
 
 def missing_here(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[nn.Parameter]:
@@ -61,7 +60,8 @@ def _counted(there: Sequence[bool], group: dist.ProcessGroup, like: Tensor) -> T
     """Return (entries,) the number of ranks that have each; None without real peers: for fake tensors and in
     a fake group.
     """
-    if isinstance(local(like.detach()), FakeTensor) or dist.get_backend(group) == "fake":
+    # Not `local`, nor `detach`: the values of an offloaded parameter may be in flight, and are not needed.
+    if isinstance(getattr(like, "_local_tensor", like), FakeTensor) or dist.get_backend(group) == "fake":
         return None
     found = torch.from_numpy(np.array(there, np.int32)).to(
         like.device

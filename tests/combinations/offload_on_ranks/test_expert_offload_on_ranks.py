@@ -172,10 +172,11 @@ def check(
                     rank["peaks"],
                     wanted,
                 )
-                # From the second step on, sharded experts hold 4 % less than predicted.
                 wanted_host = step.peak_bytes(Tier.HOST)
-                least = (0.95 if divided else 0.98) * wanted_host
-                assert least <= rank["host_peak"] <= 1.02 * wanted_host, (rank["host_peak"], wanted_host)
+                assert rank["host_peak"] == pytest.approx(wanted_host, rel=0.02), (
+                    rank["host_peak"],
+                    wanted_host,
+                )
     return ranks
 
 

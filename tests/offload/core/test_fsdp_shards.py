@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from memtune.autotune.record_parallel.fake_process_group import fake_ranks
 from memtune.errors import ApplyError
 from memtune.offload.core.fsdp_shards import count_changes
+from memtune.offload.core.offloaded_parameter import OffloadedParameter
+from memtune.parallel.ranks.unused_parameters import missing_indices
 from memtune.runtime.data_alias import track_data, version_of_data
 
 RANKS = 2
@@ -73,6 +75,20 @@ def test_pickle_of_a_shard_whose_data_was_read_has_no_second_tensor() -> None:
         assert kind is DTensor
         assert attributes.keys().isdisjoint({"_kept", "_assigned", "_earlier"})
         assert version_of_data(weight) != (0, 0)
+
+
+def test_ranks_that_compare_gradients_do_not_wait_for_values() -> None:
+    """They need the device of a parameter alone: a wait in each step would write all changed experts."""
+    with fake_ranks(RANKS):
+        mesh = init_device_mesh("cpu", (RANKS,))
+        rows = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)], src_data_rank=None)
+        each, waits = OffloadedParameter(nn.Parameter(rows), torch.ones(2, 3)), list[None]()
+        each.free()
+        each.expect_values(lambda: waits.append(each.settle()))
+        assert missing_indices([True], mesh.get_group(), each.parameter) == []
+        assert waits == []
+        each.parameter.detach()
+        assert waits == [None]
 
 
 # -- on gloo ranks -------------------------------------------------------------------------------------------
