@@ -128,7 +128,7 @@ def _as_plain(weight: _AliasedData, call: Callable[[Any], Any]) -> Any:
     kind, held = type(weight), vars(weight)
     # torch's copy and pickle look at the class, and `_kept` would be a second tensor. A pickle reads
     # the dictionary after this call, when it is written, so the weight gets another one meanwhile.
-    weight.__class__ = _PLAIN[kind]  # type: ignore[assignment]
+    weight.__class__ = _PLAIN[kind]
     weight.__dict__ = {name: value for name, value in held.items() if name not in _OWN}
     try:
         return call(weight)

@@ -110,10 +110,8 @@ def averaged(edit: Edit, step: Step, grads: BlockGradients, ranks: int) -> Block
     # One message for each dtype of a block.
     bucket = 16 * columns.block[grads.parameter] + columns.itemsize[grads.parameter]
     found = average_in_buckets(edit, step, grads.raw, grads.after, grads.n_bytes, bucket, ranks)
-    parameter, sums, moment, n_bytes = (
-        each[found.order] for each in (grads.parameter, grads.sums, grads.moment, grads.n_bytes)
-    )
-    return BlockGradients(parameter, found.storage, sums, found.after, moment, n_bytes)
+    parameter, sums, moment = (each[found.order] for each in (grads.parameter, grads.sums, grads.moment))
+    return BlockGradients(parameter, found.storage, sums, found.after, moment, grads.n_bytes[found.order])
 
 
 def average_on_device(step: Step, resident: npt.NDArray[np.bool_], ranks: int) -> Step:

@@ -45,13 +45,13 @@ def average_in_buckets(
         bucket: (gradients,) a number that gradients of one bucket share.
         ranks: Number of replicas.
     """
-    _, bucket, count = np.unique(bucket, return_inverse=True, return_counts=True)
-    every = np.arange(len(bucket), dtype=np.int32)
+    _, of, count = np.unique(bucket, return_inverse=True, return_counts=True)
+    every = np.arange(len(of), dtype=np.int32)
     first, last = (np.empty(len(count), np.int32) for _ in range(2))
     # Of several values for an index numpy keeps the last.
-    first[bucket[::-1]], last[bucket] = every[::-1], every
-    total = np.bincount(bucket, n_bytes, len(count)).astype(np.int64)
-    shared, copied = np.flatnonzero(count > 1), every[count[bucket] > 1]
+    first[of[::-1]], last[of] = every[::-1], every
+    total = np.bincount(of, n_bytes, len(count)).astype(np.int64)
+    shared, copied = np.flatnonzero(count > 1), every[count[of] > 1]
     row = np.concatenate([first[shared], copied, last])
     what = np.repeat([_ALLOCATE, _COPY, _REDUCE], [len(shared), len(copied), len(last)])
     # At one anchor: the bucket's memory, the copy that fills it, then its message.
@@ -62,23 +62,23 @@ def average_in_buckets(
         after=after[row],
         phase=Phase.BACKWARD,
         resource=np.asarray([each for _, each in _OPS], np.uint8)[what],
-        traffic_bytes=np.select([what == _COPY, what == _REDUCE], [2 * n_bytes[row], total[bucket[row]]], 0),
+        traffic_bytes=np.select([what == _COPY, what == _REDUCE], [2 * n_bytes[row], total[of[row]]], 0),
         call=step.ops.call[after[row]],
         group=np.where(what == _REDUCE, ranks, 0).astype(np.int32),
     )
-    allocates, copies, reduces = (np.full(len(bucket), -1, np.int32) for _ in range(3))
+    allocates, copies, reduces = (np.full(len(of), -1, np.int32) for _ in range(3))
     for kind, found in enumerate((allocates, copies, reduces)):
         found[row[what == kind]] = ops[what == kind]
     whole, storage = np.full(len(count), -1, np.int32), gradients.copy()
     whole[shared] = edit.add_storages(
         total[shared], producer=allocates[first[shared]], kind=Kind.COMMUNICATION
     )
-    storage[copied] = whole[bucket[copied]]
+    storage[copied] = whole[of[copied]]
     edit.add_uses(copies[copied], gradients[copied])
     edit.add_uses(copies[copied], storage[copied], mode=WRITES)
     edit.add_uses(reduces[last], storage[last], mode=WRITES)
     edit.storages.held_until[gradients[copied]] = -1
     edit.storages.kind[gradients[copied]] = Kind.TEMPORARY
-    order = np.argsort(last[bucket], kind="stable").astype(np.int32)
-    ends = last[bucket[order]]
+    order = np.argsort(last[of], kind="stable").astype(np.int32)
+    ends = last[of[order]]
     return AveragedGradients(order, storage[order], after[ends], reduces[ends])
