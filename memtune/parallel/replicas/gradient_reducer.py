@@ -1,8 +1,8 @@
 """One owner of averages among replicas: when a gradient is averaged, over which group, and into what.
 
 - When: a bucket is averaged in one all-reduce as soon as autograd has accumulated its last gradient, in each
-  backward. What it lacks when a later bucket begins, or the backward ends, counts as zeros: so ranks that
-  use different parameters still exchange the same messages.
+  backward. What it lacks when a later bucket begins counts as zeros: so ranks that use different parameters
+  still exchange the same messages. What is left when the backward has ended is averaged then.
 - Over: one process group. Buckets are laid out alike on all ranks.
 - Into: each averaged gradient is given to `into`, in the order in which autograd accumulated them. A bucket
   is allocated for its first gradient, and freed when the last view of it is dropped. A bucket of one gradient
@@ -137,8 +137,7 @@ class GradientReducer:
     @torch.no_grad()
     def finish(self) -> list[nn.Parameter]:
         """Average what is left when a backward has ended; return the parameters without a gradient in it."""
-        self._average_up_to(len(self._buckets))
-        for bucket in self._buckets:  # one whose parameters were used again
+        for bucket in self._buckets:
             if bucket.ready:
                 self._average(bucket)
         seen = self._seen
