@@ -1,8 +1,9 @@
 """One owner of averages among replicas: when a gradient is averaged, over which group, and into what.
 
 - When: a bucket is averaged in one all-reduce as soon as autograd has accumulated its last gradient, in each
-  backward. What it lacks when a later bucket begins counts as zeros: so ranks that use different parameters
-  still exchange the same messages. What is left when the backward has ended is averaged then.
+  backward. A bucket that is not full when a later one begins is averaged with zeros for its missing
+  gradients, so that ranks that use different parameters still exchange the same messages. The end of backward
+  averages the rest.
 - Over: one process group. Buckets are laid out alike on all ranks.
 - Into: each averaged gradient is given to `into`, in the order in which autograd accumulated them. A bucket
   is allocated for its first gradient, and freed when the last view of it is dropped. A bucket of one gradient
