@@ -164,11 +164,15 @@ def sharded_like(parameter: nn.Parameter, rows: Tensor) -> Tensor:
     """Return the host's `rows` of `parameter` as a DTensor on the mesh's device, for checkpoints."""
     if not isinstance(parameter, DTensor):
         return rows
-    return DTensor.from_local(
-        rows.to(parameter.device),
+    mine = rows.to(parameter.device)
+    # torch cannot pickle a DTensor made of a tensor with an offset in its storage, as on a page.
+    found = DTensor.from_local(
+        mine.new_empty(()).expand(mine.shape) if mine.storage_offset() else mine,
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+    found._local_tensor = mine
+    return found

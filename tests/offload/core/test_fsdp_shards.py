@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from memtune.autotune.record_parallel.fake_process_group import fake_ranks
 from memtune.errors import ApplyError
-from memtune.offload.core.fsdp_shards import count_changes
+from memtune.offload.core.fsdp_shards import count_changes, sharded_like
 from memtune.offload.core.offloaded_parameter import OffloadedParameter
 from memtune.parallel.ranks.unused_parameters import missing_indices
 from memtune.runtime.data_alias import track_data, version_of_data
@@ -89,6 +89,17 @@ def test_ranks_that_compare_gradients_do_not_wait_for_values() -> None:
         assert waits == []
         each.parameter.detach()
         assert waits == [None]
+
+
+def test_rows_on_a_page_are_pickled_as_a_shard() -> None:
+    with fake_ranks(RANKS):
+        mesh = init_device_mesh("cpu", (RANKS,))
+        weight = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)], src_data_rank=None))
+        shown = sharded_like(weight, torch.arange(8.0)[2:].view(2, 3))
+        _, (rebuild, *_) = shown.__reduce_ex__(2)[:2]
+        assert rebuild is torch._utils._rebuild_wrapper_subclass
+        assert isinstance(shown, DTensor)
+        assert torch.equal(shown.to_local(), torch.arange(2.0, 8.0).view(2, 3))
 
 
 # -- on gloo ranks -------------------------------------------------------------------------------------------
