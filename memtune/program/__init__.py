@@ -15,7 +15,13 @@ if TYPE_CHECKING:
         saved_in_backward,
         third_runs,
     )
-    from memtune.program.edit import Edit, accumulate_gradients, hold_prefetched_copies, pending_copy_sources
+    from memtune.program.edit import (
+        Edit,
+        accumulate_gradients,
+        held_in_backward,
+        hold_prefetched_copies,
+        pending_copy_sources,
+    )
     from memtune.program.lifecycle_steps import checkpoint, evaluation, first_step, updates_inside_backward
     from memtune.program.link_traffic import REPEATED, traffic_bytes
     from memtune.program.memo import memoized
@@ -240,6 +246,7 @@ __all__ = [
     "from_names",
     "gathering_order",
     "gathers_of",
+    "held_in_backward",
     "hold_prefetched_copies",
     "idle_share",
     "is_differentiated_again",

@@ -78,16 +78,15 @@ class ThirdRuns:
     """(k,) op after which the second run's tensor is freed, unless another reference holds it."""
 
 
-def third_runs(step: Step, wanted: Mask, redirect: Mask, again_saved: Mask) -> ThirdRuns | None:
+def third_runs(step: Step, wanted: Mask, redirect: Mask) -> ThirdRuns | None:
     """Return the blocks that run a third time, None if there are none.
 
     Args:
         step: The step without recompute.
         wanted: (saves,) saves that the second run recomputes.
         redirect: (uses,) reads of the second run's tensors by the blocks' own autograd nodes.
-        again_saved: (saves,) saves of these tensors by the first backward.
     """
-    if not again_saved.any():
+    if not is_differentiated_again(step):
         return None
     asked = np.where(step.saves.unpacked_before >= 0, step.saves.unpacked_before, 0)
     popped = wanted & (step.saves.unpacked_before >= 0) & (step.ops.phase[asked] == Phase.RECOMPUTE)

@@ -37,6 +37,19 @@ from memtune.program.step import (
 _WRITTEN_IN_PLACE = ("bytes", "kind", "producer", "held_until", "grad_ready_after")
 
 
+def held_in_backward(step: Step, last: int, end: int) -> npt.NDArray[np.bool_]:
+    """Return (m,) tensors of forward (the batch, the loss), and gradients of leaves that are no parameters,
+    that Python holds until backward has returned: after op `last`, its last one, and at most until `end`.
+    """
+    held = (step.storages.held_until >= last) & (step.storages.held_until <= end)
+    is_forward = step.ops.phase[step.storages.producer] == Phase.FORWARD
+    is_read = np.zeros(step.storages.n, bool)  # by the last op; nothing else may hold it until then
+    is_read[step.uses.storage[step.uses.op == last]] = True
+    is_leaf = (step.storages.kind == Kind.TEMPORARY) & ~is_read
+    found: npt.NDArray[np.bool_] = held & (step.storages.producer >= 0) & (is_forward | is_leaf)
+    return found
+
+
 class Edit:
     """A Step under construction. Methods append rows or change columns; `done` sorts and renumbers."""
 
@@ -296,14 +309,12 @@ class Edit:
         self._holds.append((storages, ops))
 
     def hold_to_the_end_of_backward(self, op: int) -> None:
-        """Hold tensors that live until backward returns (the batch, the loss) through the new op `op`."""
-        step = self._step
-        last = int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1])
-        mine = (
-            (step.storages.held_until == last)
-            & (step.storages.producer >= 0)
-            & (step.ops.phase[step.storages.producer] == Phase.FORWARD)
-        )
+        """Hold tensors that live until backward returns through the new op `op`.
+
+        They are made by forward (the batch, the loss), or are gradients of leaves that are no parameters.
+        """
+        last = int(np.flatnonzero(self._step.ops.phase < Phase.BOUNDARY)[-1])
+        mine = held_in_backward(self._step, last, last)
         storages = np.flatnonzero(mine).astype(np.int32)
         self.hold_through(storages, np.full(len(storages), op, np.int32))
 

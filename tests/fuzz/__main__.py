@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import os
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from fuzz.cases import draw_cases, draw_spec
+from fuzz.cases import SETTINGS_LOOPS, draw_cases, draw_spec
 from fuzz.ranks import Ranks
 from fuzz.run import Recorded, shrunk
 
@@ -24,6 +25,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="seed of the first model")
     parser.add_argument("--cases", type=int, default=10**9)
+    parser.add_argument("--peaks", action="store_true", help="compare peaks alone; nothing is trained")
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--verbose", action="store_true")
     asked = parser.parse_args()
@@ -33,14 +35,14 @@ def main() -> int:
     reasons: Counter[str] = Counter()
     seen: set[str] = set()
     seed, draws = asked.first, Counter[str]()
-    ranks = Ranks(asked.ranks) if asked.ranks > 1 else None
+    ranks = Ranks(asked.ranks) if asked.ranks > 1 and not asked.peaks else None
     gc.freeze()
     while time.monotonic() < until and counts.total() < asked.cases:
         with tempfile.TemporaryDirectory() as folder:
-            model = Recorded(draw_spec(seed, asked.ranks), ranks, Path(folder))
+            model = Recorded(draw_spec(seed, asked.ranks), ranks, Path(folder), asked.ranks)
             cases = draw_cases(seed, asked.ranks, model.fits, draws)
-            for case in cases:
-                outcome = model.outcome(case)
+            for case in itertools.islice(cases, 0, None, SETTINGS_LOOPS) if asked.peaks else cases:
+                outcome = model.peak(case) if asked.peaks else model.outcome(case)
                 counts[outcome.kind] += 1
                 if outcome.kind == "refused" or "not compared" in outcome.text:
                     reasons[f"{outcome.kind}: {outcome.text}".split("\n")[0][:130]] += 1

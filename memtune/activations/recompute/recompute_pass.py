@@ -106,7 +106,7 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
         step.storages.producer[step.uses.storage]
     ]
     again_saved = saved_in_backward(step, redirect, ~number)
-    third = third_runs(step, wanted, redirect, again_saved)
+    third = third_runs(step, wanted, redirect)
     redirect |= (new[step.uses.storage] >= 0) & read_by_second_order(step, again_saved, again_saved | number)
     edit.set_uses(storage=np.where(redirect, new[edit.uses.storage], edit.uses.storage).astype(np.int32))
     edit.set_saves(

@@ -20,6 +20,7 @@ from memtune.offload.layer_major.tied_weights_pass import TiedGradient, ready_af
 from memtune.parallel.pipeline import batch_on_host
 from memtune.program import (
     I32,
+    WRITES,
     Kind,
     NewOp,
     Phase,
@@ -30,6 +31,7 @@ from memtune.program import (
     RowRun,
     Step,
     Tier,
+    columns_of,
     set_lifetimes,
 )
 
@@ -84,6 +86,22 @@ def _within(rows: RowIndex, begin: int, end: int) -> RowIndex:
 parts_of = functools.lru_cache(maxsize=8)(Parts)
 
 
+def _needs_gradient(step: Step) -> RowMask:
+    """Return (m,) the trained parameters, and all that forward computes from them."""
+    columns = columns_of(step.parameters)
+    found: RowMask = np.zeros(step.storages.n, bool)
+    found[columns.storage[columns.gradient >= 0]] = True
+    forward = np.flatnonzero(step.ops.phase == Phase.FORWARD)
+    starts = np.searchsorted(step.uses.op, [forward, forward + 1])
+    made = np.argsort(step.storages.producer, kind="stable")
+    made_starts = np.searchsorted(step.storages.producer[made], [forward, forward + 1])
+    for begin, end, first, last in np.concatenate([starts, made_starts]).T.tolist():
+        if found[step.uses.storage[begin:end]].any():
+            found[made[first:last]] = True
+            found[step.uses.storage[begin:end][step.uses.mode[begin:end] == WRITES]] = True
+    return found
+
+
 class _Boundaries:
     """The saved arguments of packs; predicts `boundary_activations.BoundaryActivations`."""
 
@@ -96,6 +114,9 @@ class _Boundaries:
         later = np.unique(np.concatenate(given[1:]))
         self.shared = np.intersect1d(given[0], later)
         self._own = [np.setdiff1d(each, self.shared) for each in given]
+        # Arguments that need no gradient, such as the batch itself, stay on the device.
+        needs_gradient = _needs_gradient(step)
+        self._copied = [each[needs_gradient[each]] for each in self._own]
         self._hosts: dict[tuple[int, int], list[int]] = {}
         self._in_flight = -1
 
@@ -104,7 +125,7 @@ class _Boundaries:
         if not self._to_host:
             return
         hosts = self._hosts[block, index] = []
-        for storage in self._own[block].tolist():
+        for storage in self._copied[block].tolist():
             self.wait()
             n_bytes, self._in_flight = int(self._step.storages.bytes[storage]), int(made[storage])
             hosts.append(
@@ -130,7 +151,7 @@ class _Boundaries:
         """Add the H2D copies of the arguments of `block`."""
         if not self._to_host:
             return
-        for storage, host in zip(self._own[block].tolist(), self._hosts[block, index], strict=True):
+        for storage, host in zip(self._copied[block].tolist(), self._hosts[block, index], strict=True):
             n_bytes = int(self._step.storages.bytes[storage])
             made[storage] = self._new.new_op(
                 _RELOAD, n_bytes, reads=(host,), makes=(n_bytes, Tier.DEVICE, Kind.TEMPORARY, -1)

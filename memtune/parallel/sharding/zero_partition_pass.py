@@ -33,6 +33,7 @@ from memtune.program import (
     add_storages,
     column,
     columns_of,
+    held_in_backward,
     raw_gradients,
     sharded_storages,
     shards_of,
@@ -264,14 +265,10 @@ def _extend_to_backward_end(edit: Edit, step: Step, ops: I32, end: int, *, batch
     new `ops` at its end have run.
     """
     last = int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1])
-    mine = (
-        (step.storages.held_until >= last) & (step.storages.held_until <= end) & (step.storages.producer >= 0)
-    )
+    mine = held_in_backward(step, last, end)
     mine &= (step.storages.kind == Kind.BATCH) | (not batches)
     mine &= step.storages.kind != Kind.COMMUNICATION  # FSDP2 frees gathered parameters itself
-    storages = np.flatnonzero(mine & (step.ops.phase[step.storages.producer] == Phase.FORWARD)).astype(
-        np.int32
-    )
+    storages = np.flatnonzero(mine).astype(np.int32)
     for op in ops.tolist():
         edit.hold_through(storages, np.full(len(storages), op, np.int32))
 

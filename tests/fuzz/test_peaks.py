@@ -1,0 +1,48 @@
+"""Cases whose peak the fuzzer found mispredicted, made small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fuzz import run
+from fuzz.cases import Case
+from fuzz.models import ModelSpec
+from fuzz.run import Recorded
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def case(
+    *pieces: str, loss: str = "mean", accumulate: int = 1, ranks: int = 1, blocks: int = 2, **slots: Any
+) -> Case:
+    """Return a case with the technique or (technique, knobs) of each slot, dots written as `__`."""
+    model = ModelSpec(pieces, blocks, loss, "fixed", tied=False, nested=False, adam=False)
+    given = {slot: value if isinstance(value, tuple) else (value, {}) for slot, value in slots.items()}
+    settings = tuple(
+        (slot.replace("__", "."), (("kind", kind), *knobs.items())) for slot, (kind, knobs) in given.items()
+    )
+    return Case(model, settings, (), accumulate, own_loop=False, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        # The first block takes the batch itself, which stays on the device.
+        case("norm", blocks=1, accumulate=3, offload__states="mobius"),
+        # The second run's tensors are returned to a backward that reads none of them.
+        case("mlp", loss="penalty", recompute="balanced"),
+        case("custom", "mlp", loss="penalty", recompute=("selective", {"matmuls": "every_second"})),
+        # The input's own gradient lives until backward has returned.
+        case("experts", loss="penalty", ranks=2, recompute="full", sharding__states="zero1"),
+    ],
+    ids=lambda found: f"{found.settings[-1][1][0][1]}-{found.model.pieces[0]}",
+)
+def test_recorded_peak_is_the_predicted_one(
+    found: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "SMALL_BYTES", 0)
+    outcome = Recorded(found.model, None, tmp_path, found.ranks).peak(found)
+    assert outcome.kind == "equal", outcome.text
