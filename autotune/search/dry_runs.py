@@ -139,7 +139,9 @@ def traced_under(
         return Reason("DistributedDataParallel keeps its buckets out of sight")
     session = replace(session, sync=tuned._context.loop.sync or session.sync, order=tuned._context.loop.order)
     if session.order is None:
-        micro_batches = min(micro_batches, _MICRO_BATCHES)
+        # Only the last one updates inside backward, so one in the middle holds more gradients than it.
+        updates_inside = "execution.order" in config.settings.chosen
+        micro_batches = min(micro_batches, _MICRO_BATCHES + updates_inside)
     elif micro_batches > _ALL_MICRO_BATCHES:
         return Reason(
             f"all {micro_batches} micro-batches would run op by op", "the prediction stands without a dry run"

@@ -41,7 +41,9 @@ class EveryNth(Technique):
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Refuse n blocks or fewer, blocks that change their input, and one compiled graph for all blocks."""
-        reason = holds_blocks_in_one_graph(target.compiled) or cannot_recompute(program.step, False)
+        reason = holds_blocks_in_one_graph(target.compiled) or cannot_recompute(
+            program.step, False, every=self.n
+        )
         return reason or self.refuses(Facts.of(program, target))
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:

@@ -14,6 +14,7 @@ from memtune.program import OpAddresses, Program, Step
 from memtune.runtime import Context
 from memtune.search_spaces import did_you_mean
 from memtune.search_spaces.recompute._block_planner import (
+    FREES_NOTHING,
     MATMULS,
     Block,
     CallsPlan,
@@ -94,7 +95,8 @@ class Selective(Technique):
             return cannot_recompute(program.step, target.compiled, is_matmul_or_attention)
         reason = cannot_recompute(program.step, target.compiled)
         if reason is None and self.scope == "block":
-            return self._no_such_op(program.step)
+            frees = frees_saved_tensors(program.step, self._again)
+            return self._no_such_op(program.step) or (None if frees else FREES_NOTHING)
         if reason is None and not frees_saved_tensors(program.step, core_attention):
             what = "fused already" if no_attention(program.step) is None else "not in the blocks"
             return Reason(

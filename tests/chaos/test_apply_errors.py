@@ -1,5 +1,5 @@
-"""An error at a random call of `apply` (an op, a hook's registration, a file that is opened to write): model,
-optimizer and files are as before, and train as the plain ones.
+"""An error at a random call of `apply` (a function of memtune, an op, a hook's registration, a file that is
+opened to write): model, optimizer and files are as before, and train as the plain ones.
 """
 
 from __future__ import annotations
@@ -9,25 +9,35 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from fixed_cpu import CPU
 from support import interrupted_loops
 from support.interrupted_loops import ALL, AT_END, Net, assert_equal, loss, weights
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import memtune
+from memtune import search_spaces
 from memtune.api import apply
+from memtune.autotune.record import record
 from memtune.autotune.record_parallel import fake_ranks
+from memtune.autotune.space import Candidate, Choice, Rewriter
 from memtune.errors import MemtuneError
 from memtune.ssd import offload_dir
+from memtune.technique import Target
+from memtune.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SCALE = int(os.environ.get("MEMTUNE_CHAOS", "1"))
 STATES = {name: {"offload": {"states": settings}} for name, (settings, _) in (ALL | AT_END).items()}
 OTHERS: dict[str, dict[str, Any]] = {
+    "planned_layout": {"allocator": {"kind": "planned_layout"}},
     "roam": {"execution": {"order": {"kind": "roam"}}},
     "full, copy_out, l2l": {
         "recompute": {"kind": "full"},
@@ -43,6 +53,18 @@ ON_RANKS: dict[str, dict[str, Any]] = {
     },
 }
 """On rank 0 of two of torch's fake process group, whose collectives move nothing."""
+PLANNED: dict[str, tuple[float, dict[str, Any]]] = {
+    **{
+        kind: (share, {"recompute": {"kind": kind}})
+        for kind, share in (
+            *(("balanced", 1), ("planned", 0.9), ("checkmate", 0.9)),
+            *(("dtr", 0.9), ("megtaichi", 0.9), ("coop", 0.9)),
+        )
+    },
+    "every_second": (1, {"recompute": {"kind": "selective", "matmuls": "every_second"}}),
+    **{kind: (1, {"offload": {"states": {"kind": kind}}}) for kind in ("mobius", "harmony")},
+}
+"""Budget as a share of the plain peak, and settings whose plan is solved for it."""
 _REGISTER = {
     nn.Module: (
         "forward_pre_hook forward_hook full_backward_hook full_backward_pre_hook state_dict_pre_hook"
@@ -97,6 +119,11 @@ class _Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+_ROOTS = tuple(str(Path(each).resolve()) + os.sep for each in (*memtune.__path__, *search_spaces.__path__))
+_ENDS = ("__exit__", "__del__")
+"""An error in these would be one in the handling of another."""
+
+
 @contextlib.contextmanager
 def counted(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Count the calls inside."""
@@ -108,6 +135,11 @@ def counted(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
         return call
 
+    def profile(frame: FrameType, event: str, arg: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(_ROOTS) and code.co_name not in _ENDS:
+            calls.one()
+
     with monkeypatch.context() as patch:
         for owner, names in _REGISTER.items():
             for name in (f"register_{each}" for each in names.split()):
@@ -115,8 +147,10 @@ def counted(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         _ACTIVE.append(calls)
         try:
             with _Ops(calls):
+                sys.setprofile(profile)
                 yield
         finally:
+            sys.setprofile(None)
             _ACTIVE.pop()
 
 
@@ -154,7 +188,27 @@ def trained_once() -> tuple[Net, torch.optim.Optimizer]:
     return model, optimizer
 
 
-@pytest.mark.parametrize("name", [*STATES, *OTHERS, *ON_RANKS])
+@cache
+def planned(name: str, folder: Path) -> dict[str, Any]:
+    """Return the config of `PLANNED` with its plans."""
+    text = "from support.interrupted_loops import *\ndef model(): return build()[0]\n"
+    text += "def batch(size): return torch.randn(size, 8)\n"
+    text += "def optimizer(params): return torch.optim.AdamW(params, lr=1e-2, fused=True)\n"
+    path = folder / "model.py"
+    path.write_text(text)
+    recording = record(Workload.load(path))
+    path.unlink()
+    share, settings = PLANNED[name]
+    target = Target(CPU, 1, int(share * recording.at(64).peak_bytes()))
+    document = {"execution": {"micro_batch": 64}, **settings}
+    found = Rewriter(recording, target).candidate(Choice.from_document(document))
+    assert isinstance(found, Candidate), found
+    plans = {slot: plan.document() for slot, plan in found.plans.items() if not plan.is_empty}
+    assert plans
+    return {"settings": document, "plan": plans}
+
+
+@pytest.mark.parametrize("name", [*STATES, *OTHERS, *PLANNED, *ON_RANKS])
 def test_error_at_any_call_of_apply_leaves_all_as_before(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,9 +218,12 @@ def test_error_at_any_call_of_apply_leaves_all_as_before(
 
 def fails_and_restores(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
-    plan = (ALL | AT_END)[name][1] if name in STATES else {}
-    settings = (STATES | OTHERS | ON_RANKS)[name]
-    config = {"settings": settings, "plan": {"offload.states": plan} if plan else {}}
+    if name in PLANNED:
+        config = planned(name, tmp_path)
+    else:
+        plan = (ALL | AT_END)[name][1] if name in STATES else {}
+        settings = (STATES | OTHERS | ON_RANKS)[name]
+        config = {"settings": settings, "plan": {"offload.states": plan} if plan else {}}
     wanted, optimizer = trained_once()
     interrupted_loops.step(wanted, optimizer, 1)
     model, optimizer = trained_once()
@@ -181,7 +238,8 @@ def fails_and_restores(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         before = state_of(model, optimizer, tmp_path)
         try:
             with counted(Calls(fails_at), monkeypatch):
-                apply(model, optimizer, config, loss=loss, strict=False).finish()
+                tuned = apply(model, optimizer, config, loss=loss, strict=False)
+            tuned.finish()
             continue  # `apply` has another way without this call
         except (Injected, MemtuneError, OSError):
             pass

@@ -221,7 +221,8 @@ def _faked_state(
         if not is_plain(tensor):
             raise CaptureError(f"{name} is a {type(tensor).__name__}")
         twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+        # A frozen parameter that forward updates (a momentum encoder) is state like a buffer.
+        kind = "parameter" if isinstance(tensor, nn.Parameter) and tensor.requires_grad else "buffer"
         recorder.know(twin, Outside(kind, number))
         if isinstance(tensor, nn.Parameter):
             twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)

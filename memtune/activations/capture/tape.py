@@ -232,7 +232,7 @@ class Recorder(TorchDispatchMode):
     def _check_outside(self, func: Any, op: int, changed: list[Outside]) -> None:
         for each in changed:
             if each.kind != "buffer":
-                raise CaptureError(f"it writes into an {each.kind} of the region")
+                raise CaptureError(f"it writes into the region's {each.kind}")
             if str(func) not in BATCH_NORMS:
                 # A second run would write the buffer twice (a step counter, an average).
                 self.once.add(op)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from memtune.program import (
     BATCH_NORMS,
     EMPTY,
+    FOREVER,
     I32,
     I64,
     MERGED_OPS,
@@ -20,6 +21,7 @@ from memtune.program import (
     OpGraph,
     Phase,
     Step,
+    columns_of,
 )
 
 
@@ -280,9 +282,12 @@ _NUMBER = "aten._local_scalar_dense.default"
 def not_foreseen(step: Step, region: Region) -> str:
     """Return why no schedule of `region` can be made before it runs, '' if one can.
 
-    Reasons are data dependence, lazily conjugated values, an op of a translated step that represents several
-    on CUDA, and user generators: schedules draw from torch's own generators, whose states they know.
+    Reasons are state that forward replaces or trains itself, data dependence, lazily conjugated values, an op
+    of a translated step that represents several on CUDA, and user generators: schedules draw from torch's own
+    generators, whose states they know.
     """
+    if odd := _sets_state(step, region):
+        return odd
     odd = depends_on_data(step, region)
     if odd:
         return f"{odd} runs in the model: the ops after it depend on the data"
@@ -297,6 +302,22 @@ def not_foreseen(step: Step, region: Region) -> str:
     return (
         f"{step.names[step.ops.name[given[0]]]} in the model draws from a generator of its own, and a"
         " schedule from torch's default generators only"
+    )
+
+
+def _sets_state(step: Step, region: Region) -> str:
+    """Return why generated code does not do what forward does to the model's state, '' if it does."""
+    storages = step.storages
+    is_replaced = (storages.kind == Kind.BUFFER) & (storages.producer < 0) & (storages.held_until != FOREVER)
+    if is_replaced.any():
+        return (
+            "the model's forward sets a buffer to another tensor; write into it, as buffer.copy_(value) does"
+        )
+    columns = columns_of(step.parameters)
+    mine = (step.uses.mode == WRITES) & np.isin(step.uses.op, region.rows)
+    written = np.flatnonzero(np.isin(columns.storage, step.uses.storage[mine]) & columns.trainable)
+    return (
+        f"the model's forward writes into its parameter {columns.names[written[0]]}" if len(written) else ""
     )
 
 

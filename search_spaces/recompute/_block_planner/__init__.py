@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         rewrite_planned,
     )
     from memtune.search_spaces.recompute._block_planner.fits import (
+        FREES_NOTHING,
         MATMULS,
         NO_BLOCKS,
         cannot_recompute,
@@ -85,6 +86,7 @@ else:
     __getattr__ = open_door(__name__)
 
 __all__ = [
+    "FREES_NOTHING",
     "FULL",
     "MATMULS",
     "MIN_MOVED_BYTES",

@@ -14,10 +14,13 @@ from memtune.technique import CompileScope, Facts, Reason
 NO_BLOCKS = Reason(
     "the model has no blocks to recompute", "list them in def blocks(model) in model.py", "MT303"
 )
+FREES_NOTHING = Reason(
+    "autograd saves nothing inside the blocks that could be recomputed", "recompute: {kind: none}"
+)
 
 
 def cannot_recompute(
-    step: Step, compiled: CompileScope, keeps: Callable[[str], bool] | None = None
+    step: Step, compiled: CompileScope, keeps: Callable[[str], bool] | None = None, every: int = 1
 ) -> Reason | None:
     """Return why the blocks of `step` cannot be recomputed, or why that would free nothing; None if they can.
 
@@ -25,6 +28,7 @@ def cannot_recompute(
         step: The step without recompute.
         compiled: The part of the model that is compiled.
         keeps: Ops whose outputs are kept although their block runs again; None: no op's.
+        every: Blocks 0, `every`, 2 · `every`, … are recomputed.
     """
     if not step.blocks:
         return NO_BLOCKS
@@ -37,11 +41,7 @@ def cannot_recompute(
     changed = _first_block_writing_inputs(step)
     if changed:
         return Reason(f"{changed} changes its input in place", "write x = x + y instead of x += y there")
-    if not _frees_something(step, keeps):
-        return Reason(
-            "autograd saves nothing inside the blocks that could be recomputed", "recompute: {kind: none}"
-        )
-    return None
+    return None if _frees_something(step, keeps, every) else FREES_NOTHING
 
 
 def no_blocks(facts: Facts) -> Reason | None:
@@ -74,10 +74,13 @@ def no_attention(step: Step) -> Reason | None:
     return Reason("no attention runs inside the blocks", "recompute: {kind: full}")
 
 
-def _frees_something(step: Step, keeps: Callable[[str], bool] | None) -> bool:
-    """Return True if some block saves the output of one of its own ops, other than the ops of `keeps`."""
+def _frees_something(step: Step, keeps: Callable[[str], bool] | None, every: int) -> bool:
+    """Return True if one block in `every` saves the output of one of its own ops, other than those of
+    `keeps`.
+    """
     made_by = step.storages.producer[step.saves.storage]
-    inside = made_by[(made_by >= 0) & (step.saves.block >= 0) & (step.ops.block[made_by] == step.saves.block)]
+    mine = (step.saves.block >= 0) & (step.saves.block % every == 0)
+    inside = made_by[(made_by >= 0) & mine & (step.ops.block[made_by] == step.saves.block)]
     if keeps is None:
         return bool(inside.size)
     return any(not keeps(step.names[name]) for name in np.unique(step.ops.name[inside]).tolist())

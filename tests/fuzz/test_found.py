@@ -1,4 +1,4 @@
-"""Cases whose peak the fuzzer found mispredicted, made small."""
+"""Cases that the fuzzer found, made small."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from fuzz.models import ModelSpec
 from fuzz.run import Recorded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+SMALL = {"min_bytes": 0}
 
 
 def case(
@@ -35,6 +38,8 @@ def case(
         # The second run's tensors are returned to a backward that reads none of them.
         case("mlp", loss="penalty", recompute="balanced"),
         case("custom", "mlp", loss="penalty", recompute=("selective", {"matmuls": "every_second"})),
+        # Of three micro-batches one holds all gradients through its backward.
+        case("attention", accumulate=3, execution__order="roam", offload__activations=("copy_out", SMALL)),
         # The input's own gradient lives until backward has returned.
         case("experts", loss="penalty", ranks=2, recompute="full", sharding__states="zero1"),
     ],
@@ -46,3 +51,16 @@ def test_recorded_peak_is_the_predicted_one(
     monkeypatch.setattr(run, "SMALL_BYTES", 0)
     outcome = Recorded(found.model, None, tmp_path, found.ranks).peak(found)
     assert outcome.kind == "equal", outcome.text
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        # Blocks are the first layer, the norm and the head: the norm alone saves something.
+        case("norm", blocks=1, recompute="every_nth"),
+        case("attention", recompute=("selective", {"matmuls": "every_second"})),
+    ],
+    ids=["every_nth", "every_second"],
+)
+def test_recompute_of_nothing_is_refused_before_a_trial(found: Case, tmp_path: Path) -> None:
+    assert "autograd saves nothing" in Recorded(found.model, None, tmp_path).peak(found).text
