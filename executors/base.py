@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, Literal, Protocol
 
@@ -14,6 +15,8 @@ Status = Literal["ok", "oom", "timeout", "crash", "unfit"]
 
 CAPACITY_ERRORS = ("MT362", "MT366")
 """Environment errors that are the config's fault: it needs more SSD or host memory than there is."""
+HOST_MEMORY_RAN_OUT = "the memory of the host had run out"
+"""In the reason of a crash."""
 AMOUNT_REFUSALS = (*CAPACITY_ERRORS, "MT337")
 """Refusals because of an amount: other knobs of the same techniques may fit."""
 
@@ -116,12 +119,23 @@ class TrialResult(BaseModel):
 
     @property
     def refusal(self) -> str | None:
-        """Return a key of the reason of a refusal, without the numbers and names of its message.
+        """Return a key of the reason of a refusal or crash, without the numbers and names of its message.
 
-        None if nothing was refused, or only an amount.
+        None if nothing was refused, or only an amount; host memory is one, and another process may kill any
+        trial.
         """
+        if self.status == "crash":
+            is_own = not self.retried and HOST_MEMORY_RAN_OUT not in self.reason
+            return self.crash_cause if is_own else None
         refused = self.status == "unfit" and self.code and self.code not in AMOUNT_REFUSALS
         return f"{self.code} {self.raised_at}" if refused else None
+
+    @property
+    def crash_cause(self) -> str | None:
+        """Return the reason of a crash without addresses, sizes and process ids, which differ between equal
+        ones; None for other results.
+        """
+        return re.sub(r"[0-9]+", "#", self.reason) if self.status == "crash" else None
 
     @property
     def spread_s(self) -> float:

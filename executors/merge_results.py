@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from memtune.executors.base import PEER_FAILURE, Status, Trial, TrialResult
+from memtune.executors.base import HOST_MEMORY_RAN_OUT, PEER_FAILURE, Status, Trial, TrialResult
 from memtune.executors.gradient_digest import GradientRecord
 from memtune.hardware import OpTime
 
@@ -109,7 +109,7 @@ def failure_of_end(ended: RankExit) -> Failure:
     number = -ended.code
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     if ended.host_oom:
-        reason = f"was killed ({name}) when the memory of the host had run out"
+        reason = f"was killed ({name}) when {HOST_MEMORY_RAN_OUT}"
         return Failure(ended.rank, "crash", reason, root=True)
     if number in _FROM_OUTSIDE:
         return Failure(ended.rank, "crash", f"was ended from outside ({name})", lost=True, root=True)

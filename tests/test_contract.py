@@ -225,6 +225,11 @@ def exported(room: str) -> set[str]:
     return set()
 
 
+def defines(module: str, name: str) -> bool:
+    """Return whether `module` has a function or class `name`."""
+    return any(getattr(each, "name", "") == name for each in trees()[module].body)
+
+
 DOORS = sorted(name for name in IS_ROOM if "open_door" in SOURCES[name].read_text())
 
 
@@ -234,7 +239,9 @@ def test_door_exports_what_it_lists(room: str) -> None:
     assert set(exports) == exported(room)
     # An attribute of a package that is also a submodule would hide the export once the submodule is loaded.
     hidden = {
-        name for name, home in exports.items() if f"{room}.{name}" in SOURCES and home != f"{room}.{name}"
+        name
+        for name, home in exports.items()
+        if f"{room}.{name}" in SOURCES and (home != f"{room}.{name}" or defines(home, name))
     }
     assert not hidden
     missing = {name: home for name, home in exports.items() if home not in SOURCES}

@@ -13,7 +13,6 @@ Invariants:
 from __future__ import annotations
 
 import math
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -584,8 +583,7 @@ class Driver:
                     samples_per_s=winner.samples_per_step / winner.step_s,
                 )
             )
-        # Addresses, sizes and process ids differ between equal crashes.
-        cause = re.sub(r"[0-9]+", "#", done.result.reason) if done.result.status == "crash" else None
+        cause = done.result.crash_cause
         self._crashes = [] if cause is None else [*(each for each in self._crashes if each == cause), cause]
         if len(self._crashes) >= BREAKER:
             self.broken = done.result.reason

@@ -138,7 +138,11 @@ SCENARIOS = (
         15,
         "host out of memory",
         "named as the cause, not repeated",
-        of("executors/test_merge_results.py", "failure_of_end_by_exit_code_and_signal")
+        of(
+            "executors/test_merge_results.py",
+            "sigkill_while_the_host_has_no_memory_is_reported_as_that",
+            "failure_of_end_by_exit_code_and_signal",
+        )
         + of(PREFLIGHT, "probe_reports_killed_child_as_out_of_memory"),
     ),
     Scenario(
@@ -182,13 +186,18 @@ SCENARIOS = (
         23,
         "Ctrl-C again",
         "the study stays valid and can be resumed",
-        of(RESUME, "resume_continues_interrupted_search_to_same_result"),
+        of(
+            RESUME,
+            "second_ctrl_c_ends_at_once_and_leaves_a_study_to_resume",
+            "resume_continues_interrupted_search_to_same_result",
+        ),
     ),
     Scenario(
         24,
         "SIGTERM, SIGHUP",
         "as Ctrl-C; the terminal is restored",
-        of("autotune/ui/test_tui.py", "signals_stop_search_and_restore_terminal"),
+        of(RESUME, "first_signal_ends_in_order_and_any_other_at_once")
+        + of("autotune/ui/test_tui.py", "signals_stop_search_and_restore_terminal"),
     ),
     Scenario(
         25,
@@ -207,6 +216,7 @@ SCENARIOS = (
         "study or offload directory on a network mount",
         "the study: a warning; offloaded tensors: refused",
         of("chaos/test_environment.py", "study_on_a_network_mount_is_named")
+        + of(STUDY, "search_warns_of_a_study_on_a_network_mount")
         + of(OFFLOAD, "dead_network_mount_is_refused_without_access"),
     ),
     Scenario(
@@ -349,6 +359,7 @@ SCENARIOS = (
         "output exists or cannot be written",
         "found at the start; replaced only with --force, atomically",
         of(STUDY, "search_refuses_existing_output_before_trials")
+        + of(CLI, "cli_error_prints_one_message_and_its_exit_code")
         + of(CONFIG, "failed_save_keeps_the_old_file"),
     ),
     Scenario(
@@ -379,6 +390,7 @@ SCENARIOS = (
         "it is dropped, the search continues; equal crashes stop it",
         of(
             STUDY,
+            "search_drops_technique_that_crashes_twice",
             "search_drops_technique_that_refuses_live_model_twice",
             "search_stops_after_same_crash_five_times",
         ),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import select
 import signal
+import types
 
 import pytest
 
-from memtune.executors.base import AMOUNT_REFUSALS, CAPACITY_ERRORS, Trial
+from memtune.executors import supervisor
+from memtune.executors.base import AMOUNT_REFUSALS, CAPACITY_ERRORS, HOST_MEMORY_RAN_OUT, Trial
 from memtune.executors.merge_results import (
     Failure,
     RankExit,
@@ -18,6 +22,26 @@ from memtune.executors.merge_results import (
     root_failure,
 )
 from memtune.executors.supervisor import free_memory, oom_kills
+
+
+@pytest.mark.parametrize(
+    ("kills", "least_free", "killing", "host_oom"),
+    [(3, 1.0, False, False), (4, 1.0, False, True), (3, 0.0, False, True), (4, 0.0, True, False)],
+)
+def test_sigkill_while_the_host_has_no_memory_is_reported_as_that(
+    monkeypatch, tmp_path, kills, least_free, killing, host_oom
+):
+    """The kernel has killed for memory since the start, or little was free; not if the trial was to end."""
+    monkeypatch.setattr(supervisor, "oom_kills", lambda: kills)
+    told = []
+    mine = types.SimpleNamespace(
+        poll=select.poll(), oom_kills=3, least_free=least_free, killing=killing, relay=lambda rank: False
+    )
+    mine.tell = told.append
+    (tmp_path / "log").touch()
+    rank = supervisor.Rank(0, str(tmp_path / "log"), os.open(os.devnull, os.O_RDONLY))
+    supervisor.Supervisor.tell_exit(mine, rank, -signal.SIGKILL)
+    assert [each["host_oom"] for each in told] == [host_oom]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +112,10 @@ def test_refusal_key_has_code_and_place_without_numbers():
     assert first != refusal("MT309 saved 12 tensors", "MT310")
     assert first != refusal("MT309 saved 12 tensors", "MT309", "memtune.parallel.sharding.nested_sharding:96")
     assert {refusal("too little", code) for code in (*AMOUNT_REFUSALS, "")} == {None}
-    assert refusal("MT309 saved 12 tensors", "MT309", status="crash") is None
+    crashed = refusal("MT309 saved 12 tensors", "MT309", status="crash")
+    assert crashed not in (None, first)
+    assert crashed == refusal("MT309 saved 7 tensors", "MT309", status="crash")
+    assert refusal(f"was killed when {HOST_MEMORY_RAN_OUT}", "", status="crash") is None
 
 
 def test_free_memory_is_read():

@@ -14,6 +14,7 @@ from support.search.search_runs import BUDGET, asked, log, of, run
 from memtune.autotune.search import preparation, search_events, study
 from memtune.autotune.search.control import Control
 from memtune.autotune.search.outcome import SearchOutcome
+from memtune.autotune.search.study_store import StudyFolder
 from memtune.autotune.space.candidates import Choice
 from memtune.autotune.space.scoring import Scored
 from memtune.config.tuned_config import load_config
@@ -222,6 +223,30 @@ def test_search_reports_nan_loss():
     warned = [each.text for each in of(search_events.Note) if each.level == "warning"]
     assert any(each.startswith("the loss is nan from step 2 on with ") for each in warned)
     assert outcome.config is not None
+
+
+def test_search_drops_technique_that_crashes_twice():
+    options = asked(trials=12, goal="memory", axes=("offload", "recompute"))
+    honest = truth(options, peak=0.0)
+
+    def crashing(trial: Trial) -> TrialResult:
+        if "copy_out" in str(trial.config):
+            reason = f"was ended by SIGSEGV at 0x{trial.number}"
+            return TrialResult(number=trial.number, status="crash", reason=reason)
+        return honest(trial)
+
+    outcome = run(options, crashing)
+    crashed = [each for each in of(search_events.TrialFinished) if each.result.status == "crash"]
+    assert 2 <= len(crashed) <= 4  # more than two only while no other trial told its techniques apart
+    assert outcome.status == "done"
+    assert outcome.config is not None
+
+
+def test_search_warns_of_a_study_on_a_network_mount(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(StudyFolder, "network", lambda self: "nfs4")
+    run(asked(axes=("execution",), trials=1))
+    warned = [each.text for each in of(search_events.Note) if each.level == "warning"]
+    assert any("the study lies on nfs4" in each for each in warned)
 
 
 def test_search_stops_after_same_crash_five_times():

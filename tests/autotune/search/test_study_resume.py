@@ -49,17 +49,20 @@ def interrupting(
     return run
 
 
-def test_signal_before_the_first_trial_ends_at_once():
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_first_signal_ends_in_order_and_any_other_at_once(number: signal.Signals):
     control = Control()
     with control.catch_signals(), pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGTERM)
-    assert control.exit_code == 143
+        signal.raise_signal(number)  # before the first trial
+    assert control.exit_code == 128 + number
     control = Control()
     control.begin()
     with control.catch_signals():
-        signal.raise_signal(signal.SIGINT)
-    assert control.stopping
-    assert control.exit_code == 130
+        signal.raise_signal(number)
+        assert control.stopping
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert control.exit_code == 128 + number
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
@@ -86,6 +89,30 @@ def test_real_ctrl_c_ends_search_cleanly():
     outcome = run(options, signalling)
     assert outcome.exit_code == 130
     assert Path("tuned.yaml").exists()
+
+
+@pytest.mark.parametrize("after", [1, 4])
+def test_second_ctrl_c_ends_at_once_and_leaves_a_study_to_resume(after: int):
+    options, control, ran = asked(), Control(), list[int]()
+    honest = truth(options)
+
+    def signalling(trial: Trial) -> TrialResult:
+        ran.append(trial.number)
+        if len(ran) == after + 1:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return honest(trial)
+
+    with control.catch_signals(), pytest.raises(KeyboardInterrupt):
+        run(options, signalling, control)
+    assert not Path("tuned.yaml").exists()
+    told = [(each.number, each.result) for each in of(search_events.TrialFinished)]
+    assert len(told) == after
+    outcome = run(replace(options, resume=True))
+    assert outcome.status == "done"
+    assert [(each.number, each.result) for each in of(search_events.TrialFinished)][:after] == told
+    counted = [each["summary"] for each in outcome.trials if each["role"] in ("baseline", "search", "audit")]
+    assert len(counted) == len(set(counted)) == 8
 
 
 def test_resume_continues_interrupted_search_to_same_result():
