@@ -56,7 +56,9 @@ def _activations(context: Context) -> dict[str, Any]:
     recompute = {region.name for region in claimed if region.recompute}
     ran = table.traffic.forwards
     idle = sorted(recompute & ran - table.traffic.recomputed_regions)
-    if ran and len(idle) == len(recompute) and recompute:
+    # A stage of a pipeline may have nothing to recompute where another one has.
+    is_whole = context.placement.remote_parameters is None
+    if ran and is_whole and len(idle) == len(recompute) and recompute:
         raise ApplyError(
             f"{len(idle)} blocks ran but nothing in them is recomputed.",
             evidence=f"First: {idle[0]}.",

@@ -66,3 +66,17 @@ def test_apply_refuses_wrapper_of_no_optimizer() -> None:
     model, _ = built()
     with pytest.raises(ApplyError, match="Prepared is not a torch optimizer"):
         apply(model, Prepared(None), {"settings": {}})
+
+
+def test_audit_refuses_recompute_of_nothing_unless_other_stages_have_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))  # they save their inputs, which others make
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    config = {"settings": {"recompute": {"kind": "full"}}, "made_for": {"blocks": ["0", "1"]}}
+    tuned = apply(model, optimizer, config, loss=lambda m, x: m(x).square().mean(), strict=False)
+    tuned.step([torch.randn(2, 8)])
+    with pytest.raises(ApplyError, match="nothing in them is recomputed"):
+        tuned.audit()
+    monkeypatch.setattr(tuned._context.placement, "remote_parameters", object())  # of another stage
+    assert tuned.audit()["activations"]["recomputed_blocks"] == 2

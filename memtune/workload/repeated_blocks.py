@@ -78,8 +78,14 @@ def _are_stages(group: Sequence[_Unit]) -> bool:
 
 
 def _parts(prefix: str, module: nn.Module) -> list[str]:
-    """Return the units of `module` with parameters; a wrapper around one module is looked through."""
-    units = [unit for unit in _units(prefix, module, through_sequential=False) if _n_params(unit.module)]
+    """Return the units of `module` with parameters; lists of parameters, which nothing calls, are left out. A
+    wrapper around one module is looked through.
+    """
+    units = [
+        unit
+        for unit in _units(prefix, module, through_sequential=False)
+        if _n_params(unit.module) and not isinstance(unit.module, nn.ParameterList | nn.ParameterDict)
+    ]
     if len(units) == 1 and not _is_leaf(units[0].module):
         return _parts(units[0].name, units[0].module) or [units[0].name]
     return [unit.name for unit in units]

@@ -1,6 +1,7 @@
 """Repeated blocks found from the module tree, and compressed lists of their names."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -111,6 +112,13 @@ CASES = {
 def test_find_blocks_finds_repeated_modules(case):
     model, patterns = CASES[case]
     assert compress(find_blocks(model)) == patterns
+
+
+def test_find_blocks_leaves_out_lists_of_parameters():
+    model = nn.Module()
+    model.scales = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(3))
+    model.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    assert find_blocks(model) == ["layers.0", "layers.1"]
 
 
 def test_find_blocks_finds_encoder_and_decoder():
