@@ -347,11 +347,27 @@ class EarlyUpdates:
 
     def __init__(self, context: Context, what: str) -> None:
         self._what, self._updated, self._raised = what, set[Hashable](), False
+        self._used = set[nn.Parameter]()
         context.events.weights_loaded.subscribe(self.forget)
 
-    def add(self, updated: Iterable[Hashable]) -> None:
-        """Record that these are updated."""
+    def add(self, updated: Iterable[Hashable], parameters: Iterable[nn.Parameter]) -> None:
+        """Record that these are updated, from the gradients of `parameters`."""
         self._updated.update(updated)
+        self._used.update(parameters)
+
+    def require_first(self, parameter: nn.Parameter) -> None:
+        """Refuse a gradient of a parameter that this step has updated already.
+
+        Raises:
+            ApplyError: Backward ran twice in the last micro-batch.
+        """
+        if parameter in self._used:
+            raise ApplyError(
+                f"A gradient {tuple(parameter.shape)} was ready again after its weight had been updated.",
+                evidence="Backward ran twice in the last micro-batch; the update had the first part alone.",
+                fix="one backward, of the sum of the losses; or  offload: {states: {kind: optimizer_cpu}}",
+                code="MT367",
+            )
 
     def raised(self) -> None:
         """Record that the step's backward has raised."""
@@ -379,6 +395,7 @@ class EarlyUpdates:
     def forget(self) -> None:
         """Clear the record: `optimizer.step()` has ended the step, or a loaded state replaces the updates."""
         self._updated.clear()
+        self._used.clear()
         self._raised = False
 
 

@@ -99,6 +99,34 @@ def test_loop_continues_after_a_failed_backward(name: str) -> None:
     assert_equal(weights(model), plain(4))
 
 
+def twice_backward(model: Net) -> None:
+    """Run backward of two losses, one after the other."""
+    for index in range(2):
+        loss(model, batch(index)).backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("name", ["l2l", "stronghold", "lohan", "per_gradient"])
+def test_second_backward_after_updates_in_the_first_is_refused(name: str) -> None:
+    """Its gradients would be left to the next step."""
+    model, _, tuned = made(name)
+    with pytest.raises(ApplyError, match="MT367"), tuned.micro_batch(last=True):
+        twice_backward(model)
+    with pytest.raises(ApplyError, match="MT368"):
+        tuned.step([batch(2)])
+
+
+@pytest.mark.parametrize("name", ["patrickstar", "zero_offload"])
+def test_gradients_of_a_second_backward_are_added(name: str) -> None:
+    plain_model, plain_optimizer = build()
+    model, optimizer, tuned = made(name)
+    twice_backward(plain_model)
+    with tuned.micro_batch(last=True):
+        twice_backward(model)
+    for each in (plain_optimizer, optimizer):
+        each.step()
+    assert_equal(weights(model), weights(plain_model))
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_step_with_early_updates_is_refused_after_an_error_until_a_load(name: str) -> None:
     model, optimizer, tuned = made(name)

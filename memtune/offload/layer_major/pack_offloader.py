@@ -172,7 +172,7 @@ class PackOffloader(DeferredBlocks):
         """Update the host parameters of `blocks`; deferred ones are left to `optimizer.step()`."""
         self._emit_grad_use(each for index in blocks for each in self._blocks[index])
         ready = [index for index in blocks if index not in self._deferred_blocks]
-        self._updated.add(ready)
+        self._updated.add(ready, ())
         if ready:
             self._updates.update([each for index in ready for each in self._blocks[index]], at_once=False)
 

@@ -52,7 +52,7 @@ from memtune.offload.near_storage.storage_domains import (
 from memtune.offload.near_storage.topk_compression import TopKCompression
 from memtune.offload.near_storage.update_worker_client import UpdaterLink
 from memtune.offload.near_storage.worker_slots import UpdaterSlots
-from memtune.offload.optimizer import NativeUpdate
+from memtune.offload.optimizer import NativeUpdate, refuse_added_parameters
 from memtune.runtime import (
     HOST,
     SSD,
@@ -269,6 +269,7 @@ class Updaters:
     def _step(self) -> None:
         if any(self._optimizer.state.values()):  # the user assigned state
             self._store()
+        refuse_added_parameters(self._optimizer, {each.held for each in self._parameters})
         # Before anything moves: after the first update the old weights would already be overwritten.
         self._refuse_stale()
         try:

@@ -206,8 +206,10 @@ class GradientOffload:
             with torch.no_grad():
                 parameter.grad = _own_memory(gradient)
             return
+        assert isinstance(parameter, nn.Parameter)
+        self._early_updates.require_first(parameter)
         here = local(gradient)
-        self._bucket.append((parameter, here))  # type: ignore[arg-type]
+        self._bucket.append((parameter, here))
         self._held_bytes += here.nbytes
         # The bucket has the only reference: autograd starts the next micro-batch with a new gradient.
         parameter.grad = None
@@ -248,7 +250,7 @@ class GradientOffload:
             self._emit_grad_use(parameters)
         ready = self._ready_to_update(parameters) if self._is_last else []
         if ready:
-            self._early_updates.add(ready)
+            self._early_updates.add(ready, ready)
             self._optimizer.update([self._device_rows[parameter] for parameter in ready], at_once=False)
 
     def _emit_grad_use(self, arrived: Iterable[nn.Parameter]) -> None:

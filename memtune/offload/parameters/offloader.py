@@ -682,8 +682,17 @@ class ParameterOffloader(HostParameters):
         if block is not None:
             self._emit_grad_use(self._blocks[block])
             # Recorded before the update: if it raises half way, the step counts as one that cannot be undone.
-            self._early_updates.add([block])
+            self._early_updates.add([block], self._with_gradients(block))
             self._optimizer.update(self._blocks[block])
+
+    def _with_gradients(self, block: int) -> list[nn.Parameter]:
+        """Return the parameters of `block` whose gradients have arrived."""
+        trained = self._trained
+        return [each for each in self._blocks[block] if each in trained and trained[each].grad is not None]
+
+    def _on_grad_ready(self, parameter: Any) -> None:
+        self._early_updates.require_first(parameter)
+        super()._on_grad_ready(parameter)
 
     # -- a backward that raised ------------------------------------------------------------------------------
 

@@ -189,7 +189,7 @@ class OverlappedOffloader(DeferredBlocks, ParameterOffloader):
                 continue
             self._emit_grad_use(self._blocks[each])
             if each not in self._deferred_blocks and not self._in_step:
-                self._early_updates.add([each])
+                self._early_updates.add([each], self._with_gradients(each))
                 self._updates.update(self._blocks[each], at_once=False)
 
     def _backward_raised(self) -> None:

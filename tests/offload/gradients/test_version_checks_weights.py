@@ -118,7 +118,7 @@ def test_copied_or_pickled_model_has_no_load_hooks() -> None:
 
 
 def test_parameter_added_after_apply_raises() -> None:
-    for technique in (QUICK["own"], QUICK["ssd"]):
+    for technique in (QUICK["own"], QUICK["ssd"], SmartInfinity(kind="smart_infinity", domains=1)):
         workload, model, optimizer, tuned = started(technique)
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(7))]})
         with pytest.raises(
