@@ -224,6 +224,7 @@ def shard(
     """
     placement = context.placement
     require_ranks(context, kind)
+    require_real_weights(context, kind)
     _require_shardable(context, degree, reshard_after_forward, kind, alone=sharers is None)
     # The optimizer is rebound by name: `fully_shard` replaces every parameter object.
     before = dict(context.model.named_parameters())
@@ -284,6 +285,27 @@ def shard(
         # With sharers the caller divides further and rebinds the optimizer to those shards.
         rebind(context.optimizer, before, dict(context.model.named_parameters()))
     context.checks["sharding.states"] = lambda: _check(context, degree)
+
+
+def require_real_weights(context: Context, kind: str) -> None:
+    """Refuse complex weights whose shards torch's optimizer would update.
+
+    Raises:
+        ApplyError: There is one.
+    """
+    if context.placement.offload.host_share >= 1:
+        return  # the host updates plain tensors
+    found = [name for name, p in context.model.named_parameters() if p.requires_grad and p.is_complex()]
+    if found:
+        raise ApplyError(
+            f"{kind} does not work with complex weights such as {found[0]}.",
+            evidence="torch's Adam updates real views of them; a DTensor's view on several ranks is a copy.",
+            fix=(
+                "a real parameter, used as torch.view_as_complex(parameter);"
+                " or  sharding: {states: {kind: ddp}}"
+            ),
+            code="MT315",
+        )
 
 
 def _require_shardable(

@@ -35,7 +35,7 @@ from memtune.device import streams
 from memtune.errors import ApplyError
 from memtune.parallel.ranks import PARTS, ShardMeshes, require_ranks, shard_meshes
 from memtune.parallel.sharding.factors import Factors
-from memtune.parallel.sharding.fsdp_sharding import rebind, shard, units_of
+from memtune.parallel.sharding.fsdp_sharding import rebind, require_real_weights, shard, units_of
 from memtune.parallel.sharding.sharded_buckets import Part, ShardAxes, ShardedBuckets
 from memtune.parallel.sharding.zero_partition import Hop, Partition
 from memtune.runtime import BackwardEnd, Context, after_step, before_step
@@ -106,6 +106,8 @@ def divide(
         ApplyError: There is no process group, the factors do not divide the ranks, or the weights differ.
     """
     require_ranks(context, kind)
+    if factors.optimizer > 1:
+        require_real_weights(context, kind)
     problem = factors.problem(context.placement.data_parallel_size)
     if problem:
         raise refusals.error_of(refusals.no_factors(problem), f"sharding.states: {kind}")
