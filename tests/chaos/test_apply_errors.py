@@ -121,7 +121,7 @@ class _Ops(TorchDispatchMode):
 
 _ROOTS = tuple(str(Path(each).resolve()) + os.sep for each in (*memtune.__path__, *search_spaces.__path__))
 _ENDS = ("__exit__", "__del__")
-"""An error in these would be one in the handling of another."""
+"""An error in these, or in what they call, would be one in the handling of another."""
 
 
 @contextlib.contextmanager
@@ -136,8 +136,10 @@ def counted(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return call
 
     def profile(frame: FrameType, event: str, arg: object) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(_ROOTS) and code.co_name not in _ENDS:
+        code, caller = frame.f_code, frame.f_back
+        if event != "call" or not code.co_filename.startswith(_ROOTS):
+            return
+        if code.co_name not in _ENDS and (caller is None or caller.f_code.co_name not in _ENDS):
             calls.one()
 
     with monkeypatch.context() as patch:
