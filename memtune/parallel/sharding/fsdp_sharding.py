@@ -47,7 +47,7 @@ from memtune.parallel.ranks import (
     shard_meshes,
     unwrap_dtensors,
 )
-from memtune.parallel.sharding.local_update import update_locally
+from memtune.parallel.sharding.local_update import is_elementwise, update_locally
 from memtune.runtime import (
     HOST,
     BackwardEnd,
@@ -288,18 +288,19 @@ def shard(
 
 
 def require_real_weights(context: Context, kind: str) -> None:
-    """Refuse complex weights whose shards torch's optimizer would update.
+    """Refuse complex weights whose shards an optimizer would update as DTensors.
 
     Raises:
         ApplyError: There is one.
     """
-    if context.placement.offload.host_share >= 1:
-        return  # the host updates plain tensors
+    # Both update plain tensors.
+    if context.placement.offload.host_share >= 1 or is_elementwise(context.optimizer):
+        return
     found = [name for name, p in context.model.named_parameters() if p.requires_grad and p.is_complex()]
     if found:
         raise ApplyError(
-            f"{kind} does not work with complex weights such as {found[0]}.",
-            evidence="torch's Adam updates real views of them; a DTensor's view on several ranks is a copy.",
+            f"{kind} and {type(context.optimizer).__name__} do not work with complex weights ({found[0]}).",
+            evidence="torch's optimizers update real views of them, and a view of a DTensor may be a copy.",
             fix=(
                 "a real parameter, used as torch.view_as_complex(parameter);"
                 " or  sharding: {states: {kind: ddp}}"

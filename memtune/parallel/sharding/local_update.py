@@ -38,13 +38,18 @@ _ELEMENTWISE: Final = frozenset(
 """Optimizers none of whose elements depends on another one; subclasses may differ."""
 
 
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Return whether `optimizer` treats every element alone."""
+    return type(optimizer) in _ELEMENTWISE
+
+
 def update_locally(optimizer: Optimizer) -> None:
     """Make `optimizer.step()` work on the local tensors of its DTensors, if it treats elements alone.
 
     Its hooks see DTensors. A step that the user has replaced stays as it is.
     """
     update = getattr(type(optimizer).step, "__wrapped__", None)  # below the wrapper that runs the hooks
-    if type(optimizer) in _ELEMENTWISE and update is not None and is_own_step(optimizer):
+    if is_elementwise(optimizer) and update is not None and is_own_step(optimizer):
         replace_step(optimizer, with_hooks(optimizer, partial(_update, optimizer, update)))
 
 
