@@ -19,7 +19,8 @@ class Filter(nn.Module):
         self.response = nn.Parameter(torch.ones(5, dtype=torch.cfloat))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.irfft(torch.fft.rfft(x) * self.response, n=8)
+        out: Tensor = torch.fft.irfft(torch.fft.rfft(x) * self.response, n=8)
+        return out
 
 
 class Own(torch.optim.AdamW):
