@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch._C._autograd import _unsafe_set_version_counter as set_version
 
 from memtune.offload.core import Chunks
@@ -55,19 +55,21 @@ class GradientsInPlace(ParameterOffloader):
         self._chunk_of = dict(zip(self._block_of, chunks.chunk, strict=True))
         self._owner_of = {each.parameter: each for each in self._offloaded()}
 
-    def _offload_gradient(self, parameter: nn.Parameter, source: Tensor) -> None:
+    def _offload_gradient(self, parameter: nn.Parameter) -> None:
         """Copy the gradient to its weight's place, or offload it directly if the chunk is not resident."""
         chunk, owner = self._chunk_of[parameter], self._owner_of[parameter]
         if not owner.is_resident:
-            super()._offload_gradient(parameter, source)
+            super()._offload_gradient(parameter)
             return
+        assert parameter.grad is not None
         place = parameter.detach()
         owner.free()  # before the copy, which changes the values on the device
         # Counted, on purpose: a backward that still reads the saved weight raises autograd's version error.
-        place.copy_(source)
+        place.copy_(parameter.grad)
+        parameter.grad = None
         self._overwritten.setdefault(chunk, []).append(parameter)
         self._placed_bytes += place.nbytes
-        super()._offload_gradient(parameter, place)
+        self._start_copy(parameter, place)
 
     def _load_block(self, block: int) -> None:
         """Wait for gradients in the block's chunks and reload them before the block runs again."""

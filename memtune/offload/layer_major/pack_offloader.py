@@ -144,7 +144,7 @@ class PackOffloader(DeferredBlocks):
                 if not self._load_parts:
                     self.fill_finished()
         for number in self._gradient_parts.pop() if self._gradient_parts else ():
-            self._offload_gradient(*self._kept_gradients[number])
+            self._start_copy(*self._kept_gradients[number])
             if number == len(self._kept_gradients) - 1:
                 self._kept_gradients = []
 

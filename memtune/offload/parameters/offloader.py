@@ -310,18 +310,23 @@ class HostParameters:
             elif self._reducer is not None:
                 self._reducer.add(parameter)
             else:
-                # The copy has the only reference, so the gradient is freed when that has finished.
-                source, parameter.grad = parameter.grad, None
-                self._offload_gradient(parameter, source)
+                self._offload_gradient(parameter)
 
     def _on_averaged(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Offload an averaged gradient; one of a parameter that is not offloaded remains on the device."""
+        parameter.grad = gradient
+        del gradient
         if parameter in self._trained:
-            self._offload_gradient(parameter, gradient)
-        else:
-            parameter.grad = gradient
+            self._offload_gradient(parameter)
 
-    def _offload_gradient(self, parameter: nn.Parameter, source: Tensor) -> None:
+    def _offload_gradient(self, parameter: nn.Parameter) -> None:
+        """Start the D2H copy of the gradient of `parameter`, which is averaged."""
+        assert parameter.grad is not None
+        # `_in_flight` has the only reference, so the gradient is freed when its copy has finished.
+        source, parameter.grad = parameter.grad, None
+        self._start_copy(parameter, source)
+
+    def _start_copy(self, parameter: nn.Parameter, source: Tensor) -> None:
         """Start the D2H copy of the gradient `source`, after enough earlier copies have finished."""
         here = local(source)
         n_bytes = here.nbytes

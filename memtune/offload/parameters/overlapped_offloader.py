@@ -168,9 +168,9 @@ class OverlappedOffloader(DeferredBlocks, ParameterOffloader):
 
     # -- gradients -------------------------------------------------------------------------------------------
 
-    def _offload_gradient(self, parameter: nn.Parameter, source: Tensor) -> None:
+    def _start_copy(self, parameter: nn.Parameter, source: Tensor) -> None:
         self._n_copies += 1
-        super()._offload_gradient(parameter, source)
+        super()._start_copy(parameter, source)
 
     def _finish_copies_before(self, moment: int) -> None:
         """Wait for D2H copies of earlier moments; those that started in the ending moment may still run."""

@@ -128,8 +128,8 @@ class TieredOffloader(ParameterOffloader):
     def _offloaded_when_ready(self, block: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         return [each for each in super()._offloaded_when_ready(block) if id(each) not in self._tiled]
 
-    def _offload_gradient(self, parameter: nn.Parameter, source: Tensor) -> None:
-        super()._offload_gradient(parameter, source)
+    def _offload_gradient(self, parameter: nn.Parameter) -> None:
+        super()._offload_gradient(parameter)
         if self._gradients is not None:
             self._gradients.begin_offload(parameter)
 

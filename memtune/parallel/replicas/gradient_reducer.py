@@ -17,6 +17,7 @@ buckets exist as long as the model, and are averaged once per step.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -42,20 +43,16 @@ class _Bucket:
     """In the order in which autograd accumulated them."""
     whole: Tensor | None = None
 
-    @property
-    def numel(self) -> int:
-        """Return the number of elements of all its gradients."""
-        return sum(each.numel() for each in self.parameters)
+    def __post_init__(self) -> None:
+        ends = list(itertools.accumulate(each.numel() for each in self.parameters))
+        self.numel = ends[-1]
+        self._begins = dict(zip(self.parameters, [0, *ends], strict=False))
 
-    def views(self, whole: Tensor) -> dict[nn.Parameter, Tensor]:
-        """Return the part of `whole` of each parameter, with its shape and strides."""
+    def view(self, whole: Tensor, parameter: nn.Parameter) -> Tensor:
+        """Return the part of `whole` for the gradient of `parameter`, with its shape and strides."""
         if len(self.parameters) == 1:
-            return {self.parameters[0]: whole}
-        parts = whole.split([each.numel() for each in self.parameters])
-        return {
-            each: part.as_strided(each.size(), each.stride(), part.storage_offset())
-            for each, part in zip(self.parameters, parts, strict=True)
-        }
+            return whole
+        return whole.as_strided(parameter.size(), parameter.stride(), self._begins[parameter])
 
 
 class GradientReducer:
@@ -105,7 +102,7 @@ class GradientReducer:
         else:
             if bucket.whole is None:
                 bucket.whole = gradient.new_empty(bucket.numel)
-            view = bucket.views(bucket.whole)[parameter]
+            view = bucket.view(bucket.whole, parameter)
             # A parameter that is used again before its bucket is full: autograd would have added both.
             view.add_(gradient) if parameter in bucket.ready else view.copy_(gradient)
         del gradient
@@ -126,14 +123,15 @@ class GradientReducer:
         if whole is None:
             whole = torch.zeros(bucket.numel, dtype=bucket.parameters[0].dtype, device=self._device)
         bucket.whole, bucket.ready, bucket.is_averaged = None, {}, True
-        views = bucket.views(whole)
-        for missing in views.keys() - set(ready):
-            views[missing].zero_()
+        for each in bucket.parameters if len(ready) < len(bucket.parameters) else ():
+            if each not in ready:
+                bucket.view(whole, each).zero_()
         torch.ops.memtune.all_reduce_(whole, self._group.group_name, self._group.size(), "avg")
         self.averaged_bytes += whole.nbytes
-        del whole
+        given = [bucket.view(whole, each) for each in ready]
+        del whole  # each view is the only reference to its part when it is given away
         for each in ready:
-            self._into(each, views.pop(each))
+            self._into(each, given.pop(0))
 
     @torch.no_grad()
     def finish(self) -> list[nn.Parameter]:
