@@ -39,7 +39,7 @@ from memtune.technique import Target, Technique
 from memtune.testing.drift_check import plain_program, recording_of, target_of
 from memtune.testing.training import build, settings_of
 
-RANKS, STEPS, REPLICAS, DIVIDED = 2, 5, Ddp(kind="ddp"), Fsdp(kind="fsdp")
+RANKS, STEPS, REPLICAS, DIVIDED = 2, 3, Ddp(kind="ddp"), Fsdp(kind="fsdp")
 FEW = Moesys(kind="moesys", cache=6, on_device=1)
 SSD = {"ssd_read": Resource.SSD_READ, "ssd_write": Resource.SSD_WRITE}
 HASHED = ZOO["moe"].parent / "experts" / "hashed.py"

@@ -1,4 +1,4 @@
-"""Model state divided over groups of gloo ranks against one rank that takes all samples: five steps, sums,
+"""Model state divided over groups of gloo ranks against one rank that takes all samples: three steps, sums,
 clipping, bytes.
 """
 

@@ -1,5 +1,5 @@
-"""ZeRO 1 and 2 on real gloo ranks against one rank that takes all samples: five steps, sums, clipping, zeroed
-gradients.
+"""ZeRO 1 and 2 on real gloo ranks against one rank that takes all samples: three steps, sums, clipping,
+zeroed gradients.
 """
 
 from __future__ import annotations

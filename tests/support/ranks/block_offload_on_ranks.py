@@ -30,7 +30,7 @@ from memtune.technique import Target, Technique
 from memtune.testing.drift_check import recording_of
 from memtune.testing.training import build, settings_of
 
-STEPS = 5
+STEPS = 3
 LINKS = {
     "host_to_device": Resource.HOST_TO_DEVICE,
     "device_to_host": Resource.DEVICE_TO_HOST,

@@ -1,4 +1,4 @@
-"""Five steps of ranks that each take their share of the samples, compared with one rank that takes them
+"""Three steps of ranks that each take their share of the samples, compared with one rank that takes them
 all.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from memtune.api import Tuned
 from memtune.runtime.transfer import COUNTERS
 
-SAMPLES, DIM, STEPS = 16, 6, 5
+SAMPLES, DIM, STEPS = 16, 6, 3
 Batches = Callable[[int], list[Tensor]]
 """The samples of a step, one by one."""
 

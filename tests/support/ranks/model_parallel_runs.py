@@ -28,7 +28,7 @@ from memtune.workload.workload import Workload
 
 MODELS = Path(__file__).parents[1] / "models" / "parallel"
 SEPARATE, UNDRAWN = MODELS / "separate.py", MODELS / "undrawn.py"
-STEPS, SIZE = 5, 2
+STEPS, SIZE = 3, 2
 
 
 def settings(kind: str, accumulate: int = 1, **knobs: Any) -> dict[str, Any]:

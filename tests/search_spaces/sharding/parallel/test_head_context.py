@@ -181,7 +181,7 @@ def test_apply_refuses_a_plan_of_another_split() -> None:
         HeadContext(head_degree=2).apply(context, plan)
 
 
-def test_survives_yaml() -> None:
+def test_head_context_config_survives_yaml() -> None:
     knobs: dict[str, Any] = {
         "head_degree": 2,
         "inner_ring": "node",
@@ -340,7 +340,7 @@ def all_trained(ranks: int, cases: dict[Any, dict[str, Any]]) -> dict[Any, dict[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_five_steps_with_accumulation_and_clipping(ranks: int) -> None:
+def test_accumulation_and_clipping_train_as_one_rank(ranks: int) -> None:
     """Rotary tables are divided as positions are; four heads share two of keys, which four ranks have to
     repeat.
     """

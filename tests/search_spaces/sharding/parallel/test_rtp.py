@@ -130,7 +130,7 @@ def test_apply_refuses_a_plan_of_another_degree_or_model() -> None:
         )
 
 
-def test_survives_yaml() -> None:
+def test_rtp_config_survives_yaml() -> None:
     made = TunedConfig(settings=Settings.of(Execution(), {"sharding.parallel": Rtp(degree=2, in_place=True)}))
     assert load_config(dump_yaml(made)) == made
 
@@ -275,7 +275,7 @@ def batches(step: int) -> list[Tensor]:
 Case = tuple[int, bool, int, float, bool]
 
 
-def five_steps(cases: list[Case]) -> dict[Case, Any]:
+def steps_of(cases: list[Case]) -> dict[Case, Any]:
     found = {}
     for degree, in_place, parts, clip, says_last in cases:
         model, optimizer = even()
@@ -291,10 +291,10 @@ def five_steps(cases: list[Case]) -> dict[Case, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_five_steps_with_accumulation_and_clipping(ranks: int) -> None:
+def test_accumulation_and_clipping_train_as_one_rank(ranks: int) -> None:
     """Also in a loop that does not mark the last micro-batch."""
     cases = list(product({2, ranks}, (False, True), (1, 4), (0.0, 0.05), (False, True)))
-    found = run_ranks(five_steps, ranks, cases, deadline_s=280)
+    found = run_ranks(steps_of, ranks, cases, deadline_s=280)
     wanted = {clip: alone(*even(), batches, clip) for clip in (0.0, 0.05)}
     for case in cases:
         check([rank[case] for rank in found], wanted[case[3]])
