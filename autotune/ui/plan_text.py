@@ -14,7 +14,7 @@ from rich.text import Text
 
 from memtune.autotune.predict import Calibration, PeakRow, TightSetting, time_lines
 from memtune.autotune.search import PlanReport, PlanRow
-from memtune.autotune.space import describe
+from memtune.autotune.space import Goal, describe
 from memtune.autotune.ui import formatting
 from memtune.hardware import BUSY
 from memtune.units import format_bytes, format_count, format_micro_batch, format_seconds
@@ -43,6 +43,7 @@ _EXACTNESS = {
 
 
 _FITS = ("ok", "tight")
+_BETTER = {"throughput": "be faster", "memory": "need less memory", "batch": "take a larger micro-batch"}
 
 
 def render(
@@ -103,11 +104,12 @@ def _advice(report: PlanReport, command: Sequence[str]) -> Iterator[Text]:
         return
     first, facts = report.front[0], report.facts
     plain = next((each for each in report.baselines if each.baseline == "plain"), None)
-    keeps = plain is not None and plain.status in _FITS and _gain(first, plain) < _NOTICEABLE
+    keeps = plain is not None and plain.status in _FITS and not _improves(first, plain, facts["goal"])
     if plain is not None and keeps:
+        better = _BETTER[facts["goal"]]
         yield _labelled(
             "do this",
-            Text("keep your own setting: it fits, and nothing is predicted to be faster", "bold green"),
+            Text(f"keep your own setting: it fits, and nothing is predicted to {better}", "bold green"),
         )
         yield _labelled("it has", Text(f"{_rate_and_peak(plain, facts['budget_bytes'])} (predicted)"))
     else:
@@ -153,6 +155,16 @@ def _as_search(command: Sequence[str]) -> list[str]:
             kept.append(each)
         skip = not skip and "=" not in each and name in _PLAN_OPTIONS
     return ["search" if each == "plan" else each for each in kept]
+
+
+def _improves(first: PlanRow, plain: PlanRow, goal: Goal) -> bool:
+    """Return whether the first row is noticeably better than the user's own setting, by the goal."""
+    if goal == "memory":
+        peak, own = (each.peak_allocated_bytes or 0 for each in (first, plain))
+        return peak <= own * (1 - _NOTICEABLE)
+    if goal == "batch":
+        return (first.micro_batch or 0) > (plain.micro_batch or 0)
+    return _gain(first, plain) >= _NOTICEABLE
 
 
 def _gain(first: PlanRow, other: PlanRow) -> float:

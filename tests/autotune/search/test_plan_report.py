@@ -133,6 +133,14 @@ def test_plan_advises_to_change_nothing_if_nothing_is_faster(ranking: PlanReport
     assert "--out" not in text
 
 
+def test_plan_advises_by_its_goal(ranking: PlanReport):
+    first = ranking.front[0]
+    plain = replace(ranking.baselines[0], status="ok", samples_per_s=2 * (first.samples_per_s or 0))
+    for goal, advice in (("memory", first.sentence[:30]), ("batch", "keep your own setting")):
+        report = replace(ranking, baselines=(plain,), facts={**ranking.facts, "goal": goal})
+        assert f"do this   {advice}" in shown(report)
+
+
 def test_plan_says_that_a_row_is_slower_than_a_baseline(ranking: PlanReport):
     plain, full = ranking.baselines
     faster = replace(full, samples_per_s=2 * (ranking.front[0].samples_per_s or 0))
