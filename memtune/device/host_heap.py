@@ -32,4 +32,4 @@ def keep_freed_pages() -> bool:
     if mallopt is None:
         return False
     settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER), (_M_TOP_PAD, _GROWTH_BYTES))
-    return min(mallopt(name, value) for name, value in settings) == 1
+    return bool(min(mallopt(name, value) for name, value in settings) == 1)
