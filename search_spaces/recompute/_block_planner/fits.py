@@ -46,7 +46,9 @@ def cannot_recompute(
 
 def no_blocks(facts: Facts) -> Reason | None:
     """Return the reason to refuse a model without blocks, where recompute would silently do nothing."""
-    return None if facts.blocks else NO_BLOCKS
+    if facts.blocks:
+        return None
+    return holds_blocks_in_one_graph(facts.compiled) or NO_BLOCKS
 
 
 def holds_blocks_in_one_graph(compiled: CompileScope) -> Reason | None:
