@@ -63,9 +63,7 @@ COVERED_BY_OTHER_TESTS = {"none", "harmony", "mobius", "moesys", "smart_infinity
 replicas only.
 """
 CLIPPED = ("optimizer_cpu", "optimizer_cpu, native", "zero_infinity", *ACTIVATIONS, "planned")
-"""Techniques whose gradients are on the device until the step, so clipping by norm is correct; the others
-refuse it.
-"""
+"""Techniques whose runs clip by norm; those that update blocks inside backward refuse it."""
 CASES = [*STATES, *ACTIVATIONS, "planned"]
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.usefixtures("ssd")]
 
