@@ -2,7 +2,7 @@
 
     python benchmarks/search_quality_cpu.py make CASE [--folder DIR]
     python benchmarks/search_quality_cpu.py measure CASE [--rounds 3] [--folder DIR]
-    python benchmarks/search_quality_cpu.py replay [--draws 20] [--outliers 0] [--json FILE] [--markdown FILE]
+    python benchmarks/search_quality_cpu.py replay [--draws 20] [--outliers 0] [--searchers memtune]
 
 A case is a workload on one or two ranks. `make` writes `DIR/CASE.json`: for each budget the settings
 with the best predictions, the best one of every technique, and the baselines, all within the budget; a
@@ -25,7 +25,7 @@ import math
 import os
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -249,7 +249,13 @@ class _Exact:
         return scored
 
 
-def replay(stored: dict[str, Any], pool: dict[str, Any], draws: int, outliers: float = 0.0) -> dict[str, Any]:
+def replay(
+    stored: dict[str, Any],
+    pool: dict[str, Any],
+    draws: int,
+    outliers: float = 0.0,
+    searchers: Sequence[str] = _SEARCHERS,
+) -> dict[str, Any]:
     """Search the stored pool of a budget with each searcher; return regrets and errors of the predictions."""
     budget = pool["budget_bytes"]
     rows = {
@@ -277,7 +283,7 @@ def replay(stored: dict[str, Any], pool: dict[str, Any], draws: int, outliers: f
     )
     best = min(truth, key=lambda key: truth[key])
     found: dict[str, dict[int, list[float]]] = {}
-    for name in _SEARCHERS:
+    for name in searchers:
         for trials in TRIALS:
             for seed in range(draws):
                 machine: Any = Recorded(rounds, random.Random(seed), OtherWork(outliers, seed))
@@ -362,6 +368,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     ]
     for name in _SEARCHERS:
         of = [row["regret"][name] for row in rows if name in row["regret"]]
+        if not of:
+            continue
         cells = [
             f"{statistics.median(each[trials]['median'] for each in of):.1%} /"
             f" {max(each[trials]['worst'] for each in of):.1%}"
@@ -384,6 +392,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--draws", type=int, default=20)
+    parser.add_argument("--searchers", choices=_SEARCHERS, nargs="*", default=_SEARCHERS)
     parser.add_argument("--outliers", type=float, default=0.0, help="probability of a slowed measurement")
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--json", type=Path)
@@ -405,7 +414,11 @@ def main() -> None:
         return
     files = sorted(asked.folder.glob("*.json"))
     stored = [json.loads(file.read_text()) for file in files if not asked.cases or file.stem in asked.cases]
-    rows = [replay(each, pool, asked.draws, asked.outliers) for each in stored for pool in each["pools"]]
+    rows = [
+        replay(each, pool, asked.draws, asked.outliers, asked.searchers)
+        for each in stored
+        for pool in each["pools"]
+    ]
     text = markdown(rows)
     print(text)
     if asked.json:

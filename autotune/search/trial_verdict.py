@@ -16,6 +16,7 @@ Rules:
 3. Without rounds a difference below the spread of the steps, plus the change of the machine that a reference
   op shows between the trials, is a tie.
 4. Of settings that cannot be distinguished the simplest wins: fewer slots in use, then fewer changed knobs.
+  It was measured at most `_WORTH_SIMPLICITY` slower, however large the noise.
 5. A choice must beat every feasible baseline, otherwise the best baseline wins. A gain is stated with its
   interval.
 """
@@ -49,6 +50,8 @@ _CLOSE_ENOUGH = 0.01
 _TWO_SIDED_90 = 1.645
 _CONTENDS = 0.05
 """Relative distance from the best measured value within which a setting runs again."""
+_WORTH_SIMPLICITY = 0.05
+"""Largest measured relative difference that a simpler setting may cost."""
 WORTH_A_ROUND = 0.003
 """Expected relative gain from which on a setting runs again whose trial may have been slowed down."""
 _OTHER_RANDOM_NUMBERS = 0.2
@@ -414,7 +417,11 @@ def _simplest_of_the_best(measured: Sequence[Measured], goal: Goal) -> Measured:
     ties = [
         each
         for each in measured
-        if each is best or not any(beats(other, each, goal, measured) for other in measured)
+        if each is best
+        or (
+            gain(best, each, goal, measured).log <= _WORTH_SIMPLICITY
+            and not any(beats(other, each, goal, measured) for other in measured)
+        )
     ]
     return min(ties, key=lambda each: (each.choice.complexity, each.value(goal)))
 

@@ -69,6 +69,16 @@ def test_stated_gain_is_the_ratio_of_the_stated_times():
     assert f"{plain.step_s / full.step_s - 1:.0%}" in verdict.text
 
 
+def test_verdict_gives_up_little_for_simplicity():
+    """The noise hides a difference of a tenth, which is too much to take the simpler one regardless."""
+    simple = alternating(1, [[1.1], [1.3], [0.95]], FULL)
+    fast = alternating(2, [[1.0], [1.0], [1.0]], EVERY, HOST)
+    assert not beats(fast, simple, "throughput")
+    verdict = judge([simple, fast], "throughput")
+    assert verdict is not None
+    assert verdict.winner is fast
+
+
 def test_verdict_beyond_spread_prefers_faster():
     simple, complicated = measured(1, [1.00, 1.02, 1.04], FULL), measured(2, [0.80, 0.81, 0.82], EVERY, HOST)
     verdict = judge([simple, complicated], "throughput")
