@@ -6,6 +6,7 @@ Passes average them over replicas, or copy them into the freed place of their we
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,8 +101,17 @@ def weights_are_free(step: Step) -> bool:
     return not ((step.uses.op > after[step.uses.storage]) & (step.use_phase < Phase.BOUNDARY)).any()
 
 
-def averaged(edit: Edit, step: Step, grads: BlockGradients, ranks: int) -> BlockGradients:
+def averaged(
+    edit: Edit, step: Step, grads: BlockGradients, ranks: int, alone: Sequence[int]
+) -> BlockGradients:
     """Insert an all-reduce of each block's gradients (`parallel.replicas.gradient_reducer`).
+
+    Args:
+        edit: Of `step`.
+        step: Of a replica.
+        grads: Of `step`.
+        ranks: Number of replicas.
+        alone: Parameters whose gradients are averaged by themselves.
 
     Returns:
         The averaged ones; each is ready when its block's last one is.
@@ -109,6 +119,7 @@ def averaged(edit: Edit, step: Step, grads: BlockGradients, ranks: int) -> Block
     columns = columns_of(step.parameters)
     # One message for each dtype of a block.
     bucket = 16 * columns.block[grads.parameter] + columns.itemsize[grads.parameter]
+    bucket = np.where(np.isin(grads.parameter, alone), -1 - grads.parameter, bucket).astype(np.int32)
     found = average_in_buckets(edit, step, grads.raw, grads.after, grads.n_bytes, bucket, ranks)
     parameter, sums, moment = (each[found.order] for each in (grads.parameter, grads.sums, grads.moment))
     return BlockGradients(parameter, found.storage, sums, found.after, moment, grads.n_bytes[found.order])

@@ -8,7 +8,7 @@ finds no gradient at those handled here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -169,6 +169,7 @@ def stream_parameters(
     ranks: int = 1,
     overlap: Overlap | None = None,
     in_place: bool = False,
+    alone: Sequence[int] = (),
 ) -> Step:
     """Return `step` with the parameters of its blocks on the host, resident as `residency` lists.
 
@@ -185,6 +186,7 @@ def stream_parameters(
             computes.
         in_place: Each gradient is offloaded from the place of its weight; for a step where
             `weights_are_free`, with chunks.
+        alone: Parameters whose gradients replicas average by themselves.
     """
     frames: Frames | None = None
     # Pages are copied into permanent frames; chunks and blocks are allocated and freed.
@@ -205,7 +207,7 @@ def stream_parameters(
     dropped[grads.after[grads.sums >= 0]] = True
     edit.drop_ops(dropped)
     if ranks > 1:
-        grads = averaged(edit, step, grads, ranks)
+        grads = averaged(edit, step, grads, ranks, alone)
     moment, summed = grads.moment, grads.sums >= 0
     freed = (
         one_at_a_time(moment)

@@ -244,7 +244,12 @@ class ZeroInfinity(Technique):
             )
             step = weights_before_biases(step, tiled) if tiled and not is_divided else step
             step = stream_parameters(
-                step, residency, early=False, read_ahead=read_ahead, ranks=replicas(program)
+                step,
+                residency,
+                early=False,
+                read_ahead=read_ahead,
+                ranks=replicas(program),
+                alone=tiled,  # tile by tile
             )
             if self.gradients == "ssd":
                 step, _ = gradients_on_ssd(step, OffloadedParameters.of(step))
