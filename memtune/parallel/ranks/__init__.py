@@ -12,8 +12,12 @@ if TYPE_CHECKING:
     from memtune.parallel.ranks.error_propagation import share_first_failure
     from memtune.parallel.ranks.micro_batch_rotation import MicroBatchRotation
     from memtune.parallel.ranks.rank_checks import (
+        fill_missing,
         gather_descriptions,
         has_real_peers,
+        inconsistent_indices,
+        missing_here,
+        missing_indices,
         require_groups,
         require_plain,
         require_ranks,
@@ -34,12 +38,6 @@ if TYPE_CHECKING:
     )
     from memtune.parallel.ranks.replica_view import all_parts, one_part
     from memtune.parallel.ranks.ring import Hop, Ring, RingRound, RingSums
-    from memtune.parallel.ranks.unused_parameters import (
-        fill_missing,
-        inconsistent_indices,
-        missing_here,
-        missing_indices,
-    )
 else:
     __getattr__ = open_door(__name__)
 
