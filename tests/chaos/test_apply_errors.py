@@ -5,9 +5,12 @@ opened to write): model, optimizer and files are as before, and train as the pla
 from __future__ import annotations
 
 import contextlib
+import gc
+import inspect
 import os
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -139,6 +142,8 @@ def counted(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         code, caller = frame.f_code, frame.f_back
         if event != "call" or not code.co_filename.startswith(_ROOTS):
             return
+        if code.co_flags & inspect.CO_GENERATOR:  # its resumption may be the exit of a context
+            return
         if code.co_name not in _ENDS and (caller is None or caller.f_code.co_name not in _ENDS):
             calls.one()
 
@@ -179,8 +184,19 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -
     found["groups"] = [[id(each) for each in group["params"]] for group in optimizer.param_groups]
     found["optimizer"] = sizes(vars(optimizer))
     found["state"] = {id(each): sizes(state) for each, state in optimizer.state.items()}
+    _wait_for_updaters(folder)
     found["files"] = sorted(str(each) for each in folder.rglob("*"))
     return found
+
+
+def _wait_for_updaters(folder: Path) -> None:
+    """Wait until updaters that nothing refers to have ended, and removed their files."""
+    if not any(folder.iterdir()):
+        return
+    gc.collect()  # the model before is in cycles
+    until, mine = time.monotonic() + 20, f"memtune-run-{os.getpid()}-"
+    while any(not each.name.startswith(mine) for each in folder.iterdir()) and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 def trained_once() -> tuple[Net, torch.optim.Optimizer]:
@@ -233,6 +249,7 @@ def fails_and_restores(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with counted(calls, monkeypatch):
         tuned = apply(model, optimizer, config, loss=loss, strict=False)
     tuned.finish()
+    del tuned, model, optimizer
     every = range(1, calls.count + 1)
     drawn = random.Random(name).sample(every, min(len(every), 2 * SCALE))
     for fails_at in drawn:
@@ -242,6 +259,7 @@ def fails_and_restores(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             with counted(Calls(fails_at), monkeypatch):
                 tuned = apply(model, optimizer, config, loss=loss, strict=False)
             tuned.finish()
+            del tuned
             continue  # `apply` has another way without this call
         except (Injected, MemtuneError, OSError):
             pass
