@@ -294,13 +294,13 @@ def _applied(
             _require_host_memory(context, config)
         _apply_axes(context, config)
         audit(context)
+        if platform_of(context.device).is_host:
+            keep_freed_pages()  # up to a quarter of a step with recomputation is page faults otherwise
         tuned = Tuned(context, config, loss)
     except BaseException:
         context.undo.close()
         snapshot.restore()
         raise
-    if platform_of(context.device).is_host:
-        keep_freed_pages()  # up to a quarter of a step with recomputation is page faults otherwise
     context.undo.pop_all()  # success: drop the callbacks that would undo `apply`
     vars(model)[_MARK] = True
     return tuned

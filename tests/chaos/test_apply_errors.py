@@ -139,12 +139,11 @@ def counted(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return call
 
     def profile(frame: FrameType, event: str, arg: object) -> None:
-        code, caller = frame.f_code, frame.f_back
-        if event != "call" or not code.co_filename.startswith(_ROOTS):
+        if event != "call" or not frame.f_code.co_filename.startswith(_ROOTS):
             return
-        if code.co_flags & inspect.CO_GENERATOR:  # its resumption may be the exit of a context
-            return
-        if code.co_name not in _ENDS and (caller is None or caller.f_code.co_name not in _ENDS):
+        codes = [each.f_code for each in (frame, frame.f_back) if each is not None]
+        # A generator's resumption may be the exit of a context as well.
+        if not any(each.co_name in _ENDS or each.co_flags & inspect.CO_GENERATOR for each in codes):
             calls.one()
 
     with monkeypatch.context() as patch:
