@@ -103,7 +103,8 @@ SCENARIOS = (
     Scenario(
         10,
         "flipped bit in an offloaded block or a checkpoint",
-        "a checksum finds it before the tensor is used",
+        "a checksum finds it before the tensor is used; one that happens between two steps after user code"
+        " has read the weight is found at its next load, not by further reads of that code",
         of(TENSORS, "checksum_finds_every_flipped_bit")
         + of(FLIPS, "flipped_bytes_of_a_checkpoint_are_noticed"),
     ),
