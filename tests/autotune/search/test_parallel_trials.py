@@ -12,6 +12,7 @@ from support.search.search_runs import asked, of, run
 from memtune.autotune.search import search_events, study
 from memtune.autotune.search.control import Control
 from memtune.autotune.search.outcome import SearchOutcome
+from memtune.autotune.space import proposals
 from memtune.autotune.space.candidates import Choice
 from memtune.executors.base import Progress, Trial, TrialResult
 from memtune.executors.ray.cluster import bundles, side_by_side
@@ -74,6 +75,8 @@ def searches(tmp_path_factory: pytest.TempPathFactory) -> Searches:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("searches"))
         patch.setattr(study, "prepare", prepared)
+        # Neither search ends before its trials are used up, or the cluster would rightly run empty.
+        patch.setattr(proposals, "_WORTHWHILE", 0.0)
         return searched(1), searched(side_by_side(RANKS, NODES))
 
 
