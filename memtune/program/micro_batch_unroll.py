@@ -193,7 +193,7 @@ class UnrolledRows:
         With `forever` it exists before the step and outlives it. With `left` the previous step left it: it
         exists before the step and is freed after its last use.
         """
-        self._storages.append({"bytes": [n_bytes], "tier": [tier], "kind": [kind], "owner": [owner]})
+        self._storages.append(_one_storage(n_bytes, tier, kind, owner))
         self._storages[-1] |= {"held_until": FOREVER} if forever else {} if left else {"producer": self.n_ops}
         self._n_storages += 1
         return self._n_storages - 1
@@ -218,9 +218,7 @@ class UnrolledRows:
 
     def add_batch(self, n_bytes: int, until: int) -> None:
         """Add `n_bytes` of the batch that exist before the step and are held until row `until`."""
-        self._storages.append(
-            {"bytes": [n_bytes], "tier": [Tier.DEVICE], "kind": [Kind.BATCH], "owner": [-1]}
-        )
+        self._storages.append(_one_storage(n_bytes, Tier.DEVICE, Kind.BATCH, -1))
         self._storages[-1]["held_until"] = until
         self._n_storages += 1
 
@@ -473,6 +471,11 @@ class UnrolledRows:
             numel=known.numel[keep],
         )
         return mine, index
+
+
+def _one_storage(n_bytes: int, tier: Tier, kind: Kind, owner: int) -> dict[str, Any]:
+    """Return the columns of a storage that is not a saved tensor."""
+    return {"bytes": [n_bytes], "tier": [tier], "kind": [kind], "owner": [owner], "float_bytes": [0]}
 
 
 def _joined(parts: Sequence[dict[str, Any]], like: dict[str, Any]) -> dict[str, Any]:
