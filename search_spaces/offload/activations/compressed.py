@@ -23,7 +23,8 @@ class Compressed(Technique):
     255 or 15, whose mean is zero under stochastic rounding. Storages are compressed once, for all views.
     Parameters and autocast's casts of them, buffers, indices, masks, float64 and statistics (at most an
     eighth of the block's largest input: means, norms, log-sum-exps) stay as they are. Infinities and NaN
-    survive. It combines with recompute: then the blocks' inputs and kept outputs are compressed.
+    survive. A positive ReLU output below a step may become zero, which masks its gradient: models of ReLU and
+    BatchNorm lose most. It combines with recompute: then the blocks' inputs and kept outputs are compressed.
 
     The bits are the same for all tensors; GACT's choice of bits per tensor by its effect on the gradient is
     not made.
