@@ -170,7 +170,11 @@ class OffloadedParameter:
     def take_gradient(self) -> tuple[Tensor | None, bool]:
         """Hide the gradient; return it, or what the user has put in its place, and whether it was changed."""
         shown, self.parameter.grad = self.parameter.grad, None
-        return (None, False) if shown is None else (local(shown), _version_of(shown) != self._grad_version)
+        if shown is None:
+            return None, False
+        # Not `local`, which returns another tensor of the same memory.
+        own = shown._local_tensor if isinstance(shown, DTensor) else shown
+        return own, _version_of(shown) != self._grad_version
 
     # -- values in flight ------------------------------------------------------------------------------------
 
