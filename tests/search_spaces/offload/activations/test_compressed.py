@@ -33,6 +33,8 @@ from memtune.testing.training import Run, build, config_of, differences, plain, 
 
 ALL = Compressed(min_bytes=0)
 FOUR = Compressed(min_bytes=0, bits=4, group=16, rounding="nearest")
+LARGE_ERRORS = {"cnn_bn": (0.15, 0.45), "inplace_views": (0.06, 0.2), "tobf16": (0.05, 0.2)}
+"""Bounds of the relative error of gradients in 8 and in 4 bits where 2 % and 20 % do not hold."""
 EXACT: SavedTensorPolicy = compress(8, 256, at_random=False)
 
 
@@ -51,16 +53,13 @@ class TestCompressed(TechniqueSuite):
     not_shown = ("the source of a copy is not freed", "a copy is skipped")
 
     def check_training(self, model: str, variant: Technique) -> None:
-        """Forward is exact; a step of 8 bits is 1/255 of a group's range, one of 4 bits 1/15.
-
-        Most models are within 2 %. ReLU and BatchNorm of `cnn_bn` are the worst, 12 and 40 %: outputs below a
-        step become zeros, which mask gradients.
-        """
+        """Forward is exact; a step of 8 bits is 1/255 of a group's range, one of 4 bits 1/15."""
         path = ZOO[model]
         got, wanted = train_under(path, self._config(model, variant)), plain(path)
         assert torch.equal(got.losses[0], wanted.losses[0])
         assert set(got.gradients[0]) == set(wanted.gradients[0])
-        assert relative_error(got, wanted) < (0.15 if variant == ALL else 0.5)
+        bounds = LARGE_ERRORS.get(model, (0.02, 0.2))
+        assert relative_error(got, wanted) < bounds[variant == FOUR]
 
 
 def test_saved_bytes_fall_without_traffic_on_a_link() -> None:
