@@ -20,7 +20,6 @@ import errno
 import hashlib
 import json
 import os
-import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -416,7 +415,7 @@ class DeadRun:
 
     def remove(self) -> None:
         """Remove the folder."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        offload_dir.remove_folder(self.path)
         self.release()
 
     def release(self) -> None:

@@ -462,6 +462,15 @@ def clean(directory: Path, *, resumable: bool = True) -> list[Left]:
     return removed
 
 
+def remove_folder(path: Path) -> None:
+    """Remove the folder of a run, manifests first: a crash leaves none that names removed tensors."""
+    with contextlib.suppress(OSError):
+        for manifest in path.glob(f"{MANIFEST}*"):
+            manifest.unlink(missing_ok=True)
+        flush(path)
+    shutil.rmtree(path, ignore_errors=True)
+
+
 def _removed(path: Path, resumable: bool) -> bool:
     """Remove the folder `path`, unless a run has locked it or made it resumable since the check; return
     whether it is gone.
@@ -471,7 +480,7 @@ def _removed(path: Path, resumable: bool) -> bool:
         return False
     try:
         if resumable or not is_resumable(path):
-            shutil.rmtree(path, ignore_errors=True)
+            remove_folder(path)
     finally:
         if lock is not None:
             os.close(lock)

@@ -32,6 +32,7 @@ from memtune.autotune.record import record
 from memtune.autotune.record_parallel import fake_ranks
 from memtune.autotune.space import Candidate, Choice, Rewriter
 from memtune.errors import MemtuneError
+from memtune.memory import arena
 from memtune.ssd import offload_dir
 from memtune.technique import Target
 from memtune.workload import Workload
@@ -229,8 +230,11 @@ def planned(name: str, folder: Path) -> dict[str, Any]:
 def test_error_at_any_call_of_apply_leaves_all_as_before(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with fake_ranks(2 if name in ON_RANKS else 1):
-        fails_and_restores(name, tmp_path, monkeypatch)
+    try:
+        with fake_ranks(2 if name in ON_RANKS else 1):
+            fails_and_restores(name, tmp_path, monkeypatch)
+    finally:
+        arena.uninstall()  # an allocator serves its process until then
 
 
 def fails_and_restores(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,6 +270,22 @@ def test_repeated_crashes_do_not_fill_the_drive(tmp_path: Path, monkeypatch: pyt
     assert len(list(folder.parent.iterdir())) == 2, "one of the four, and this process's own"
 
 
+def test_remove_of_a_dead_run_that_a_crash_interrupts_leaves_no_manifest(tmp_path: Path) -> None:
+    """Otherwise the next training would resume from tensors that are gone."""
+    folder = tmp_path / "memtune-run-1"
+    folder.mkdir()
+    (folder / "owner").touch()
+    Manifest("key" * 20, 3, [], []).write(folder)
+    (run,) = dead_runs([tmp_path], "key" * 20)
+    with (
+        patch("shutil.rmtree", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        run.remove()
+    assert [each.name for each in folder.iterdir()] == ["owner"]
+    run.release()
+
+
 def test_rank_finds_its_step_while_other_ranks_check_its_folder(tmp_path: Path) -> None:
     """Ranks start together; each checks whether the folders of all are dead, and holds their locks for a
     moment.
