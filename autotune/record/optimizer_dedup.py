@@ -45,6 +45,7 @@ class _RelativeStorage(NamedTuple):
     tier: int
     kind: int
     until: int
+    float_bytes: int
 
 
 @dataclass(frozen=True)
@@ -291,7 +292,9 @@ def _segment(rows: RowSlice, operands: list[int], first: int, last: int, until: 
         rows.signatures[first:last],
         [(op, number[storage], written) for op, storage, written in uses],
         [
-            _RelativeStorage(each.op - first, each.size_bytes, each.tier, each.kind, each.until - first)
+            _RelativeStorage(
+                each.op - first, each.size_bytes, each.tier, each.kind, each.until - first, each.float_bytes
+            )
             for each in made
         ],
     )
@@ -306,7 +309,14 @@ def _write(tracer: Tracer, segment: _Segment, operands: list[int]) -> None:
         segment.signatures,
         [(start.ops + op, number[storage], written) for op, storage, written in segment.uses],
         [
-            (each.size_bytes, each.tier, each.kind, start.ops + each.op, start.ops + each.until)
+            (
+                each.size_bytes,
+                each.tier,
+                each.kind,
+                start.ops + each.op,
+                start.ops + each.until,
+                each.float_bytes,
+            )
             for each in segment.made
         ],
     )

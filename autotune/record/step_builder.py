@@ -59,6 +59,7 @@ class NewStorage(NamedTuple):
     tier: int
     kind: int
     until: int
+    float_bytes: int
 
 
 class RowSlice(NamedTuple):
@@ -174,6 +175,7 @@ class Draft:
                 self.tier[i],
                 self.kind[i],
                 self.held[i] - start.ops,
+                self.float_bytes[i],
             )
             for i in range(start.storages, len(self.bytes))
         ]
@@ -185,11 +187,11 @@ class Draft:
         ops: Iterable[OpRow],
         signatures: Iterable[str],
         uses: Iterable[tuple[int, int, int]],
-        made: Iterable[tuple[int, int, int, int, int]],
+        made: Iterable[tuple[int, int, int, int, int, int]],
     ) -> None:
         """Append rows as if their ops had just run.
 
-        `made` holds bytes, tier, kind, producer and last op of storages.
+        `made` holds bytes, tier, kind, producer, last op and `float_bytes` of storages.
         """
         self.ops += ops
         self.signatures += signatures
