@@ -17,7 +17,7 @@ import numpy as np
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.activations.offload import offloaded_tensor
-from memtune.activations.recompute import ActivationTable, Keep, activation_table
+from memtune.activations.recompute import ActivationTable, Keep, RegionRun, activation_table
 from memtune.activations.schedules import codegen, codegen_expr, region_of, run_schedule, scheduled_region
 from memtune.activations.tiling import tiled_loss
 from memtune.program import FOREVER, Kind, OpAddresses, Program, Step, Tier, plain_schedule
@@ -188,7 +188,7 @@ def _no_random_state(technique: type[Technique]) -> AbstractContextManager[Any]:
 
 
 def _buffers_not_freed(technique: type[Technique]) -> AbstractContextManager[Any]:
-    return patch.object(activation_table._Frame, "_put_back_buffers", lambda self: nullcontext())
+    return patch.object(RegionRun, "_buffers_as_found", lambda self: nullcontext())
 
 
 def _frames_not_freed(technique: type[Technique]) -> AbstractContextManager[Any]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from memtune.activations.recompute import activation_table as activation_table
     from memtune.activations.recompute.activation_table import ActivationTable
     from memtune.activations.recompute.recompute_pass import recompute_blocks, spoiled
-    from memtune.activations.recompute.region_contract import RegionContract
+    from memtune.activations.recompute.region_contract import RegionContract, RegionRun
     from memtune.activations.recompute.rng_state_pass import STATE_BYTES, states_of, states_online
     from memtune.activations.recompute.saved_outputs import Keep
     from memtune.activations.recompute.user_checkpoint import (
@@ -29,6 +29,7 @@ __all__ = [
     "ActivationTable",
     "Keep",
     "RegionContract",
+    "RegionRun",
     "activation_table",
     "autograd_saves",
     "hooks_of_table",
