@@ -246,7 +246,7 @@ class Odd(nn.Module):
     [
         ("counts", "sets the attribute count"),
         ("draws", "random numbers in Python"),
-        ("writes", "writes into an input"),
+        ("writes", "aten.mul_.Tensor: it writes into the region's input"),
         ("looks", "depends on the data"),
         ("tensor", "neither parameter nor buffer"),
         ("returns", "returns a set"),
