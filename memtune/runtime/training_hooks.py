@@ -359,13 +359,19 @@ class EarlyUpdates:
         """Refuse a gradient of a parameter that this step has updated already.
 
         Raises:
-            ApplyError: Backward ran twice in the last micro-batch.
+            ApplyError: Backward ran twice in the last micro-batch, or reentrant checkpoints ran in it.
         """
         if parameter in self._used:
             raise ApplyError(
                 f"A gradient {tuple(parameter.shape)} was ready again after its weight had been updated.",
-                evidence="Backward ran twice in the last micro-batch; the update had the first part alone.",
-                fix="one backward, of the sum of the losses; or  offload: {states: {kind: optimizer_cpu}}",
+                evidence=(
+                    "The update had the first part alone: in the last micro-batch backward ran twice, or parts"
+                    " that share the weight ran under reentrant checkpoints."
+                ),
+                fix=(
+                    "one backward, of the sum of the losses; torch.utils.checkpoint with use_reentrant=False;"
+                    " or  offload: {states: {kind: optimizer_cpu}}"
+                ),
                 code="MT367",
             )
 

@@ -204,17 +204,24 @@ def test_ssd_overlapped_optimizer_refuses_clipping_by_norm() -> None:
     assert caught.value.code == "MT364"
 
 
-def test_ssd_overlapped_optimizer_refuses_a_gradient_that_is_ready_twice() -> None:
+@pytest.mark.parametrize(
+    ("bucket_mib", "message"),
+    [(0.0, r"ready again after (.|\n)*reentrant checkpoints"), (1.0, "twice in one backward")],
+    ids=["after its update", "in one bucket"],
+)
+def test_ssd_overlapped_optimizer_refuses_a_gradient_that_is_ready_twice(
+    bucket_mib: float, message: str
+) -> None:
     """A reentrant checkpoint around each of two uses of a weight: the first gradient is only a part."""
     shared, head = nn.Linear(8, 8), nn.Linear(8, 4)
     model = nn.Sequential(shared, head)
-    config = {"settings": settings_of(SMALL.model_copy(update={"bucket_mib": 0.0}))}
+    config = {"settings": settings_of(SMALL.model_copy(update={"bucket_mib": bucket_mib}))}
     tuned = apply(model, torch.optim.AdamW(model.parameters(), fused=True), config, strict=False)
     assert tuned._context.loop.sync is not None
     x = torch.randn(2, 8, requires_grad=True)
     for _ in range(2):
         x = checkpoint(shared, x, use_reentrant=True)
-    with tuned._context.loop.sync(True), pytest.raises(ApplyError, match="twice in one backward") as caught:
+    with tuned._context.loop.sync(True), pytest.raises(ApplyError, match=message) as caught:
         head(x).sum().backward()
     assert caught.value.code == "MT367"
 
