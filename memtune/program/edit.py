@@ -45,7 +45,8 @@ def held_in_backward(step: Step, last: int, end: int) -> npt.NDArray[np.bool_]:
     is_forward = step.ops.phase[step.storages.producer] == Phase.FORWARD
     is_read = np.zeros(step.storages.n, bool)  # by the last op; nothing else may hold it until then
     is_read[step.uses.storage[step.uses.op == last]] = True
-    is_leaf = (step.storages.kind == Kind.TEMPORARY) & ~is_read
+    # A parameter's gradient is held by its mechanism, which frees it before backward returns.
+    is_leaf = (step.storages.kind == Kind.TEMPORARY) & ~is_read & (step.storages.owner < 0)
     found: npt.NDArray[np.bool_] = held & (step.storages.producer >= 0) & (is_forward | is_leaf)
     return found
 
