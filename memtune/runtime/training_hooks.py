@@ -365,8 +365,8 @@ class EarlyUpdates:
             raise ApplyError(
                 f"A gradient {tuple(parameter.shape)} was ready again after its weight had been updated.",
                 evidence=(
-                    "The update had the first part alone: in the last micro-batch backward ran twice, or parts"
-                    " that share the weight ran under reentrant checkpoints."
+                    "The update had the first part alone: in the last micro-batch backward ran twice, or"
+                    " parts that share the weight ran under reentrant checkpoints."
                 ),
                 fix=(
                     "one backward, of the sum of the losses; torch.utils.checkpoint with use_reentrant=False;"
