@@ -250,6 +250,8 @@ class GradientOffload:
             self._emit_grad_use(parameters)
         ready = self._ready_to_update(parameters) if self._is_last else []
         if ready:
+            for parameter in ready:  # a part may have been ready while an earlier one was in flight
+                self._early_updates.require_first(parameter)
             self._early_updates.add(ready, ready)
             self._optimizer.update([self._device_rows[parameter] for parameter in ready], at_once=False)
 

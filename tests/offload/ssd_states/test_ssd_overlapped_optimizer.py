@@ -205,15 +205,23 @@ def test_ssd_overlapped_optimizer_refuses_clipping_by_norm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bucket_mib", "message"),
-    [(0.0, r"ready again after (.|\n)*reentrant checkpoints"), (1.0, "twice in one backward")],
-    ids=["after its update", "in one bucket"],
+    ("bias", "bucket_mib", "message"),
+    [
+        (True, 0.0, r"ready again after (.|\n)*reentrant checkpoints"),
+        (False, 0.0, r"ready again after (.|\n)*reentrant checkpoints"),
+        (True, 1.0, "twice in one backward"),
+    ],
+    ids=["after its update", "before its update", "in one bucket"],
 )
 def test_ssd_overlapped_optimizer_refuses_a_gradient_that_is_ready_twice(
-    bucket_mib: float, message: str
+    bias: bool, bucket_mib: float, message: str
 ) -> None:
-    """A reentrant checkpoint around each of two uses of a weight: the first gradient is only a part."""
-    shared, head = nn.Linear(8, 8), nn.Linear(8, 4)
+    """A reentrant checkpoint around each of two uses of a weight: the first gradient is only a part.
+
+    Without a bias, whose gradient would end the copy of the weight's first part, the second part is ready
+    while the first is in flight.
+    """
+    shared, head = nn.Linear(8, 8, bias=bias), nn.Linear(8, 4, bias=bias)
     model = nn.Sequential(shared, head)
     config = {"settings": settings_of(SMALL.model_copy(update={"bucket_mib": bucket_mib}))}
     tuned = apply(model, torch.optim.AdamW(model.parameters(), fused=True), config, strict=False)
