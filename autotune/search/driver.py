@@ -602,10 +602,16 @@ class Driver:
 
     # -- resuming --------------------------------------------------------------------------------------------
 
-    def restore(self, stored: Iterable[StoredTrial], logged: set[int]) -> list[Job]:
+    def restore(self, stored: Iterable[StoredTrial], logged: set[int], started: set[int]) -> list[Job]:
         """Take over the trials of an earlier process (rule 1).
 
-        Return those that were running, to run them again.
+        Args:
+            stored: Trials of the study.
+            logged: Numbers of those whose result is in the event log.
+            started: Numbers of those that the event log says were started.
+
+        Returns:
+            Those that were running, to run them again.
         """
         again = []
         for trial in stored:
@@ -623,7 +629,8 @@ class Driver:
                 if trial.number not in logged:
                     self._write(done)
                 self._absorb(done)
-            elif trial.outcome == "running" and role in _COUNTED:
+            # A suggestion that was not started yet may be one to prune, such as a candidate that ran.
+            elif trial.outcome == "running" and role in _COUNTED and trial.number in started:
                 again.append(job)
         return again
 

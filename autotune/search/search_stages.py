@@ -69,13 +69,18 @@ class Stages:
         self._baseline_names: dict[str, str] = {}
         self._proposer = Proposer(self.scores, setup.scorer, self.sampler, setup.goal, self._pruned)
 
-    def run(self, logged: set[int]) -> SearchOutcome:
-        """Run all stages; the log records any reason that ends the search."""
+    def run(self, logged: set[int], started: set[int]) -> SearchOutcome:
+        """Run all stages; the log records any reason that ends the search.
+
+        Args:
+            logged: Numbers of trials whose result is in the event log.
+            started: Numbers of trials that were started, by the event log.
+        """
         try:
             with self.driver.control.catch_signals():
                 self.driver.control.begin()
                 self._announce()
-                again = self.driver.restore(self.sampler.trials(), logged)
+                again = self.driver.restore(self.sampler.trials(), logged, started)
                 self._explore([*self._baselines(), *(job for job in again if job.role != "baseline")])
                 self._largest_batch()
                 self._repeats()

@@ -75,11 +75,9 @@ def search(
         too_large = weights_over_budget(setup, scores)
         if too_large is not None:
             raise too_large
-        logged = [
-            each
-            for each in search_events.read_events(folder.events)
-            if isinstance(each, search_events.TrialFinished)
-        ]
+        events = list(search_events.read_events(folder.events))
+        logged = [each for each in events if isinstance(each, search_events.TrialFinished)]
+        started = {each.number for each in events if isinstance(each, search_events.TrialStarted)}
         opened = executor or make_executor(
             options.executor,
             device=setup.device,
@@ -99,7 +97,7 @@ def search(
                         driver.rebuild(logged)
                     stages = Stages(driver, sampler, scores, folder, log, resumed, say)
                     say("")
-                    return stages.run({each.number for each in logged})
+                    return stages.run({each.number for each in logged}, started)
                 finally:
                     sampler.close()
         finally:

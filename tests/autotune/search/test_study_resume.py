@@ -21,6 +21,8 @@ from memtune.autotune.search import search_events, study
 from memtune.autotune.search.control import Control
 from memtune.autotune.search.search_events import read_events
 from memtune.autotune.search.study_store import StudyFolder
+from memtune.autotune.space.candidates import Choice
+from memtune.autotune.space.sampler import Sampler
 from memtune.config.tuned_config import load_config
 from memtune.errors import EnvironmentFault, UsageError
 from memtune.executors.base import Trial, TrialResult
@@ -142,6 +144,27 @@ def test_resume_adds_results_missing_from_log():
     assert sorted(each.number for each in of(search_events.TrialFinished)) == [
         each["number"] for each in outcome.trials
     ]
+
+
+def test_resume_runs_no_suggestion_that_was_not_started(monkeypatch: pytest.MonkeyPatch):
+    """Killed before it prunes a suggestion that is equal to a candidate that ran."""
+    ask, ran = Sampler.ask, list[Choice]()
+
+    def dying(sampler: Sampler, choice: Choice | None = None, **how: Any) -> tuple[int, Choice | None]:
+        if choice is None:
+            ask(sampler, ran[0])
+            raise KeyboardInterrupt
+        ran.append(choice)
+        return ask(sampler, choice, **how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Sampler, "ask", dying)
+        with pytest.raises(KeyboardInterrupt):
+            run(asked())
+    outcome = run(asked(resume=True))
+    counted = [each["summary"] for each in outcome.trials if each["role"] in ("baseline", "search", "audit")]
+    assert counted.count(ran[0].summary) == 1
+    assert len(counted) == 8
 
 
 def test_resume_of_finished_study_prints_result():
