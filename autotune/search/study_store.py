@@ -88,6 +88,8 @@ class StudyFolder:
             for each in (self.path.parent, self.path):
                 each.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock.acquire(timeout=0)
+            for partial in self.path.glob(".*.tmp"):  # of a search that was killed while it wrote
+                partial.unlink(missing_ok=True)
             save_text(
                 self.path / "owner.json",
                 _json({"pid": os.getpid(), "host": socket.gethostname(), "since": _clock()}),

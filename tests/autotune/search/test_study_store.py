@@ -50,6 +50,16 @@ def test_study_lock_is_released_by_killed_process(holder: subprocess.Popen[str],
         pass
 
 
+def test_study_store_removes_partial_files_of_a_killed_search(tmp_path: Path) -> None:
+    kill = "import os; os.replace = lambda *_: os.kill(os.getpid(), 9)"
+    enter = "from memtune.autotune.search.study_store import StudyFolder; from pathlib import Path"
+    program = f"{enter}; {kill}; StudyFolder(Path({str(tmp_path)!r})).__enter__()"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGKILL
+    assert [each.suffix for each in tmp_path.iterdir() if each.name.startswith(".")] == [".tmp"]
+    with StudyFolder(tmp_path):
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["lock", "owner.json"]
+
+
 def test_study_store_reports_folder_that_cannot_be_created(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentFault, match="cannot be written"), StudyFolder(tmp_path / "file" / "gpt"):
