@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from fixed_cpu import CPU, NO_HOST_COSTS
 from support.zoo_paths import ZOO
 
 from memtune.api import apply
@@ -264,7 +265,8 @@ class TestPlanned(TechniqueSuite):
 
     def test_explained_block_by_block(self) -> None:
         machine = replace(
-            target_of().hardware,
+            CPU,
+            **NO_HOST_COSTS,
             fp32_flops_per_s=1e11,
             memory_bytes_per_s=2e10,
             device_to_host_bytes_per_s=1e10,
