@@ -60,7 +60,7 @@ def train(model: str, form: str, heap: str) -> dict[str, float]:
 
 
 def _checkpointed(forward: Any) -> Any:
-    return lambda *args: checkpoint(forward, *args, use_reentrant=False)
+    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def main() -> None:
