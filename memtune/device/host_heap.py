@@ -32,4 +32,5 @@ def keep_freed_pages() -> bool:
     if mallopt is None:
         return False
     settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER), (_M_TOP_PAD, _GROWTH_BYTES))
-    return bool(min(mallopt(name, value) for name, value in settings) == 1)
+    # A list: each is set, also if the one before cannot be.
+    return [mallopt(name, value) for name, value in settings] == [1, 1, 1]

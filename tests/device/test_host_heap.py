@@ -4,7 +4,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch import nn
 
+import memtune
 from memtune.device import keep_freed_pages
 
 _STEPS = """
@@ -33,3 +36,11 @@ def test_keep_freed_pages_reuses_the_pages_of_freed_tensors() -> None:
     returned, kept = map(int, done.stdout.split())
     # Four tensors of 64 MiB are 65,536 pages of 4 KiB; a system with large pages faults less often.
     assert returned > 50 * max(kept, 1)
+
+
+def test_apply_keeps_freed_pages_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr("memtune.api.keep_freed_pages", lambda: calls.append(None))
+    model = nn.Linear(2, 2)
+    memtune.apply(model, torch.optim.AdamW(model.parameters()), {"settings": {}})
+    assert len(calls) == 1

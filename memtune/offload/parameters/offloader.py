@@ -373,7 +373,7 @@ class HostParameters:
             self._reducer.abandon()
 
     def _finish_averages(self) -> int:
-        """Average what is left at the end of backward; return how many gradients this rank lacks."""
+        """Average the remaining buckets at the end of backward; return the number of missing gradients."""
         return 0 if self._reducer is None else len(self._reducer.finish())
 
     def _show_gradients(self, lacking: int) -> None:

@@ -135,7 +135,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def finish(self) -> list[nn.Parameter]:
-        """Average what is left when a backward has ended; return the parameters without a gradient in it."""
+        """Average the remaining buckets after a backward; return the parameters without a gradient in it."""
         for bucket in self._buckets:
             if bucket.ready:
                 self._average(bucket)
