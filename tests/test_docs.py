@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from memtune.search_spaces import NULL_KINDS, SLOTS, find, kinds, knob_texts
 
 ROOT = Path(__file__).parents[1]
@@ -70,3 +72,17 @@ def test_planning_times_are_the_measured_ones() -> None:
     readme, index = (" ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/index.md"))
     assert f"took {many} for 7B parameters on 64 GPUs, {one} on one, and {largest}" in readme
     assert f"took {one} for 7B parameters on one GPU and {many} on 64" in index
+
+
+def test_systems_page_names_every_technique_and_existing_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs" / "hooks")
+    import systems
+
+    named = {name for each in systems.entries() for name in each["techniques"]}
+    known = {f"{slot}/{kind}" for slot in SLOTS for kind in KINDS[slot]}
+    assert named - known == set()
+    assert known - named <= {f"{slot}/{kind}" for slot, kind in NULL_KINDS.items()}
+    tests = [test.split("::") for each in systems.entries() for test in each["tests"]]
+    files = {file: (ROOT / "tests" / file).read_text() for file, _ in tests}
+    assert [test for test in tests if f"def {test[1]}(" not in files[test[0]]] == []
+    assert systems.PAGE.read_text() == "\n".join(systems.page()) + "\n", "run  python docs/hooks/systems.py"
