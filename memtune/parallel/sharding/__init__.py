@@ -14,7 +14,6 @@ if TYPE_CHECKING:
         Factors,
         Schedule,
         cheapest,
-        dominating,
         every,
         held_bytes,
     )
@@ -46,7 +45,6 @@ __all__ = [
     "cheapest",
     "divide",
     "divide_states",
-    "dominating",
     "every",
     "fsdp_sharding",
     "grid",

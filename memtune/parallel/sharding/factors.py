@@ -189,26 +189,6 @@ def every(ranks: int) -> tuple[Factors, ...]:
     return tuple(sorted(nested))
 
 
-def dominating(
-    factors: Factors, among: Iterable[Factors], whole: Bytes, schedule: Schedule
-) -> Factors | None:
-    """Return factors that hold no more bytes and send no more on either class of link, and less in one of the
-    three; or None.
-    """
-    ours = _costs(factors, whole, schedule)
-    for other in among:
-        theirs = _costs(other, whole, schedule)
-        if other != factors and all(a <= b for a, b in zip(theirs, ours, strict=True)) and theirs != ours:
-            return other
-    return None
-
-
-@lru_cache(maxsize=4096)
-def _costs(factors: Factors, whole: Bytes, schedule: Schedule) -> tuple[float, float, float]:
-    sent = traffic(factors, whole, schedule)
-    return held_bytes(factors, whole).total, sent.intra_bytes, sent.inter_bytes
-
-
 def cheapest(
     whole: Bytes,
     schedule: Schedule,

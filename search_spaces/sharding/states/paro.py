@@ -8,13 +8,14 @@ from pydantic import Field
 
 from memtune import refusals
 from memtune.errors import ApplyError
-from memtune.parallel.sharding import Factors, dominating, every
+from memtune.parallel.sharding import Factors
 from memtune.program import Program
 from memtune.search_spaces.sharding.states._fsdp_technique import GroupPlan, does_not_divide
-from memtune.search_spaces.sharding.states._nested import _NestedSharding, schedule_of, whole_bytes
+from memtune.search_spaces.sharding.states._nested import _NestedSharding
 from memtune.technique import Exactness, Plan, Reason, Target
 
-_LETTERS = tuple(p + g + o for p in "NIG" for g in "NIG" for o in "NIG")
+_SEARCHED = ("IIG", "NNI", "NIG", "NII", "IGG", "ING")
+"""The paper's strategies, and NNI, which holds less than NNN for the traffic of a step alone."""
 
 
 class Paro(_NestedSharding):
@@ -24,9 +25,9 @@ class Paro(_NestedSharding):
     Three letters give the sharding of parameters, gradients and optimizer state: N not at all, I inside a
     group of m ranks, G over all. IIG gathers and reduces inside groups as MiCS does, and holds 1/N of the
     optimizer state: the sums are sharded further in the last micro-batch, and updated weights are gathered
-    between groups once. ING also sends no gradient before the last micro-batch. Of the 27 triples those are
-    excluded that hold no less and send no less, on the links inside nodes and between them, than another one;
-    those without an I have names of their own (zero1, zero2, fsdp).
+    between groups once. ING also sends no gradient before the last micro-batch. Of the 27 triples a search
+    tries those of the paper; a config may name every one that can be built. Those without an I have names of
+    their own (zero1, zero2, fsdp).
 
     Reordered: gradients are averaged over groups, summed over a micro-batches and averaged again; an element
     differs from the plain one by at most (N + a + 1)·eps·Σ|gᵣ|/N in addition to the rounding of the
@@ -68,9 +69,7 @@ class Paro(_NestedSharding):
         return self.group or target.hardware.local_ranks(target.ranks)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Require two groups or more, a strategy that can be built, and none that is better on every
-        count.
-        """
+        """Require two groups or more, and a strategy that can be built."""
         group, ranks = self._group(target), target.ranks
         if ranks < 2:
             return refusals.one_rank(" to divide over")
@@ -82,26 +81,9 @@ class Paro(_NestedSharding):
         if "I" not in self.strategy:
             return Reason(f"{self.strategy} does not use the groups", "ddp, zero1, zero2, fsdp or amsp")
         factors = self._over(group, ranks)
-        return self._dominated(factors, group, program, target) or self._why_not(factors, program, target)
-
-    def _dominated(self, factors: Factors, group: int, program: Program, target: Target) -> Reason | None:
-        """Return why `factors` cannot be built, or the strategy that holds and sends less."""
-        if factors.problem(target.ranks):
-            return Reason(
-                f"{self.strategy} cannot be built: {factors.problem(target.ranks)}", "strategy: IIG"
-            )
-        among = [
-            each for each in every(target.ranks) if {*each.document().values()} <= {1, group, target.ranks}
-        ]
-        schedule = schedule_of(program, target, gathers=1 + self.reshard_after_forward)
-        better = dominating(factors, among, whole_bytes(program.step), schedule)
-        if better is None:
-            return None
-        letter = {1: "N", group: "I", target.ranks: "G"}
-        name = "".join(letter[each] for each in better.document().values())
-        return Reason(
-            f"{self.strategy} holds no less and sends no less on any link than {name}", f"strategy: {name}"
-        )
+        if problem := factors.problem(ranks):
+            return Reason(f"{self.strategy} cannot be built: {problem}", "strategy: IIG")
+        return self._why_not(factors, program, target)
 
     def plan(self, program: Program, target: Target) -> GroupPlan:
         """Return the size of a group if the config has none."""
@@ -117,8 +99,5 @@ class Paro(_NestedSharding):
         return self._divided_settings(factors.document(), factors.parameters > 1)
 
     def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:
-        """Return all strategies, in groups of a node or of another size that the ranks allow."""
-        if target.ranks < 4:
-            return {}
-        strategies = ("IIG", *(each for each in _LETTERS if "I" in each and each not in ("IIG", "III")))
-        return {"strategy": strategies, "group": (None, *target.group_sizes()[:2])}
+        """Return the paper's strategies, in groups of a node or of another size that the ranks allow."""
+        return {} if target.ranks < 4 else {"strategy": _SEARCHED, "group": (None, *target.group_sizes()[:2])}

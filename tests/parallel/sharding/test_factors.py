@@ -17,7 +17,6 @@ from memtune.parallel.sharding.factors import (
     Factors,
     Schedule,
     cheapest,
-    dominating,
     every,
     held_bytes,
     seconds,
@@ -136,16 +135,3 @@ def test_cheapest_equals_brute_force_and_never_slows_with_memory(
 
     tight, loose = sorted(limits)
     assert best(loose) <= best(tight)
-
-
-def test_dominating_returns_better_factors_or_none() -> None:
-    schedule = Schedule(64, 8, 4)
-    for factors in every(64):
-        better = dominating(factors, every(64), WHOLE, schedule)
-        if better is not None:
-            ours, theirs = (traffic(each, WHOLE, schedule) for each in (factors, better))
-            assert theirs.intra_bytes <= ours.intra_bytes
-            assert theirs.inter_bytes <= ours.inter_bytes
-            assert held_bytes(better, WHOLE).total <= held_bytes(factors, WHOLE).total
-    assert dominating(Factors(64, 64, 64), every(64), WHOLE, schedule) is None
-    assert dominating(Factors(1, 1, 1), every(64), WHOLE, schedule) is not None
