@@ -231,6 +231,29 @@ def test_device_bytes_follow_the_formula() -> None:
         )
 
 
+def test_peak_is_affine_in_the_ratio() -> None:
+    """The paper's figure: R² of at least 0.99, and a slope within 5 % of the counted bytes."""
+    ratios, without = np.arange(9) / 8, candidate(4).program.step
+    offloads = [candidate(4, ratio=ratio, **PIPELINED) for ratio in ratios[1:]]
+    peaks = [without.peak_bytes(), *(each.program.step.peak_bytes() for each in offloads)]
+    slope, _ = np.polyfit(ratios, peaks, 1)
+    # Of the first rank's four micro-batches two have their offloaded part on the device.
+    counted = (4 - 2) * offloads[-1].plans["offload.activations"].predicted.offloaded_bytes[0]
+    assert np.corrcoef(ratios, peaks)[0, 1] ** 2 >= 0.99
+    assert -slope == pytest.approx(counted, rel=0.05)
+
+
+def test_peak_without_a_pipeline_falls_by_the_offloaded_bytes() -> None:
+    """Until only the blocks around the copies hold their tensors."""
+    peaks = [
+        rewritten(ZOO["gpt"], *moves, micro_batch=16).peak_bytes()
+        for moves in ([], *([Pipelined(ratio=n / 8, min_bytes=0)] for n in (1, 2, 3)))
+    ]
+    plan = Pipelined(ratio=1 / 8, min_bytes=0).plan(plain_program(ZOO["gpt"], 16), target_of(ALL))
+    (moved,) = plan.predicted.offloaded_bytes
+    assert -np.diff(peaks) == pytest.approx(moved, rel=0.05)
+
+
 def rest_bytes(step: Step) -> int:
     """Return the bytes of the resident rest of cut tensors; the first rank cuts at most one tensor of a
     micro-batch.
