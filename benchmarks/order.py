@@ -7,6 +7,9 @@ counted by the same rule: a storage is freed after its last use. This is a state
 about what PyTorch can run: eager code runs in program order, and compiled graphs hold forward and backward of
 their region, not the optimizer.
 
+A second table predicts the peaks of eager steps that could run: forward and backward reordered by a frozen
+schedule, updates at the gradients (`execution.order: roam`), and both.
+
 Run as `python benchmarks/order.py --json out.json --markdown out.md`.
 """
 
@@ -22,13 +25,16 @@ from typing import Any
 
 import numpy as np
 
+from memtune.activations.schedules import Region, region_of, run_schedule
 from memtune.autotune.record.recorder import record
 from memtune.compile.low_peak_planner import Ops, low_peak_order
+from memtune.offload.optimizer import not_at_gradients, updates_at_gradients
+from memtune.program import Schedule, build_schedule
 from memtune.program.step import FOREVER, READS, Step, Tier
 from memtune.workload.workload import Workload
 
 LARGE = 10_000
-_ZOO = Path(__file__).parents[1] / "tests" / "zoo"
+_ZOO, _LARGER = Path(__file__).parents[1] / "tests" / "zoo", Path(__file__).parent / "predict_models"
 
 
 def ops_of(step: Step) -> Ops:
@@ -60,6 +66,46 @@ def ops_of(step: Step) -> Ops:
     pairs += pairwise(kept)
     uses = zip(step.uses.op.tolist(), step.uses.storage.tolist(), strict=True)
     return Ops.of(step.ops.n, storages, uses, {(first, then) for first, then in pairs if first < then})
+
+
+def low_peak_schedule(region: Region) -> Schedule:
+    """Return the schedule that runs the ops of forward, and those of backward, in the planner's order."""
+    graph, loss = region.graph, region.graph.n_forward
+    # Between the two runs the loss: an op that all of forward precedes and all of backward follows.
+    new = [op if op < loss else op + 1 for op in range(graph.n_ops)]
+    pairs = {(op, loss) for op in range(loss)} | {(loss, new[op]) for op in range(loss, graph.n_ops)}
+    until, makers = region.outside_until.tolist(), graph.maker
+    storages = [
+        (int(size), new[maker], end >= graph.n_ops)
+        for size, maker, end in zip(region.bytes, makers, until, strict=True)
+    ]
+    uses = [(new[op], value) for op in range(graph.n_ops) for value in graph.reads[op]]
+    uses += [(loss, v) for v, maker in enumerate(makers) if maker < loss and until[v] >= loss - 1]
+    for value, writers in graph.writers.items():
+        readers = [op for op in range(graph.n_ops) if value in graph.reads[op]]
+        both = {(min(a, b), max(a, b)) for a in readers for b in writers if a != b}
+        pairs |= {(new[a], new[b]) for a, b in both}
+    pairs |= {(new[a], new[b]) for a, b in pairwise(sorted(graph.random | graph.once))}
+    order = low_peak_order(Ops.of(graph.n_ops + 1, storages, uses, pairs)).order.tolist()
+    forward, backward = [op for op in order if op < loss], [op - 1 for op in order if op > loss]
+    return build_schedule(graph, forward, backward)
+
+
+def eager_row(name: str, step: Step) -> dict[str, Any] | None:
+    """Return the peaks of an eager step, those that are possible; None if no schedule can run it."""
+    region = region_of(step)
+    if isinstance(region, str):
+        return None
+    steps = {"reordered": run_schedule(step, region, low_peak_schedule(region))}
+    if not not_at_gradients(step):
+        steps |= {"updated early": updates_at_gradients(step, 1)}
+        steps |= {"both": updates_at_gradients(steps["reordered"], 1)}
+    plain = step.peak_bytes()
+    return {
+        "model": name,
+        "peak_bytes": plain,
+        "ratio": {how: each.peak_bytes() / plain for how, each in steps.items()},
+    }
 
 
 def row(name: str, ops: Ops) -> dict[str, Any]:
@@ -103,8 +149,8 @@ def synthetic(kind: str) -> Ops:
     return Ops.of(LARGE, storages, uses, pairs)
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """Return the results as a table."""
+def markdown(rows: list[dict[str, Any]], eager: list[dict[str, Any]]) -> str:
+    """Return the results as two tables."""
     lines = [
         "# Operator orders",
         "",
@@ -126,6 +172,18 @@ def markdown(rows: list[dict[str, Any]]) -> str:
             f"| {each['graph']} | {each['ops']:,} | {sizes[0]:.2f} | {sizes[1]:.2f} "
             f"| {each['ratio']:.3f} | {each['plan_s']:.2f} |"
         )
+    lines += [
+        "",
+        "Eager steps with two samples, peak by prediction over that of program order: forward and backward",
+        "reordered by a frozen schedule, updates at the gradients (`execution.order: roam`), and both.",
+        "",
+        "| model | program order, MB | reordered | updated early | both |",
+        "|---|---|---|---|---|",
+    ]
+    for each in eager:
+        ratios = [each["ratio"].get(how) for how in ("reordered", "updated early", "both")]
+        cells = " | ".join("–" if ratio is None else f"{ratio:.3f}" for ratio in ratios)
+        lines.append(f"| {each['model']} | {each['peak_bytes'] / 1e6:.2f} | {cells} |")
     return "\n".join(lines) + "\n"
 
 
@@ -133,21 +191,24 @@ def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--models", type=Path, default=_ZOO, help="folder with workload files; default: the zoo of the tests"
+        "--models", type=Path, nargs="+", default=[_ZOO, _LARGER], help="folders with workload files"
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     asked = parser.parse_args()
-    rows = []
-    for path in sorted(asked.models.glob("*.py")):
-        rows.append(row(path.stem, ops_of(record(Workload.load(path)).at(1))))
+    rows, eager = [], []
+    for path in (path for folder in asked.models for path in sorted(folder.glob("*.py"))):
+        recording, name = record(Workload.load(path)), f"{path.parent.name}/{path.stem}"
+        rows.append(row(name, ops_of(recording.at(1))))
         print(rows[-1], file=sys.stderr)
+        if (found := eager_row(name, recording.at(2))) is not None:
+            eager.append(found)
     rows += [row(f"{LARGE:,} ops, {kind}", synthetic(kind)) for kind in ("random", "updates")]
     if asked.json:
-        asked.json.write_text(json.dumps({"schema": 1, "rows": rows}, indent=1) + "\n")
+        asked.json.write_text(json.dumps({"schema": 1, "rows": rows, "eager": eager}, indent=1) + "\n")
     if asked.markdown:
-        asked.markdown.write_text(markdown(rows))
-    print(markdown(rows))
+        asked.markdown.write_text(markdown(rows, eager))
+    print(markdown(rows, eager))
 
 
 if __name__ == "__main__":

@@ -154,6 +154,11 @@ def marked_loop(tuned: Tuned, workload: Workload, batches: list[Any]) -> None:
     tuned.optimizer.zero_grad()
 
 
+def step_loop(tuned: Tuned, _: Workload, batches: list[Any]) -> None:
+    """Run memtune's own loop."""
+    tuned.step(batches)
+
+
 def eager_peak(path: Path, kind: str, accumulate: int, loop: Loop) -> tuple[int, int]:
     """Return the peak bytes of the third step by the native ledger, and the predicted ones."""
     chosen = {"execution": {"micro_batch": 2, "accumulate": accumulate, "order": {"kind": kind}}}
@@ -171,14 +176,16 @@ def eager_peak(path: Path, kind: str, accumulate: int, loop: Loop) -> tuple[int,
                 batches = [workload.make_batch(2) for _ in range(accumulate)]
             ledger.reset_peak()
             loop(tuned, workload, batches)
-        assert tuned.audit().get("execution.order", {}).get("updated_in_backward", 15) == 15
+        if kind == "roam":
+            count = len(list(tuned.model.parameters()))
+            assert tuned.audit()["execution.order"]["updated_in_backward"] >= count - 1
         return ledger.peak_allocated_bytes() - empty, found.program.step.peak_bytes()
 
 
 @pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
 @pytest.mark.parametrize(
     ("accumulate", "loop"),
-    [(1, lambda tuned, _, batches: tuned.step(batches)), (2, marked_loop)],
+    [(1, step_loop), (2, marked_loop)],
     ids=["step", "own loop"],
 )
 def test_eager_peaks_of_real_steps_are_those_predicted(deep: Path, accumulate: int, loop: Loop) -> None:
@@ -188,6 +195,14 @@ def test_eager_peaks_of_real_steps_are_those_predicted(deep: Path, accumulate: i
     assert early == pytest.approx(predicted, rel=0.02)
     if accumulate == 1:  # all gradients at once before; now the one in use, and what its update makes
         assert plain - early >= 5 * 4 * 192 * 192
+
+
+@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.parametrize("model", ["moe", "tobf16"])
+def test_eager_peak_is_a_tenth_below_program_order(model: str) -> None:
+    """The paper's acceptance test: at least 10 % below program order on two models, measured."""
+    plain, early = (eager_peak(ZOO[model], kind, 1, step_loop)[0] for kind in ("program", "roam"))
+    assert early <= 0.9 * plain
 
 
 @pytest.mark.slow

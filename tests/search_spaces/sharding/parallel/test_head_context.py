@@ -357,6 +357,30 @@ def test_accumulation_and_clipping_train_as_one_rank(ranks: int) -> None:
         assert_trained_as_one([rank[name, parts, clip] for rank in found], wanted[parts, clip])
 
 
+EIGHT_RANKS: dict[str, dict[str, Any]] = {
+    "one ring": {},
+    "rings of two": {"inner_ring": 2},
+    "rings of four": {"inner_ring": 4},
+    "two heads": {"head_degree": 2},
+    "two heads, rings of two": {"head_degree": 2, "inner_ring": 2},
+    "two heads, context first": {"head_degree": 2, "placement": "context_first"},
+    "four heads": {"head_degree": 4},
+    "four heads, context first": {"head_degree": 4, "placement": "context_first"},
+    "work sharing": {"load_balance": "work_sharing"},
+    "work sharing, two heads": {"load_balance": "work_sharing", "head_degree": 2},
+}
+
+
+@pytest.mark.slow
+def test_eight_ranks_train_as_one_for_every_division() -> None:
+    """The papers' acceptance test: heads × contexts × rings of eight ranks."""
+    cases = {(name, 1, False): config(KIND, 8, None, CONTEXTS, **each) for name, each in EIGHT_RANKS.items()}
+    found = run_ranks(all_trained, 8, 8, cases, deadline_s=280)
+    wanted = trained(8, None, False, 1, False, CONTEXTS)
+    for case in cases:
+        assert_trained_as_one([rank[case] for rank in found], wanted)
+
+
 class TestHeadContext(ShardedSuite):
     technique = HeadContext
     models: ClassVar[dict[str, Path]] = {"undrawn": UNDRAWN}

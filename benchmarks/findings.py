@@ -1,0 +1,129 @@
+"""Combinations that `memtune plan` ranks first, against published systems on the same workload and budget;
+simulated.
+
+    python benchmarks/findings.py [CASE ...] [--json FILE]
+
+Each case is one `memtune plan` over all techniques, then one per published system: its techniques fixed, all
+other slots empty, the micro-batch searched as well. Other cases' rows stay as in the JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from memtune.autotune.search.plan_report import PlanRow, plan
+from memtune.autotune.space.search_options import PlanOptions
+from memtune.search_spaces import NULL_KINDS, SLOTS
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "findings.json"
+GIB = 1 << 30
+
+FULL = {"recompute": "full"}
+OFFLOAD = {
+    "ZeRO-Offload, full recomputation": FULL | {"offload.states": "zero_offload"},
+    "STRONGHOLD, full recomputation": FULL | {"offload.states": "stronghold"},
+    "L2L": {"offload.states": "l2l"},
+    "Elixir, full recomputation": FULL | {"offload.states": "elixir"},
+    "PatrickStar, full recomputation": FULL | {"offload.states": "patrickstar"},
+    "Angel-PTM, full recomputation": FULL | {"offload.states": "angel_ptm"},
+    "Harmony": {"offload.states": "harmony"},
+    "Mobius": {"offload.states": "mobius"},
+}
+RECOMPUTE = {
+    "full recomputation": FULL,
+    "Korthikanti et al.": {"recompute": "selective"},
+    "LoongTrain": {"recompute": "attention_output"},
+    "DistFlashAttn": {"recompute": "attention_boundary"},
+    "Yuan et al.": {"recompute": "balanced"},
+    "vDNN": {"offload.activations": "copy_out"},
+    "TSPLIT": {"offload.activations": "tsplit"},
+    "Checkmate": {"recompute": "checkmate"},
+    "DTR": {"recompute": "dtr"},
+}
+SHARDED = {
+    "FSDP, full recomputation": FULL | {"sharding.states": "fsdp"},
+    "FSDP, selective recomputation": {"recompute": "selective", "sharding.states": "fsdp"},
+    "MiCS, full recomputation": FULL | {"sharding.states": "mics"},
+    "PaRO, full recomputation": FULL | {"sharding.states": "paro"},
+    "ZeRO-2 and ZeRO-Offload, full": FULL | {"sharding.states": "zero2", "offload.states": "zero_offload"},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload and budget, and the published systems to compare with."""
+
+    environment: dict[str, str]
+    options: PlanOptions
+    published: dict[str, dict[str, str]] = field(default_factory=dict)
+
+
+def _gpt(**asked: Any) -> dict[str, str]:
+    return {f"MEMTUNE_GPT_{name}": str(value) for name, value in asked.items()}
+
+
+def _options(gpu: str, **more: Any) -> PlanOptions:
+    return PlanOptions(workload=str(ROOT / "examples" / "gpt.py"), gpu_type=gpu, top=3, **more)
+
+
+CASES = {
+    "7B on one RTX 4090": Case(
+        _gpt(SIZE="7b", BATCH=8), _options("rtx-4090", budget_bytes=22 * GIB), OFFLOAD
+    ),
+    "32,768 tokens on one H100": Case(
+        _gpt(SIZE="350m", SEQ=32768, BATCH=2), _options("h100-80g", axes=("recompute", "split")), RECOMPUTE
+    ),
+    "1.3B on one A100-40G, 16 bits": Case(
+        _gpt(SIZE="1.3b", BATCH=16, BF16=1), _options("a100-40g", budget_bytes=30 * GIB), RECOMPUTE | OFFLOAD
+    ),
+    "7B on 8 A100-40G": Case(_gpt(SIZE="7b", BATCH=64), _options("a100-40g", ranks=8), SHARDED),
+    "1.3B on 8 RTX 3090": Case(_gpt(SIZE="1.3b", BATCH=64), _options("rtx-3090", ranks=8), SHARDED),
+}
+
+
+def row(name: str, found: PlanRow) -> dict[str, Any]:
+    """Return the figures of one setting."""
+    facts = {"summary": found.summary, "status": found.status}
+    if found.step_s is not None:
+        facts |= {"samples_per_s": round(found.samples_per_s or 0.0, 4), "step_s": round(found.step_s, 3)}
+        facts |= {"peak_gib": round((found.peak_allocated_bytes or 0) / GIB, 2)}
+    return {"system": name, **facts}
+
+
+def compared(case: Case) -> list[dict[str, Any]]:
+    """Return the first row of the plan, then that of each published system."""
+    os.environ.update(case.environment)
+    rows = [row("memtune plan", plan(case.options).rows[0])]
+    print(rows[-1], flush=True)
+    ranks = case.options.ranks
+    for name, techniques in case.published.items():
+        empty = {slot: kind for slot, kind in NULL_KINDS.items() if slot in SLOTS and slot != "allocator"}
+        if ranks > 1:
+            del empty["sharding.states"]
+        report = plan(replace(case.options, axes=(), freeze=empty | techniques))
+        best = next((each for each in report.rows if each.status == "ok"), None)
+        rows.append(row(name, best) if best is not None else {"system": name, "status": "does not fit"})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    """Compare, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", choices=[[], *CASES])
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    found = json.loads(asked.json.read_text())["cases"] if asked.json.exists() else {}
+    for name in asked.cases or CASES:
+        found[name] = compared(CASES[name])
+        asked.json.write_text(json.dumps({"schema": 1, "cases": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
