@@ -81,6 +81,22 @@ def test_norms_and_layer_inputs_are_saved_as_shards() -> None:
     assert candidate(KIND).program.step.peak_bytes() < 0.95 * candidate("tensor").program.step.peak_bytes()
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_checkpoints_are_shards_that_may_be_offloaded(ranks: int) -> None:
+    """ZeRO-R's partitioned checkpoints (P_a) and those on the host (P_a+cpu): a share of a block's input."""
+    full: dict[str, Any] = {
+        "recompute": {"kind": "full"},
+        "offload": {"activations": {"kind": "copy_out", "min_bytes": 0}},
+    }
+
+    def checkpoint(kind: str) -> list[int]:
+        step = candidate(kind, SEPARATE, ranks, full).program.step
+        copies = (step.ops.resource == Resource.DEVICE_TO_HOST) & (step.ops.block == 1)
+        return step.ops.traffic_bytes[copies].astype(int).tolist()
+
+    assert (checkpoint("tensor"), checkpoint(KIND)) == ([HIDDEN], [HIDDEN // ranks])
+
+
 REASONS = {
     "first": "uses single positions",
     "table": "uses the first positions of what is whole",
