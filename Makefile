@@ -82,7 +82,7 @@ test-slow: setup  ## the tests marked slow
 
 test-device: setup  ## tests on the simulated accelerator; the first run compiles it (less than a minute of CPU time)
 	$(BIN)/python -c "from memtune.testing.simulated_device import build; build()"
-	$(BIN)/pytest -n 0 -m device tests/simulated_device $(PYTEST_ARGS)
+	$(BIN)/pytest -n 0 -m device tests/testing/simulated_device $(PYTEST_ARGS)
 
 test-triton: setup  ## the Triton kernels against the native ones, in Triton's interpreter; downloads Triton (155 MB)
 	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/triton triton==3.4.0

@@ -41,9 +41,8 @@ from memtune.autotune.record.recorder import record
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.memory.ledger import Ledger
 from memtune.memory.workspace import WorkspaceTable
-from memtune.program.link_traffic import traffic_bytes
 from memtune.program.parameter_columns import columns_of
-from memtune.program.step import Kind, Program, Recording, Resource, Step
+from memtune.program.step import Kind, Program, Recording, Resource, Step, traffic_bytes
 from memtune.runtime.memory_tiers import HOST, tier
 from memtune.runtime.transfer import COUNTERS
 from memtune.ssd import offload_dir

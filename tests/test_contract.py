@@ -257,6 +257,13 @@ def test_room_has_a_page_with_invariants_and_how_to_add(room: str) -> None:
     assert any(line.startswith(("## Adding", "## How to add", "## To add")) for line in lines)
 
 
+@pytest.mark.parametrize("room", sorted(IS_ROOM - {"memtune"}))
+def test_room_has_a_folder_of_tests_of_its_name(room: str) -> None:
+    path = SOURCES[room].parent.relative_to(ROOT)
+    folder = ROOT / "tests" / (path.relative_to("memtune") if path.is_relative_to("memtune") else path)
+    assert list(folder.rglob("test_*.py")) or folder.with_name(f"test_{folder.name}.py").exists()
+
+
 def test_open_door_loads_an_export_and_names_what_it_does_not_export() -> None:
     hardware = importlib.import_module("memtune.hardware")
     assert hardware.Hardware.__module__ == "memtune.hardware.spec"

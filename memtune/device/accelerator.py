@@ -238,6 +238,19 @@ def named_platform(name: str) -> Platform:
     return PLATFORMS.get(name) or platform_of(name)
 
 
+_has_streams: dict[str, bool] = {}
+
+
+def has_streams(device: torch.device) -> bool:
+    """Return whether kernels and copies on `device` run on streams, asynchronously to the host."""
+    kind = device.type
+    # Asked for every copy: a dictionary of booleans is faster than a platform and its set.
+    found = _has_streams.get(kind)
+    if found is None:
+        found = _has_streams[kind] = Capability.STREAMS in platform_of(kind).capabilities
+    return found
+
+
 def runs_triton(device: torch.device) -> bool:
     """Return whether Triton is installed and compiles for `device`."""
     return Capability.TRITON in platform_of(device).capabilities and find_spec("triton") is not None

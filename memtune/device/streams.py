@@ -14,19 +14,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from memtune.device.accelerator import platform_of
-from memtune.device.platforms import Capability
-
-_has_streams: dict[str, bool] = {}
-
-
-def has_streams(device: torch.device) -> bool:
-    """Return whether kernels and copies on `device` run on streams, asynchronously to the host."""
-    kind = device.type
-    found = _has_streams.get(kind)
-    if found is None:
-        found = _has_streams[kind] = Capability.STREAMS in platform_of(kind).capabilities
-    return found
+from memtune.device.accelerator import has_streams
 
 
 def made(device: torch.device) -> torch.Stream | None:

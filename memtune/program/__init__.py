@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         pending_copy_sources,
     )
     from memtune.program.lifecycle_steps import checkpoint, evaluation, first_step, updates_inside_backward
-    from memtune.program.link_traffic import REPEATED, traffic_bytes
     from memtune.program.memo import memoized
     from memtune.program.micro_batch_unroll import Key, UnrolledRows
     from memtune.program.op_addresses import (
@@ -120,6 +119,7 @@ if TYPE_CHECKING:
         ON_GPU_ONLY,
         OWN_GENERATOR,
         READS,
+        REPEATED,
         U8,
         UNALIGNED,
         WRITES,
@@ -145,6 +145,7 @@ if TYPE_CHECKING:
         Uses,
         at_micro_batch,
         forward_and_backward,
+        traffic_bytes,
     )
 else:
     __getattr__ = open_door(__name__)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,10 @@ class Phase(IntEnum):
     BACKWARD = 3
     BOUNDARY = 4
     OPTIMIZER = 5
+
+
+REPEATED: Final = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)
+"""Phases that run in each micro-batch."""
 
 
 class Resource(IntEnum):
@@ -636,3 +640,29 @@ def forward_and_backward(step: Step) -> Step:
             used_until=np.minimum(step.saves.used_until, n_ops - 1),
         ),
     )
+
+
+def traffic_bytes(step: Step, accumulate: int) -> npt.NDArray[np.int64]:
+    """Return the bytes that each op of `step` moves in an optimizer step of `accumulate` micro-batches.
+
+    Ops of the body count once per micro-batch. Reads of gradient sums count one time fewer, since the first
+    micro-batch has no sums yet.
+    """
+    body = np.isin(step.ops.phase, REPEATED)
+    times = np.where(body, accumulate, 1)
+    times[body & _reads_sums(step)] -= 1
+    found: npt.NDArray[np.int64] = step.ops.traffic_bytes * times
+    return found
+
+
+def _reads_sums(step: Step) -> npt.NDArray[np.bool_]:
+    """Return (n,) True for reads of gradient sums of earlier micro-batches from SSD."""
+    found = np.zeros(step.ops.n, bool)
+    sums = (
+        (step.storages.kind == Kind.GRADIENT)
+        & (step.storages.tier == Tier.SSD)
+        & (step.storages.producer < 0)
+    )
+    found[step.uses.op[sums[step.uses.storage] & (step.uses.mode == READS)]] = True
+    found &= step.ops.resource == Resource.SSD_READ
+    return found

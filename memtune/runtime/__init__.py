@@ -62,7 +62,6 @@ if TYPE_CHECKING:
         one_pass_bytes,
         part_of,
         tensors_in,
-        without_grad,
         without_modes,
     )
     from memtune.runtime.placement import RemoteParameters
@@ -116,7 +115,7 @@ if TYPE_CHECKING:
         train_step,
         upload,
     )
-    from memtune.runtime.transfer import COUNTERS, host_like, in_huge_pages, page_locked
+    from memtune.runtime.transfer import COUNTERS, host_like, in_huge_pages, page_locked, without_grad
 else:
     __getattr__ = open_door(__name__)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -225,17 +225,6 @@ def part_of(tensor: Tensor, start: int, end: int) -> Tensor:
 def without_modes() -> AbstractContextManager[Any]:
     """Return a context without dispatch modes; a null context, which costs nothing, if none is active."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
-
-
-_NO_CONTEXT: Final = nullcontext()
-
-
-def without_grad() -> AbstractContextManager[Any]:
-    """Return `torch.no_grad()`, or a null context, which costs nothing, if gradients are off already.
-
-    They are off inside backward, where hooks run for every parameter.
-    """
-    return torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT
 
 
 class WatchingMode(TorchDispatchMode):  # torch's __init_subclass__

@@ -18,17 +18,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memtune import _native
-from memtune.device import Capability, platform_of, streams
+from memtune.device import Capability, accelerator, platform_of, streams
 from memtune.errors import EnvironmentFault
 from memtune.runtime.memory_tiers import HOST, tier
-from memtune.runtime.op_schema import without_grad
 
 
 class Pending(Protocol):
@@ -75,6 +74,17 @@ _pending_limit = _PENDING_LIMIT = 256
 """Number of entries in `_pending` at which passed events are searched for and dropped."""
 
 
+_NO_CONTEXT: Final = contextlib.nullcontext()
+
+
+def without_grad() -> contextlib.AbstractContextManager[Any]:
+    """Return `torch.no_grad()`, or a null context, which costs nothing, if gradients are off already.
+
+    They are off inside backward, where hooks run for every parameter.
+    """
+    return torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT
+
+
 def _threads() -> ThreadPoolExecutor:
     global _pool
     if _pool is None:
@@ -112,7 +122,7 @@ def _like(x: Tensor, locked: bool) -> Tensor:
 def _start(host: Tensor, x: Tensor) -> None:
     """Start copying `x` into `host`; the caller keeps `x` alive until `wait(host)`."""
     COUNTERS.add("device_to_host", x.nbytes)
-    if streams.has_streams(x.device):
+    if accelerator.has_streams(x.device):
         _start_on_side_stream([host], [x])
     # By storage: views of a host tensor are waited for together. A copy in flight must not end after this.
     elif x.nbytes <= _INLINE_BYTES and not (_pending and host.untyped_storage()._cdata in _pending):
@@ -197,7 +207,7 @@ def to_host_together(xs: Sequence[Tensor]) -> list[Tensor]:
     """Return new host tensors of the layouts of `xs`, of one device, and start their copies."""
     sizes = [x.nbytes for x in xs]
     COUNTERS.add("device_to_host", sum(sizes))
-    if streams.has_streams(xs[0].device):
+    if accelerator.has_streams(xs[0].device):
         hosts = [host_like(x) for x in xs]
         _start_on_side_stream(hosts, xs)
         return hosts
@@ -261,7 +271,7 @@ def to_device_with_tail(x: Tensor, tail: Tensor, device: torch.device) -> Tensor
 def _fill(out: Tensor, x: Tensor) -> None:
     """Copy the host tensor `x` into `out`; inside `prefetching_separately` only start the copy."""
     COUNTERS.add("host_to_device", x.nbytes)
-    on_stream = streams.has_streams(out.device)
+    on_stream = accelerator.has_streams(out.device)
     if _is_separate and not on_stream and x.nbytes > _INLINE_BYTES:
         _prefetched[out.untyped_storage()._cdata] = _upload_threads().submit(_copy, [out, x])
         return
@@ -279,7 +289,7 @@ def prefetching(device: torch.device) -> Iterator[None]:
     The wait protects memory that compute has just freed from being overwritten while in use; see
     `wait_prefetched`.
     """
-    if not streams.has_streams(device):
+    if not accelerator.has_streams(device):
         yield
         return
     stream = _upload_stream(device)
@@ -290,13 +300,13 @@ def prefetching(device: torch.device) -> Iterator[None]:
 
 def wait_prefetched(device: torch.device) -> None:
     """Make the current stream wait for all copies started inside `prefetching`."""
-    if streams.has_streams(device):
+    if accelerator.has_streams(device):
         streams.current(device).wait_stream(_upload_stream(device))
 
 
 def issued(device: torch.device) -> torch.Event | None:
     """Return an event that passes when the work issued to the current stream is done; None on CPU."""
-    return streams.recorded(device) if streams.has_streams(device) else None
+    return streams.recorded(device) if accelerator.has_streams(device) else None
 
 
 @contextlib.contextmanager

@@ -18,6 +18,8 @@ from memtune.testing.simulated_device import races
 from memtune.testing.training import CPU, Run, build, differences, on_host
 
 STEPS, PARTS = 3, 2
+CAPACITY_BYTES = 256 << 20
+"""Memory of each simulated device."""
 
 
 def check_collectives() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from memtune.device import streams
+from memtune.device import accelerator, streams
 from memtune.errors import ApplyError
 from memtune.offload.core.parameter_layout import aligned
 from memtune.runtime import Context, local
@@ -105,7 +105,7 @@ class GatheredBlocks:
 
 def _readers(unit: Any, async_op: bool) -> tuple[torch.Stream, ...]:
     """Return FSDP2's streams that read the unit's rows in an all-gather; none on CPU."""
-    if not streams.has_streams(unit.device):
+    if not accelerator.has_streams(unit.device):
         return ()
     return tuple(dict.fromkeys(unit.comm_ctx.get_all_gather_streams(async_op, unit._training_state)))
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
-from memtune.device import streams
+from memtune.device import accelerator, streams
 from memtune.errors import ApplyError
 from memtune.offload.optimizer import HostOptimizer
 from memtune.offload.parameters.link_token import LinkToken
@@ -81,7 +81,7 @@ class Orchestrated:
         for start in range(0, host.numel(), step):
             with nullcontext() if self._token is None else self._token.hold():
                 torch.ops.memtune.copy_to_device_(there[start : start + step], host[start : start + step])
-                if streams.has_streams(there.device) and self._token is not None:
+                if accelerator.has_streams(there.device) and self._token is not None:
                     # Copies are asynchronous; this one must have ended before the token is released.
                     streams.current(self._device).synchronize()
 

@@ -11,13 +11,15 @@ if TYPE_CHECKING:
     from memtune.parallel.ranks import shutdown as shutdown
     from memtune.parallel.ranks.error_propagation import share_first_failure
     from memtune.parallel.ranks.micro_batch_rotation import MicroBatchRotation
-    from memtune.parallel.ranks.rank_checks import (
+    from memtune.parallel.ranks.missing_gradients import (
         fill_missing,
-        gather_descriptions,
-        has_real_peers,
         inconsistent_indices,
         missing_here,
         missing_indices,
+    )
+    from memtune.parallel.ranks.rank_checks import (
+        gather_descriptions,
+        has_real_peers,
         require_groups,
         require_plain,
         require_ranks,

@@ -17,7 +17,7 @@ from memtune.autotune.record_parallel.fake_process_group import fake_ranks
 from memtune.errors import ApplyError
 from memtune.offload.core.fsdp_shards import count_changes, sharded_like
 from memtune.offload.core.offloaded_parameter import OffloadedParameter
-from memtune.parallel.ranks.rank_checks import missing_indices
+from memtune.parallel.ranks import missing_indices
 from memtune.runtime.data_alias import track_data, version_of_data
 
 RANKS = 2

@@ -23,8 +23,7 @@ from memtune.autotune.predict.simulation import simulate
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
-from memtune.program.link_traffic import traffic_bytes
-from memtune.program.step import FOREVER, Resource
+from memtune.program.step import FOREVER, Resource, traffic_bytes
 from memtune.runtime.memory_tiers import HOST, tier
 from memtune.runtime.transfer import COUNTERS
 from memtune.ssd import offload_dir

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,21 +27,18 @@ from support.suites.sharded_suite import ShardedSuite
 from memtune import hardware
 from memtune.api import apply
 from memtune.autotune.predict.simulation import simulate
-from memtune.autotune.record.recorder import record
-from memtune.autotune.record_parallel.fake_process_group import fake_ranks
-from memtune.autotune.record_parallel.sharded_recording import chosen_pairs, cut_session, partition_difference
+from memtune.autotune.record_parallel.sharded_recording import chosen_pairs
 from memtune.errors import ApplyError
 from memtune.memory import cpu_allocator
 from memtune.parallel.model.tensor_parallel import require_linear
-from memtune.program.step import Phase, Recording, Resource
+from memtune.program.step import Phase, Resource
 from memtune.search_spaces.sharding.parallel.tensor import TensorParallel
-from memtune.technique import Reason, Target
+from memtune.technique import Target
 from memtune.testing.training import build
-from memtune.workload.linear_pairs import Pair, Pairs, find_pairs
-from memtune.workload.workload import Workload
+from memtune.workload.linear_pairs import Pairs, find_pairs
 
 KIND = "tensor"
-BETWEEN, FLAT = MODELS / "between.py", MODELS / "flat.py"
+FLAT = MODELS / "flat.py"
 
 
 # -- what may be cut -----------------------------------------------------------------------------------------
@@ -109,37 +105,6 @@ def test_fits_refuses_layers_that_are_not_plain(degree: int, change: Any, reason
         return
     with pytest.raises(ApplyError, match=re.escape(reason)):
         require_linear(model, pairs, degree)
-
-
-@cache
-def between() -> tuple[Recording, Recording, dict[str, Pair]]:
-    """Return the plain step, the divided one, and the pair of each MLP, by the code between its layers."""
-    workload = Workload.load(BETWEEN)
-    plain = record(workload)
-    pairs = chosen_pairs(plain.step, 2, "mlp")
-    assert not isinstance(pairs, Reason)
-    with fake_ranks(2):
-        cut = record(workload, change=partial(cut_session, pairs=pairs, degree=2))
-    names = [module.name for module in workload.build_model()]
-    return plain, cut, dict(zip(names, pairs, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("tanh", None),
-        ("mean", "works along what was divided"),
-        ("softmax", "works along what was divided"),
-        ("dropout", "draws random numbers"),
-        ("size", "is given another number"),
-        ("cumsum", "is not known to treat"),
-        ("products", "sums over what was divided"),
-    ],
-)
-def test_fits_refuses_code_that_mixes_features_between_layers(name: str, reason: str | None) -> None:
-    plain, cut, pairs = between()
-    found = partition_difference(plain, cut, [pairs[name]], 2)
-    assert found is None if reason is None else reason in str(found)
 
 
 # -- the rank's step -----------------------------------------------------------------------------------------

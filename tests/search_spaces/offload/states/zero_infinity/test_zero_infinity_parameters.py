@@ -19,9 +19,8 @@ from memtune.autotune.record_parallel.fake_process_group import fake_ranks
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.errors import ApplyError
 from memtune.program.edit import accumulate_gradients
-from memtune.program.link_traffic import traffic_bytes
 from memtune.program.residency import WRITES_IN_FLIGHT
-from memtune.program.step import FOREVER, Kind, Program, RankClass, Resource, Step, Tier
+from memtune.program.step import FOREVER, Kind, Program, RankClass, Resource, Step, Tier, traffic_bytes
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.offload.states.zero_infinity import ZeroInfinity
 from memtune.testing import drift, rewritten

@@ -17,9 +17,8 @@ from memtune.api import Tuned, apply
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.space.search_space import variants
 from memtune.errors import ApplyError
-from memtune.program.link_traffic import traffic_bytes
 from memtune.program.residency import WRITES_IN_FLIGHT
-from memtune.program.step import Resource, Step, Tier
+from memtune.program.step import Resource, Step, Tier, traffic_bytes
 from memtune.runtime.memory_tiers import HOST, tier_of
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu

@@ -12,7 +12,7 @@ import pytest
 from support.zoo_paths import ZOO
 
 pytestmark = [pytest.mark.device, pytest.mark.slow]
-SITE = Path(__file__).parents[1] / "support" / "simulated_site"
+SITE = Path(__file__).parents[2] / "support" / "simulated_site"
 
 
 def test_trial_measures_reserved_bytes(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from memtune.testing.simulated_device import library_path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(600)
@@ -20,7 +20,7 @@ def test_short_tests_pass_on_the_simulated_accelerator() -> None:
     """All but the slow ones: of the techniques those that are drawn."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "device and not slow"]
     done = subprocess.run(
-        [*command, "-p", "no:cacheprovider", "tests/simulated_device"],
+        [*command, "-p", "no:cacheprovider", "tests/testing/simulated_device"],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.simulated_ranks import CAPACITY_BYTES
 
 from memtune.testing.simulated_device import races, start
-from simulated_device import CAPACITY_BYTES
 
 pytestmark = pytest.mark.device
 N = 4096

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 import torch
-
-from simulated_device import CAPACITY_BYTES
+from support.simulated_ranks import CAPACITY_BYTES
 
 pytestmark = pytest.mark.device
 MIB = 1 << 20

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.simulated_ranks import CAPACITY_BYTES
 from torch import nn
 
 from memtune import apply
@@ -22,7 +23,6 @@ from memtune.errors import ApplyError, UsageError
 from memtune.hardware import detect
 from memtune.memory import Ledger
 from memtune.runtime import HOST, transfer
-from simulated_device import CAPACITY_BYTES
 
 pytestmark = pytest.mark.device
 # The device type is called `sim` once the devices are started, which is after tests are collected.

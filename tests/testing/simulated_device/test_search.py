@@ -20,7 +20,7 @@ from memtune.testing.simulated_device import races
 from memtune.testing.training import build
 
 pytestmark = [pytest.mark.device, pytest.mark.slow, pytest.mark.timeout(900)]
-SITE = Path(__file__).parents[1] / "support" / "simulated_site"
+SITE = Path(__file__).parents[2] / "support" / "simulated_site"
 
 
 def test_search_on_two_devices_ships_a_config_that_trains_and_resumes(tmp_path: Path) -> None:

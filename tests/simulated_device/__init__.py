@@ -1,3 +1,0 @@
-"""Tests on the simulated accelerator."""
-
-CAPACITY_BYTES = 256 << 20
