@@ -12,7 +12,8 @@ from memtune.technique import Reason
 def error_of(reason: Reason, evidence: str = "") -> ApplyError:
     """Return `reason` as an error of `apply` or of a step, with what the live model showed."""
     first = reason.text.split()[0]
-    text = reason.text if "." in first else reason.text[0].upper() + reason.text[1:]  # not the name of an op
+    is_name = "." in first or "=" in first  # of an op, or of a knob
+    text = reason.text if is_name else reason.text[0].upper() + reason.text[1:]
     return ApplyError(f"{text}.", evidence=evidence, fix=reason.fix, code=reason.code)
 
 
@@ -174,9 +175,42 @@ def one_rank(purpose: str = "") -> Reason:
     return Reason(f"there is only one rank{purpose}", "--gpus or --workers 2 and more")
 
 
-def uneven_degree(degree: int, ranks: int) -> Reason:
-    """Return why groups of `degree` do not fill the ranks."""
-    return Reason(f"degree={degree} does not divide the {ranks} ranks", "a divisor of the ranks")
+def uneven_groups(name: str, size: int, ranks: int) -> Reason | None:
+    """Return why `ranks` cannot be divided into groups of `size`, the value of the knob `name`."""
+    if ranks % size == 0:
+        return None
+    near = " or ".join(map(str, [d for d in range(2, ranks + 1) if ranks % d == 0][:4]))
+    wrong = f"is more than the {ranks} ranks" if size > ranks else f"must divide the {ranks} ranks"
+    return Reason(f"{name}={size} {wrong}", f"{name}: {near}", "MT321")
+
+
+def uneven_reshard(group: int, degree: int) -> Reason | None:
+    """Return why units sharded over `degree` ranks cannot be resharded to groups of `group` of them."""
+    if group < degree and degree % group == 0:
+        return None
+    near = " or ".join(str(each) for each in range(2, degree) if degree % each == 0)
+    return Reason(
+        f"groups of {group} are no smaller equal groups of the {degree} ranks that share a copy",
+        f"reshard_after_forward: {near}" if near else "reshard_after_forward: true",
+        "MT321",
+    )
+
+
+def reshard_among_sharers(states: str) -> Reason:
+    """Return why groups of neighbouring ranks cannot share a unit if neighbours share layers."""
+    return Reason(
+        f"sharding.states: {states} keeps units sharded over neighbouring ranks, which share layers here",
+        "reshard_after_forward: true",
+    )
+
+
+def changes_input(block: str) -> Reason:
+    """Return why `block` cannot run again in backward: its input would differ."""
+    return Reason(
+        f"{block} changes its input in place, so it cannot be run a second time",
+        "write x = x + y instead of x += y at the start of its forward, or choose recompute: {kind: none}",
+        "MT306",
+    )
 
 
 def no_dimension(parameter: str) -> Reason:

@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Generator, Tensor, nn
 
+from memtune import refusals
 from memtune.activations.offload import id_of
-from memtune.errors import ApplyError
 from memtune.runtime import (
     NoteGenerators,
     RandomState,
@@ -157,14 +157,7 @@ class RegionRun:
         self._random = random if contract.draws else None
         inputs, self._inputs = self._inputs, []
         if any(tensor._version != version for tensor, version in inputs):
-            raise ApplyError(
-                f"{name} changes its input in place, so it cannot be run a second time.",
-                fix=(
-                    "write x = x + y instead of x += y at the start of its forward, or choose recompute:"
-                    " {kind: none}"
-                ),
-                code="MT306",
-            )
+            raise refusals.error_of(refusals.changes_input(name))
         if self._versions:
             self._written = contract.written(self._versions)
             self._before = {each: copy for each, copy in self._before.items() if each in self._written}

@@ -349,7 +349,7 @@ def divide_sequence(context: Context, split: Split) -> None:
             blocks are not one chain.
     """
     require_ranks(context, "head-context parallelism")
-    require_groups(context, split.ranks, "groups")
+    require_groups(context, split.ranks)
     names = summed_parameters(context.model, (), context.blocks, FIX)
     copies, mesh = meshes(context.device.type, split.ranks)
     group, rank = mesh.get_group().group_name, mesh.get_local_rank()

@@ -155,7 +155,7 @@ def cut(context: Context, pairs: Sequence[Pair], degree: int) -> None:
             layer cannot be sharded.
     """
     require_ranks(context, "tensor parallelism")
-    require_groups(context, degree, "groups")
+    require_groups(context, degree)
     require_linear(context.model, pairs, degree)
     copies, mesh = meshes(context.device.type, degree)
     before = dict(context.model.named_parameters())

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
+from memtune import refusals
 from memtune.device import accelerator, backends_of
 from memtune.errors import ApplyError
 from memtune.parallel.ranks.replica_groups import same_part_group
@@ -48,18 +49,14 @@ def require_ranks(context: Context, what: str) -> None:
     _require_same_weights(context)
 
 
-def require_groups(context: Context, size: int, what: str) -> None:
-    """Check that the ranks make equal groups of `size`, two or more; `what` names the groups in the message.
+def require_groups(context: Context, degree: int) -> None:
+    """Check that the ranks make equal groups of `degree`, two or more.
 
     Raises:
         ApplyError: They do not.
     """
-    if size < 2 or context.placement.world_size % size:
-        raise ApplyError(
-            f"{context.placement.world_size} ranks cannot be put into equal {what} of {size}.",
-            fix="a degree that divides the number of ranks",
-            code="MT321",
-        )
+    if (uneven := refusals.uneven_groups("degree", degree, context.placement.world_size)) is not None:
+        raise refusals.error_of(uneven)
 
 
 def has_real_peers(model: nn.Module) -> bool:

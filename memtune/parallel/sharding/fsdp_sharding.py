@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memtune import refusals
 from memtune.deferred_init import fill_shards
 from memtune.device import streams
 from memtune.errors import ApplyError
@@ -312,34 +313,21 @@ def require_real_weights(context: Context, kind: str) -> None:
 def _require_shardable(
     context: Context, degree: int, reshard_after_forward: bool | int, kind: str, *, alone: bool
 ) -> None:
-    """Refuse again what `fits` refuses: a config may be written by hand."""
+    """Refuse ranks for which `fits` refuses the config, which may be written by hand."""
     placement = context.placement
     pipeline: Any = context.loop.pipeline
     if pipeline is not None:
         pipeline.require_divisible(kind)
     if placement.model_parallel_size > 1 and alone and not isinstance(reshard_after_forward, bool):
-        raise ApplyError(
-            "reshard_after_forward to smaller groups does not work where ranks have parts of layers.",
-            evidence=f"Ranks that share a part are {placement.model_parallel_size} apart.",
-            fix="reshard_after_forward: true",
-            code="MT315",
+        raise refusals.error_of(
+            refusals.reshard_among_sharers(kind),
+            f"Ranks that share a part are {placement.model_parallel_size} apart.",
         )
-    if placement.data_parallel_size % degree:
-        raise ApplyError(
-            f"{placement.data_parallel_size} ranks cannot be put into equal groups of {degree}, as {kind} is"
-            " asked to.",
-            fix=f"groups of {_divisor(placement.data_parallel_size, degree)}",
-            code="MT321",
-        )
-    if not isinstance(reshard_after_forward, bool) and (
-        not 1 < reshard_after_forward < degree or degree % reshard_after_forward
-    ):
-        raise ApplyError(
-            f"reshard_after_forward={reshard_after_forward} is no proper divisor of the {degree} ranks that"
-            " share the model.",
-            fix="a proper divisor of them, or true",
-            code="MT321",
-        )
+    uneven = refusals.uneven_groups("degree", degree, placement.data_parallel_size)
+    if uneven is None and not isinstance(reshard_after_forward, bool):
+        uneven = refusals.uneven_reshard(reshard_after_forward, degree)
+    if uneven is not None:
+        raise refusals.error_of(uneven, f"sharding.states: {kind}")
 
 
 def _reshard_to_groups(context: Context, degree: int, size: int) -> None:
@@ -475,10 +463,6 @@ def _check(context: Context, degree: int) -> dict[str, Any]:
     # `_local_tensor`, because a view of a fake tensor would count memory again that an offloader has freed.
     shards = sum(p._local_tensor.nbytes for p in parameters.values() if isinstance(p, DTensor))
     return {"degree": degree, "units": len(units), "shard_bytes": shards}
-
-
-def _divisor(ranks: int, wanted: int) -> int:
-    return min((d for d in range(1, ranks + 1) if ranks % d == 0), key=lambda d: abs(d - wanted))
 
 
 def shard_stage(context: Context, sharers: dist.ProcessGroup, *, keeps: bool) -> None:

@@ -40,7 +40,7 @@ def cannot_recompute(
         return refusals.collective_runs_twice(talks)
     changed = _first_block_writing_inputs(step)
     if changed:
-        return Reason(f"{changed} changes its input in place", "write x = x + y instead of x += y there")
+        return refusals.changes_input(changed)
     return None if _frees_something(step, keeps, every) else FREES_NOTHING
 
 

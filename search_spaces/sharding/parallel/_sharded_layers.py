@@ -71,8 +71,8 @@ class SharedLayers(Technique):
             return Reason(self.effects.eager_only, "execution.compile: false")
         if is_differentiated_again(program.step):
             return refusals.differentiated_again("layers that ranks share have no second derivative")
-        if target.ranks % degree:
-            return refusals.uneven_degree(degree, target.ranks)
+        if (reason := refusals.uneven_groups("degree", degree, target.ranks)) is not None:
+            return reason
         if target.cut is None:
             return Reason(
                 "each degree must be recorded, which is done when the slot is searched",
@@ -135,11 +135,7 @@ class PartitionedLayers(SharedLayers):
         if not states.effects.among_copies:
             return super()._refuse_states(states, target)
         if not isinstance(getattr(states, "reshard_after_forward", True), bool):
-            text = (
-                f"sharding.states: {states.kind} keeps units sharded over neighbouring ranks, which share"
-                " layers here"
-            )
-            return Reason(text, "reshard_after_forward: true")
+            return refusals.reshard_among_sharers(states.kind)
         return None
 
 

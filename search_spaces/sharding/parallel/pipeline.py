@@ -110,8 +110,8 @@ class Pipeline(Technique):
         degree = self.degree or target.ranks
         if target.ranks < 2:
             return refusals.one_rank(" to put a stage on")
-        if target.ranks % degree:
-            return refusals.uneven_degree(degree, target.ranks)
+        if (reason := refusals.uneven_groups("degree", degree, target.ranks)) is not None:
+            return reason
         if target.cut is None:
             return Reason("stages are planned only when the slot is searched", "--axes sharding.parallel")
         reason = conflict(
@@ -315,7 +315,7 @@ def _costs(step: Step, chain: Chain, target: Target, count: int, micro_batches: 
     for rows, block in ((columns.block >= 0, columns.block), (first, 0), (last & ~first, n_blocks - 1)):
         np.add.at(held, np.broadcast_to(block, len(columns))[rows], _state_bytes(step)[rows])
     saved = np.array([step.saved_bytes(block) for block in range(n_blocks)], np.float64)
-    # 1F1B: stage s of S holds the activations of S - s micro-batches, if there are so many.
+    # 1F1B: stage s of S holds the activations of S - s micro-batches, if there are that many.
     in_flight = np.minimum(np.arange(count, 0, -1), micro_batches)
     return seconds, held + in_flight[:, None] * saved
 

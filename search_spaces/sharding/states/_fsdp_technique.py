@@ -234,16 +234,6 @@ def in_stages(target: Target) -> bool:
     return parallel is not None and parallel.effects.layers == "stages"
 
 
-def does_not_divide(name: str, value: int, ranks: int) -> Reason | None:
-    """Return why `ranks` cannot be divided into groups of `value`, None if they can."""
-    if ranks % value == 0:
-        return None
-    near = " or ".join(map(str, [d for d in range(2, ranks + 1) if ranks % d == 0][:4]))
-    if value > ranks:
-        return Reason(f"{name}={value} is more than the {ranks} ranks", f"{name}: {near}")
-    return Reason(f"{name}={value} must divide the {ranks} ranks", f"{name}: {near}")
-
-
 @functools.lru_cache(maxsize=8)
 def _mixed_unit(step: Step, blocks_per_unit: int) -> str | None:
     """Return a trainable parameter whose item size differs from that of the others in its unit, if there is

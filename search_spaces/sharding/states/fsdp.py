@@ -9,9 +9,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from memtune import refusals
 from memtune.parallel.sharding import Sharding
 from memtune.program import Program
-from memtune.search_spaces.sharding.states._fsdp_technique import _FsdpUnits, does_not_divide
+from memtune.search_spaces.sharding.states._fsdp_technique import _FsdpUnits
 from memtune.technique import Reason, Target
 from memtune.units import format_ranks
 
@@ -83,7 +84,7 @@ class Fsdp(_FsdpUnits):
         """
         if target.ranks < 2:
             return super().fits(program, target)
-        wrong = does_not_divide("degree", self.degree, target.ranks) if self.degree else None
+        wrong = refusals.uneven_groups("degree", self.degree, target.ranks) if self.degree else None
         return wrong or self._no_such_group(target) or super().fits(program, target)
 
     def _no_such_group(self, target: Target) -> Reason | None:
@@ -98,13 +99,7 @@ class Fsdp(_FsdpUnits):
                 if useless
                 else None
             )
-        if group >= degree or degree % group:
-            near = " or ".join(str(each) for each in range(2, degree) if degree % each == 0)
-            fix = f"reshard_after_forward: {near}" if near else "reshard_after_forward: true"
-            return Reason(
-                f"groups of {group} are no smaller equal groups of the {degree} ranks that share a copy", fix
-            )
-        return None
+        return refusals.uneven_reshard(group, degree)
 
     def record(self, target: Target) -> dict[str, Any]:
         """Return the number of ranks that shard each state, the gathers, and the type of reductions."""

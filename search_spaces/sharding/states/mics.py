@@ -7,10 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from memtune import refusals
 from memtune.effects import Effects
 from memtune.errors import ApplyError
 from memtune.program import Program
-from memtune.search_spaces.sharding.states._fsdp_technique import GroupPlan, _FsdpUnits, does_not_divide
+from memtune.search_spaces.sharding.states._fsdp_technique import GroupPlan, _FsdpUnits
 from memtune.technique import Plan, Reason, Target
 
 
@@ -72,7 +73,7 @@ class Mics(_FsdpUnits):
             return Reason(
                 "with one micro-batch a step it is fsdp", f"sharding.states: {{kind: fsdp, degree: {group}}}"
             )
-        return does_not_divide("group", group, ranks) or super().fits(program, target)
+        return refusals.uneven_groups("group", group, ranks) or super().fits(program, target)
 
     def _group(self, target: Target) -> int:
         return self.group or target.hardware.local_ranks(target.ranks)

@@ -10,7 +10,7 @@ from memtune import refusals
 from memtune.errors import ApplyError
 from memtune.parallel.sharding import Factors
 from memtune.program import Program
-from memtune.search_spaces.sharding.states._fsdp_technique import GroupPlan, does_not_divide
+from memtune.search_spaces.sharding.states._fsdp_technique import GroupPlan
 from memtune.search_spaces.sharding.states._nested import _NestedSharding
 from memtune.technique import Exactness, Plan, Reason, Target
 
@@ -74,7 +74,7 @@ class Paro(_NestedSharding):
         if ranks < 2:
             return refusals.one_rank(" to divide over")
         if group == ranks or ranks % group:
-            wrong = does_not_divide("group", group, ranks)
+            wrong = refusals.uneven_groups("group", group, ranks)
             return wrong or Reason(
                 f"all {group} ranks are in one group, so that I is G", "fewer ranks in a group"
             )

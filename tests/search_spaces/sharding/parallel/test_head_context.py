@@ -132,7 +132,7 @@ def test_plan_is_valid_for_another_node_size() -> None:
 
 
 def test_refusals_name_what_is_in_the_way() -> None:
-    assert "does not divide the 2 ranks" in refusal(KIND, UNDRAWN, degree=4)
+    assert "degree=4 is more than the 2 ranks" in refusal(KIND, UNDRAWN, degree=4)
     program, here = candidate(KIND, UNDRAWN).program, hardware.detect("cpu")
     assert "each degree must be recorded" in str(HeadContext().fits(program, Target(here, 2)))
     assert "only one rank" in str(HeadContext(head_degree=2).fits(program, Target(here, 1)))

@@ -121,7 +121,7 @@ def test_refusals_name_what_is_in_the_way() -> None:
     assert "recompute: dtr is planned for a rank that has all blocks" in refusal(
         KIND, other_slots={"recompute": {"kind": "dtr"}}
     )
-    assert "does not divide the 2 ranks" in refusal(KIND, degree=4)
+    assert "degree=4 is more than the 2 ranks" in refusal(KIND, degree=4)
     program, here = candidate(SEPARATE).program, hardware.detect("cpu")
     assert "only one rank" in str(Pipeline().fits(program, Target(here, 1)))
     assert "when the slot is searched" in str(Pipeline().fits(program, Target(here, 2)))

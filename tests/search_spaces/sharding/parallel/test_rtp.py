@@ -66,7 +66,7 @@ def sent(degree: int, in_place: bool, ranks: int, parts: int = 1, node: int = 8)
 def test_refusals_name_what_is_in_the_way() -> None:
     both = {"parallel": {"kind": KIND}, "states": {"kind": "fsdp"}}
     assert "fsdp has no copies of a part" in refusal(KIND, other_slots={"sharding": both})
-    assert "does not divide the 2 ranks" in refusal(KIND, degree=4)
+    assert "degree=4 is more than the 2 ranks" in refusal(KIND, degree=4)
     program, here = candidate(KIND).program, hardware.detect("cpu")
     assert "each degree must be recorded" in str(Rtp().fits(program, Target(here, 2)))
     assert "only one rank" in str(Rtp().fits(program, Target(here, 1)))

@@ -67,7 +67,7 @@ def test_pairs_are_found_by_names_and_shapes() -> None:
 def test_refusals_name_what_is_in_the_way() -> None:
     both = {"parallel": {"kind": "tensor"}, "states": {"kind": "fsdp"}}
     assert "sharding.states: fsdp has no copies of a part" in refusal(KIND, other_slots={"sharding": both})
-    assert "does not divide the 2 ranks" in refusal(KIND, degree=4)
+    assert "degree=4 is more than the 2 ranks" in refusal(KIND, degree=4)
     program, here = candidate(KIND).program, hardware.detect("cpu")
     assert "each degree must be recorded" in str(TensorParallel().fits(program, Target(here, 2)))
     assert "only one rank" in str(TensorParallel().fits(program, Target(here, 1)))
