@@ -1,4 +1,4 @@
-"""Run trials in fresh processes: on this machine, on a Ray cluster, or simulated."""
+"""Run trials in fresh processes: on this machine or on a Ray cluster."""
 
 from __future__ import annotations
 

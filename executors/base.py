@@ -160,6 +160,8 @@ class Executor(Protocol):
     name: str
     slots: int
     """Number of trials that run at the same time."""
+    measures: bool
+    """False if results are computed: gradients are not compared, and later searches learn nothing."""
 
     def submit(self, trial: Trial) -> None:
         """Start `trial`; never raises errors of the trial itself."""

@@ -139,7 +139,7 @@ def _largest(values: Iterable[int | None]) -> int | None:
 
 def failed(trial: Trial, failure: Failure, tail: str, wall_s: float) -> TrialResult:
     """Return the result of a trial that `failure` ended, with the peaks of the rank at fault, if known."""
-    who = (
+    rank_text = (
         f"rank {failure.rank} "
         if failure.record is None
         else f"rank {failure.rank}: "
@@ -150,7 +150,7 @@ def failed(trial: Trial, failure: Failure, tail: str, wall_s: float) -> TrialRes
     return TrialResult(
         number=trial.number,
         status=failure.status,
-        reason=(who + " ".join(failure.reason.split()))[:REASON_CHARS],
+        reason=(rank_text + " ".join(failure.reason.split()))[:REASON_CHARS],
         code=record.code,
         raised_at=record.raised_at,
         exit_code=record.exit_code,

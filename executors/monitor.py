@@ -226,8 +226,8 @@ class TrialMonitor:
 
     def _hung(self, how: str, pending: list[int]) -> Failure:
         first = min(pending, key=lambda rank: self.ranks[rank].blame)
-        who = "stopped first" if len(pending) > 1 else "was last heard"
-        return Failure(first, "timeout", f"{who} at '{self.ranks[first].stage}'; {how}")
+        rank_text = "stopped first" if len(pending) > 1 else "was last heard"
+        return Failure(first, "timeout", f"{rank_text} at '{self.ranks[first].stage}'; {how}")
 
     def result(self, now_s: float) -> TrialResult:
         """Return the result, once it is over."""

@@ -30,6 +30,7 @@ class PoolExecutor(ABC):
     """
 
     name: str
+    measures = True
 
     def __init__(self, slots: int) -> None:
         self.slots = slots

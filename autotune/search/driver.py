@@ -123,13 +123,14 @@ class Driver:
         self.stopped = self.broken = ""
         self._sampler, self._executor, self._log = sampler, executor, log
         self.reference: FinishedTrial | None = None
-        self.executor_name, self.slots = executor.name, executor.slots
+        self.executor_name, self.slots, self.measures = executor.name, executor.slots, executor.measures
         self._held: list[tuple[Job, TrialResult]] = []
         self._host_room_bytes = available_bytes() if executor.name == "local" else None
         self._best_number: int | None = None
         self._crashes: list[str] = []
         self._started_s = time.monotonic() if began_s is None else began_s
         self._paused = self._noted_disturbance = False
+        # bfloat16 has 8 significant bits, float16 has 11; the tolerance must cover both.
         self.unit = 2.0**-8 if matmul_dtype(setup.recording.step) in ("bfloat16", "float16") else 2.0**-24
         self._draws_random = bool(setup.recording.step.ops.rng.any())
 
@@ -164,12 +165,12 @@ class Driver:
             key: [each.result for each in group if each.job.role == "repeat"] for key, group in groups.items()
         }
         # Only whole rounds: in a round each finalist met the same state of the machine.
-        racing = self.finalists - rejected - self.raced_out
+        racing = self.finalists - rejected - self.raced_out  # those raced out have fewer rounds
         complete = min((len(repeats.get(key, ())) for key in racing), default=0)
         quiet = [
-            turn
-            for turn in range(complete)
-            if not any(self.is_disturbed(repeats[key][turn]) for key in racing)
+            round_
+            for round_ in range(complete)
+            if not any(self.is_disturbed(repeats[key][round_]) for key in racing)
         ]
         counted = quiet if len(quiet) >= _QUIET_ROUNDS else range(complete)
         return [
@@ -177,7 +178,9 @@ class Driver:
                 group[0].job.scored.choice,
                 tuple(each.result for each in group),
                 baseline=next((each.job.name for each in group if each.job.role == "baseline"), ""),
-                rounds=tuple(repeats[key][turn] if turn < len(repeats[key]) else None for turn in counted)
+                rounds=tuple(
+                    repeats[key][round_] if round_ < len(repeats[key]) else None for round_ in counted
+                )
                 if key in self.finalists
                 else (),
             )
@@ -195,6 +198,7 @@ class Driver:
     def believed(self) -> tuple[float | None, StepTimeModel]:
         """Return best value and model of step times as if pending trials had run as expected."""
         best, model = self.best_value(), self.step_times()
+        # Without this, concurrent slots would all get neighbours of the same candidate.
         pending = [job.scored for job in self.pending()]
         if best is not None and self.setup.goal == "throughput":
             for each in pending:
@@ -253,6 +257,7 @@ class Driver:
                 time.sleep(_POLL_S)
         self._finish_held()
         if waiting is not None and waiting.number is not None:
+            # The sampler counts it as running, and a resumed search would start it.
             self._sampler.fail(waiting.number, self.stopped)
 
     def run_all(self, jobs: Iterable[Job], *, alone: bool = False) -> None:
@@ -362,6 +367,7 @@ class Driver:
             steps=steps,
             seed=self.options.seed,
             global_batch=samples * choice.execution.accumulate * setup.ranks,
+            # Wall times vary with compile and first touch of files; only a hang takes five times the slowest.
             deadline_s=max(60.0, 5 * slowest) if slowest else self.options.trial_deadline_s,
             clock_ops=clocked and not choice.execution.compile,
             alone=alone or self.slots == 1,
@@ -416,6 +422,7 @@ class Driver:
         value = Measured(job.scored.choice, (result,)).value(goal) if result.status == "ok" else None
         over = 0.0
         if result.status == "oom":
+            # The sampler orders infeasible trials by this excess; 1 is the least that is not feasible.
             over = float(max(job.scored.prediction.peak_allocated_bytes - (self.setup.budget_bytes or 0), 1))
         self._sampler.tell(done.number, result, value, over)
 
@@ -449,7 +456,7 @@ class Driver:
             if baseline_is_due:
                 self.reference = done
             if result.op_times:
-                self._learn()
+                self._learn()  # op times change the predictions of earlier trials too
             else:
                 calibration = self.pruner.calibration.add(
                     prediction, result.peak_allocated_bytes, result.step_s
@@ -512,7 +519,7 @@ class Driver:
         }
 
     def doubtful(self) -> set[Choice]:
-        """Return choices whose only trial may have been slowed down, and which may be the best otherwise."""
+        """Return choices whose only trial may have been slowed down by others, and that may be the best."""
         best = self.best_value()
         gains = self.step_times().repeat_gains(best) if best is not None else {}
         return {
@@ -527,6 +534,7 @@ class Driver:
 
     def _slowdown(self, result: TrialResult) -> float:
         """Return the time of the reference op in a trial relative to the median of all trials."""
+        # The median, not the minimum: one boosted measurement must not make all others look slow.
         known = [each.result.reference_s for each in self.finished if each.result.reference_s]
         return result.reference_s / statistics.median(known) if result.reference_s and known else 1.0
 
@@ -583,6 +591,7 @@ class Driver:
                     samples_per_s=winner.samples_per_step / winner.step_s,
                 )
             )
+        # The same crash again and again is a fault of the environment or the model, not of a candidate.
         cause = done.result.crash_cause
         self._crashes = [] if cause is None else [*(each for each in self._crashes if each == cause), cause]
         if len(self._crashes) >= BREAKER:

@@ -395,8 +395,8 @@ class Stages:
     def _run_rounds(self, jobs: list[Job], rounds: int) -> None:
         """Run `jobs` in alternation until each has run `rounds` times, earlier processes included."""
         done = Counter(each.job.scored.key for each in self.driver.finished if each.job.role == "repeat")
-        turns = (job for turn in range(rounds) for job in jobs if done[job.scored.key] <= turn)
-        self.driver.run_all(turns, alone=True)
+        jobs_in_rounds = (job for round_ in range(rounds) for job in jobs if done[job.scored.key] <= round_)
+        self.driver.run_all(jobs_in_rounds, alone=True)
 
     def _note_drift(self) -> None:
         for each in self.driver.measured():
@@ -437,8 +437,7 @@ class Stages:
     def _numerics(self, verdict: Verdict | None) -> dict[str, Any]:
         """Compare the winner's loss and gradients with the reference's, unless the search was stopped."""
         driver = self.driver
-        simulated = driver.executor_name == "simulated"
-        if verdict is None or driver.stopped or not driver.options.certify or simulated:
+        if verdict is None or driver.stopped or not driver.measures:
             return {}
         self.say("comparing losses and gradients with the plain setting")
         found = numerics(driver, verdict.winner.choice)
@@ -542,13 +541,13 @@ class Stages:
     def _save_timelines(self, scored: Scored) -> None:
         """Save the data of the report's pictures that the event log does not have."""
         driver = self.driver
-        if driver.executor_name != "simulated":
+        if driver.measures:
             found = timelines(driver.setup, scored.choice, driver.pruner.calibration.step_correction)
             save_text(self.folder.path / TIMELINES, json.dumps(found, separators=(",", ":")) + "\n")
 
     def _teach_later_runs(self) -> None:
         driver = self.driver
-        if driver.executor_name == "simulated":
+        if not driver.measures:
             return
         calibration = driver.pruner.calibration
         taught = SearchErrors(

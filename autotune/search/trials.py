@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from memtune.config import TunedConfig, load_config
 from memtune.device import platform_of
-from memtune.errors import EnvironmentFault, UsageError
+from memtune.errors import UsageError
 from memtune.executors import (
     Executor,
     Progress,
@@ -24,7 +24,7 @@ from memtune.hardware import Device
 from memtune.progress import advance
 
 _STEP = re.compile(r"step (\d+)/(\d+)")
-ExecutorName = Literal["auto", "local", "ray", "simulated"]
+ExecutorName = Literal["auto", "local", "ray"]
 
 
 def make_executor(
@@ -66,10 +66,6 @@ def make_executor(
 
         slots = parallel or (local_slots(device, ranks, timed=timed) if device == "cpu" else None)
         return RayExecutor(ray_address, slots=slots, ranks=ranks, resource=resource, log_dir=log_dir)
-    if name == "simulated":
-        raise EnvironmentFault(
-            "The simulated executor needs a function that predicts.", fix="use --executor local", code="MT409"
-        )
     from memtune.executors import LocalExecutor
 
     slots = parallel or local_slots(device, ranks, timed=timed)

@@ -58,7 +58,7 @@ class SearchOptions(TargetOptions):
     trials: int = 20
     """Baselines, candidates and audit; repeats and the confirmation are added."""
     time_s: float | None = None
-    executor: Literal["auto", "local", "ray", "simulated"] = "auto"
+    executor: Literal["auto", "local", "ray"] = "auto"
     parallel: int | None = None
     """Concurrent trials; None for as many as do not change each other's step times."""
     ray_address: str | None = None
@@ -66,8 +66,6 @@ class SearchOptions(TargetOptions):
     """Do everything but run trials."""
     repeats: int = 2
     """Further runs of each of the best three, alternating."""
-    certify: bool = True
-    """Compare loss and gradients of the winner with a reference: three short runs at the end."""
     trial_deadline_s: float = 600.0
     """Used until there are trials to estimate from."""
 

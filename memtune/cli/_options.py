@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _MOST_FIXES = 5
 _GOALS = ("throughput", "memory", "batch")
 _SHORT = ("batch", "alloc", "shard")
-_EXECUTORS = ("auto", "local", "ray", "simulated")
+_EXECUTORS = ("auto", "local", "ray")
 
 
 def workload(target: str) -> str:

@@ -24,11 +24,11 @@ from support.gloo import FRESH
 from support.killed_training import OTHERS, STEPS, same, train
 from support.search.prepared_search import prepared, truth
 from support.search.search_runs import asked
+from support.search.simulated_executor import SimulatedExecutor
 
 from memtune.autotune.search import search_events, study
 from memtune.autotune.search.search_events import read_events
 from memtune.autotune.space.search_options import SearchOptions
-from memtune.executors.simulated import SimulatedExecutor
 
 KILLS = int(os.environ.get("MEMTUNE_KILLS", "2"))
 ACTS = 160

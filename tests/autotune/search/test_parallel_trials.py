@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.search.prepared_search import prepared, truth
 from support.search.search_runs import asked, of, run
+from support.search.simulated_executor import SimulatedExecutor
 
 from memtune.autotune.search import search_events, study
 from memtune.autotune.search.control import Control
@@ -16,7 +17,6 @@ from memtune.autotune.space import proposals
 from memtune.autotune.space.candidates import Choice
 from memtune.executors.base import Progress, Trial, TrialResult
 from memtune.executors.ray.cluster import bundles, side_by_side
-from memtune.executors.simulated import SimulatedExecutor
 
 NODES = [8] * 8
 RANKS = 8

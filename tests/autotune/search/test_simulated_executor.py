@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from support.search.simulated_executor import SimulatedExecutor
+
 from memtune.executors.base import Executor, Progress, Trial, TrialResult
-from memtune.executors.simulated import SimulatedExecutor
 
 
 def trial(number):

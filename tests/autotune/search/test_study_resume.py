@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from support.search.prepared_search import prepared, truth
 from support.search.search_runs import BUDGET, asked, of, run
+from support.search.simulated_executor import SimulatedExecutor
 
 from memtune.autotune.search import search_events, study
 from memtune.autotune.search.control import Control
@@ -26,7 +27,6 @@ from memtune.autotune.space.sampler import Sampler
 from memtune.config.tuned_config import load_config
 from memtune.errors import EnvironmentFault, UsageError
 from memtune.executors.base import Trial, TrialResult
-from memtune.executors.simulated import SimulatedExecutor
 from memtune.ssd.offload_dir import VARIABLE
 
 
@@ -298,7 +298,7 @@ sys.path[:0] = {path!r}
 from pathlib import Path
 from support.search.prepared_search import prepared, truth
 from memtune.autotune.search import search_events, study
-from memtune.executors.simulated import SimulatedExecutor
+from support.search.simulated_executor import SimulatedExecutor
 from memtune.ssd.offload_dir import VARIABLE
 from test_study_options import OPTIONS
 study.prepare = prepared

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from support.search.prepared_search import AXES, GPT, truth
+from support.search.simulated_executor import SimulatedExecutor
 
 from memtune.autotune.search import study
 from memtune.autotune.search.control import Control
@@ -15,7 +16,6 @@ from memtune.autotune.search.outcome import SearchOutcome
 from memtune.autotune.search.search_events import read_events
 from memtune.autotune.space.search_options import SearchOptions
 from memtune.executors.base import Trial, TrialResult
-from memtune.executors.simulated import SimulatedExecutor
 
 BUDGET = 6 * 2**20  # the plain model needs 8.1 MiB, full recompute 4.9
 

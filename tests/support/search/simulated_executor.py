@@ -1,4 +1,4 @@
-"""Trials that are computed instead of run: for tests of the search, and to try a search without hardware."""
+"""Trials that are computed instead of run, for tests of the search."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class SimulatedExecutor:
     """
 
     name = "simulated"
+    measures = False
 
     def __init__(self, predict: Callable[[Trial], TrialResult], *, slots: int = 1) -> None:
         self.slots = slots
