@@ -257,11 +257,33 @@ def test_room_has_a_page_with_invariants_and_how_to_add(room: str) -> None:
     assert any(line.startswith(("## Adding", "## How to add", "## To add")) for line in lines)
 
 
-@pytest.mark.parametrize("room", sorted(IS_ROOM - {"memtune"}))
+@pytest.mark.parametrize(
+    "room", sorted(IS_ROOM - {"memtune"} - {each for each in IS_ROOM if "search_spaces" in each})
+)
+def test_page_of_a_room_names_its_files(room: str) -> None:
+    folder = SOURCES[room].parent
+    page = folder.joinpath("README.md").read_text()
+    assert [
+        path.name for path in folder.glob("*.py") if not path.stem.startswith("__") and path.stem not in page
+    ] == []
+
+
+@pytest.mark.parametrize("room", sorted(name for name in IS_ROOM if "." in name))
 def test_room_has_a_folder_of_tests_of_its_name(room: str) -> None:
-    path = SOURCES[room].parent.relative_to(ROOT)
-    folder = ROOT / "tests" / (path.relative_to("memtune") if path.is_relative_to("memtune") else path)
+    if room.endswith("_common"):
+        return  # base classes, tested by the techniques in the folder above
+    parts = [part.lstrip("_") for part in room.split(".")[1:]]
+    folder = ROOT.joinpath("tests", *parts)
     assert list(folder.rglob("test_*.py")) or folder.with_name(f"test_{folder.name}.py").exists()
+
+
+def test_no_stem_names_two_files() -> None:
+    """Except for techniques, whose stem is their `kind`: the null ones, and a paper on two axes."""
+    by_stem: dict[str, list[str]] = {}
+    for name, path in SOURCES.items():
+        if path.name != "__init__.py" and not is_technique(name):
+            by_stem.setdefault(path.stem, []).append(name)
+    assert {stem: names for stem, names in by_stem.items() if len(names) > 1} == {}
 
 
 def test_open_door_loads_an_export_and_names_what_it_does_not_export() -> None:
