@@ -271,7 +271,7 @@ def _applied(
     if not config.settings.chosen.keys().isdisjoint(("sharding.states", "sharding.parallel")):
         require_plain(model)
     require_untouched(model)
-    if construction_of(model) is None:
+    if construction_of(model) is None:  # a deferred model has no device yet
         require_one_device(model, optimizer.state)
     _join_ranks(model)  # before anything below asks for the rank or the number of ranks
     blocks = (
@@ -293,11 +293,13 @@ def _applied(
         if strict and not any(isinstance(each, FakeTensor) for each in model.parameters()):
             _require_host_memory(context, config)
         _apply_axes(context, config)
+        # Inside the try block: a config that is not in effect must leave the model as it was.
         audit(context)
         if platform_of(context.device).is_host:
             keep_freed_pages()  # up to a quarter of a step with recomputation is page faults otherwise
         tuned = Tuned(context, config, loss)
-    except BaseException:
+    except BaseException:  # an interrupt too leaves the model as it was
+        # In the reverse order: the snapshot was taken before any hook was registered.
         context.undo.close()
         snapshot.restore()
         raise
@@ -404,6 +406,7 @@ def _apply_axes(context: Context, config: TunedConfig) -> None:
     if not begins_with_shards(config, context.placement.world_size):
         fill(context.model, context.optimizer, rebind)
     _execution(context, config)
+    # Before the other slots: DDP and FSDP2 must know which gradients the offload will average itself.
     context.placement.offload = config.settings.technique("offload.states").effects
     # Before everything that works on blocks: it replaces layers and defines this rank's blocks.
     _apply_slot(context, config, "sharding.parallel")
@@ -418,7 +421,8 @@ def _apply_axes(context: Context, config: TunedConfig) -> None:
     _apply_slot(context, config, "sharding.states")
     # Checks of whole parameters wait for this: only now is known what is sharded.
     context.events.states_sharded.emit()
-    _apply_slot(context, config, "sharding.communication")
+    _apply_slot(context, config, "sharding.communication")  # replaces the collectives of the units above
+    # On top of sharding, so that each rank offloads its shard and not the whole.
     _apply_slot(context, config, "offload.states")
     _apply_slot(context, config, "execution.order")
     if not config.settings.chosen.keys().isdisjoint(("offload.states", "execution.order")):
@@ -471,5 +475,6 @@ def _join_ranks(model: nn.Module) -> None:
     """Start the process group under torchrun unless the training script has done so."""
     if dist.is_available() and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group(backend_of(_device_of(model).type))
+    # Also for the user's own process group: gloo's threads are the same.
     if dist.is_available() and dist.is_initialized():
         shutdown.drain_at_exit()

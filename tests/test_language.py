@@ -203,9 +203,14 @@ def prose_findings(path: str, prose: Prose) -> Iterator[Finding]:
             yield Finding(path, line_at(match.start()), "sentence", excerpt(match), "subject, verb, object")
 
 
-def python_names(nodes: Iterable[ast.AST]) -> Iterator[Name]:
-    """Yield classes, functions, parameters and the fields and constants of modules and classes."""
+def python_names(nodes: Iterable[ast.AST], *, with_variables: bool = False) -> Iterator[Name]:
+    """Yield classes, functions, parameters and the fields and constants of modules and classes; on demand
+    also the other variables and attributes that are assigned.
+    """
     for node in nodes:
+        if with_variables and isinstance(getattr(node, "ctx", None), ast.Store):
+            text = getattr(node, "id", "") or getattr(node, "attr", "")
+            yield Name(text, node.lineno)
         if isinstance(node, ast.ClassDef):
             yield Name(node.name, node.lineno, is_class=True)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -330,7 +335,9 @@ def findings_in(path: Path, shown: str) -> Iterator[Finding]:
     prose: list[Prose] = []
     if path.suffix in {".py", ".pyi"}:
         nodes = list(ast.walk(ast.parse(source)))
-        names, prose = list(python_names(nodes)), list(python_prose(source, nodes))
+        is_product = parts[:1] not in (("tests",), ("benchmarks",), ("examples",))
+        names = list(python_names(nodes, with_variables=is_product))
+        prose = list(python_prose(source, nodes))
     elif path.suffix == ".md":
         text = source.partition(RETIRED_HEADING)[0] if path.name == GLOSSARY.name else source
         prose = [Prose(text, tuple(range(1, text.count("\n") + 2)))]
@@ -386,7 +393,7 @@ def findings_of(tmp_path: Path, name: str, text: str) -> list[tuple[int, str, st
     return [(each.line, each.rule, each.text) for each in all_findings([tmp_path / name], tmp_path)]
 
 
-def test_name_findings_cover_classes_functions_parameters_and_fields(tmp_path: Path) -> None:
+def test_name_findings_cover_classes_functions_parameters_fields_and_variables(tmp_path: Path) -> None:
     source = "class Kept:\n    late: int = 0\n\n\ndef let_go(beside, kept):\n    late = 1\n\n\nclass LandedGrads: ...\n"  # noqa: E501
     found = findings_of(tmp_path, "names.py", source)
     assert found == [
@@ -394,6 +401,7 @@ def test_name_findings_cover_classes_functions_parameters_and_fields(tmp_path: P
         (2, "name", "late"),
         (5, "name", "beside"),
         (5, "name", "let_go"),
+        (6, "name", "late"),
         (9, "name", "LandedGrads"),
     ]
 

@@ -277,9 +277,13 @@ class _Lives:
         side = _fsdp_streams(step)
         stream[side > 0] = side[side > 0]
         # As `record_stream`: the block is reused only when the other stream has passed this op.
-        elsewhere = stream_of_op[step.uses.op] != stream[step.uses.storage]
+        on_other_stream = stream_of_op[step.uses.op] != stream[step.uses.storage]
         ready = np.full(step.storages.n, -1, np.int64)
-        np.maximum.at(ready, step.uses.storage[elsewhere], step.uses.op[elsewhere].astype(np.int64) + lag_ops)
+        np.maximum.at(
+            ready,
+            step.uses.storage[on_other_stream],
+            step.uses.op[on_other_stream].astype(np.int64) + lag_ops,
+        )
         end = np.where(step.freed_after < step.ops.n, step.freed_after, FOREVER).astype(np.int64)
         start = step.storages.producer.astype(np.int64)
         rows = np.flatnonzero((step.storages.tier == Tier.DEVICE) & (step.storages.bytes > 0))
@@ -289,8 +293,8 @@ class _Lives:
     def events(self, number: int) -> I64:
         """Return (6, k) events of step `number`, counted from 0, in order."""
         base, first = number * self.n_ops, number == 0
-        stays, before = self.end == FOREVER, self.start < 0
-        once = stays & before  # there before the first step or from the first one on
+        outlives_step, before = self.end == FOREVER, self.start < 0
+        once = outlives_step & before  # there before the first step or from the first one on
         # Storages of each step are other ones; those that outlive all steps keep their number.
         name = np.where(once, 0, number * self.n_storages) + self.storage
         begins = np.maximum(self.appears if first else self.start, 0)
@@ -299,9 +303,17 @@ class _Lives:
         parts = [
             self._rows(~once | first, Action.ALLOC, name, self.bytes, base + begins, -1, ~before),
             self._rows(
-                stays & ~before & (not first), Action.FREE, name - self.n_storages, 0, base + begins, -1, 2
+                outlives_step & ~before & (not first),
+                Action.FREE,
+                name - self.n_storages,
+                0,
+                base + begins,
+                -1,
+                2,
             ),
-            self._rows(~stays, Action.FREE, name, 0, base + np.maximum(self.end, 0), base + self.ready, 3),
+            self._rows(
+                ~outlives_step, Action.FREE, name, 0, base + np.maximum(self.end, 0), base + self.ready, 3
+            ),
         ]
         rows = np.concatenate(parts, axis=1)
         op, order = rows[4], rows[-1]

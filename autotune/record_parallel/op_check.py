@@ -140,13 +140,13 @@ def _product(op: str, whole: list[Any], divided: list[int | None]) -> str:
 def _along(whole: list[Any], divided: list[int | None]) -> str:
     tensors = [(value, dim) for value, dim in zip(_flat(whole), divided, strict=True) if _is_tensor(value)]
     rank = len(_shape(tensors[0][0]))
-    told = {
+    along = {
         number % rank
         for value in whole[1:]
         for number in (value if isinstance(value, list) else [value])
         if type(number) is int
     }
-    return "works along what was divided" if not told or told & {dim for _, dim in tensors} else ""
+    return "works along what was divided" if not along or along & {dim for _, dim in tensors} else ""
 
 
 def _flat(arguments: list[Any]) -> list[Any]:

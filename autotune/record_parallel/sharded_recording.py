@@ -285,9 +285,9 @@ def partition_difference(
                 return Reason(
                     f"{pair.owner} draws random numbers ({one.name}): each rank would draw its own", _FIX
                 )
-            said = partition_error(one.name, one.arguments, other.arguments, degree)
-            if said:
-                return Reason(f"{one.name} in {pair.owner} {said}", _FIX)
+            error = partition_error(one.name, one.arguments, other.arguments, degree)
+            if error:
+                return Reason(f"{one.name} in {pair.owner} {error}", _FIX)
             met = whole_weights.keys() & other.reads
             if met and count_divided(one.arguments, other.arguments, degree)[0]:
                 return Reason(

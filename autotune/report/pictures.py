@@ -155,9 +155,9 @@ def memory(runs: Mapping[str, Mapping[str, Any]], limit_bytes: int | None) -> Pi
         if limit_bytes:
             canvas.line(x.start, y(limit_bytes), x.stop, y(limit_bytes), RED, stroke_dasharray="5 4")
     canvas.legend(20, 62 + 250 * len(runs), [("bar", _KIND_COLORS[kind], kind) for kind in kinds])
-    said = "; ".join(f"{name} has a peak of {format_bytes(peak)}" for name, peak in peaks.items())
+    facts = "; ".join(f"{name} has a peak of {format_bytes(peak)}" for name, peak in peaks.items())
     return canvas.picture(
-        title, f"{said}. {_LIMIT.format(format_bytes(limit_bytes)) if limit_bytes else ''}".strip()
+        title, f"{facts}. {_LIMIT.format(format_bytes(limit_bytes)) if limit_bytes else ''}".strip()
     )
 
 
@@ -179,7 +179,7 @@ def technique(data: Mapping[str, Any], without: Mapping[str, Any], title: str) -
     end_s = max(data["step_s"], without["step_s"])
     x = Scale(0, end_s, _LEFT, WIDTH - 12)
     kinds = [kind for kind in _KIND_COLORS if any(kind in data[each]["kib_by_kind"] for each in tiers)]
-    said = []
+    facts = []
     for row, tier in enumerate(tiers):
         top = 24 + 150 * row
         times, by_kind = _seconds_and_bytes(data[tier], data["step_s"])
@@ -187,11 +187,11 @@ def technique(data: Mapping[str, Any], without: Mapping[str, Any], title: str) -
         plain = [sum(each) for each in zip(*before.values(), strict=True)]
         peak = max(map(sum, zip(*by_kind.values(), strict=True)))
         y = Scale(0, max([peak, *plain]) * 1.05, top + 90, top)
-        said.append(f"{_TIERS[tier]}: peak {format_bytes(peak)}")
+        facts.append(f"{_TIERS[tier]}: peak {format_bytes(peak)}")
         if plain and tier == "device":
             was = format_bytes(max(plain))
-            said[-1] += ", as without it" if was == format_bytes(peak) else f" instead of {was}"
-        canvas.axes(x, y, "", said[-1], _seconds, format_bytes, y_base=1024)
+            facts[-1] += ", as without it" if was == format_bytes(peak) else f" instead of {was}"
+        canvas.axes(x, y, "", facts[-1], _seconds, format_bytes, y_base=1024)
         _stack(canvas, x, y, times, by_kind, kinds)
         if plain:
             outline = [(x(t), y(v)) for t, v in _steps(before_s, plain)]
@@ -205,7 +205,7 @@ def technique(data: Mapping[str, Any], without: Mapping[str, Any], title: str) -
         canvas.legend(
             12, top + below, [("bar", color, each) for each, color in colors.items() if each in used]
         )
-    return canvas.picture(title, f"{'; '.join(said)}; the step takes {format_seconds(data['step_s'])}.")
+    return canvas.picture(title, f"{'; '.join(facts)}; the step takes {format_seconds(data['step_s'])}.")
 
 
 def _seconds_and_bytes(curve: Mapping[str, Any], step_s: float) -> tuple[list[float], dict[str, list[int]]]:
@@ -277,7 +277,7 @@ def streams(runs: Mapping[str, Mapping[str, Any]]) -> Picture:
     height = 30 + sum(28 + 24 * len([1 for owner, _ in rows if owner == name]) for name in runs)
     canvas = Canvas(WIDTH, height + 62)
     x = Scale(0, most_s, 150, WIDTH - 20)
-    top, said, phases = 8, [], set()
+    top, facts, phases = 8, [], set()
     for name, run in runs.items():
         canvas.text(8, top + 16, name, font_weight="bold")
         top += 24
@@ -285,7 +285,7 @@ def streams(runs: Mapping[str, Mapping[str, Any]]) -> Picture:
             phases |= {phase for phase, *_ in run[stream]}
             _spans(canvas, x, top, 18, stream, run[stream])
             busy = sum(stop - start for _, start, stop in run[stream])
-            said.append(f"{name}, {_STREAMS[stream]}: busy for {format_seconds(busy)}")
+            facts.append(f"{name}, {_STREAMS[stream]}: busy for {format_seconds(busy)}")
             top += 24
         top += 4
     for value in x.ticks():
@@ -294,7 +294,7 @@ def streams(runs: Mapping[str, Mapping[str, Any]]) -> Picture:
     canvas.legend(
         150, top + 42, [("bar", color, phase) for phase, color in _PHASE_COLORS.items() if phase in phases]
     )
-    return canvas.picture(title, "; ".join(said) + ".")
+    return canvas.picture(title, "; ".join(facts) + ".")
 
 
 def waterfall(steps: Sequence[Mapping[str, Any]], limit_bytes: int | None) -> Picture:
@@ -341,11 +341,11 @@ def waterfall(steps: Sequence[Mapping[str, Any]], limit_bytes: int | None) -> Pi
     canvas.legend(
         20, bottom + 22, [("bar", BLUE, "whole setting"), ("bar", GREEN, "gain"), ("bar", ORANGE, "cost")]
     )
-    said = "; ".join(
+    facts = "; ".join(
         f"{each['setting']}: {format_seconds(each['step_s'])}, {format_bytes(each['peak_bytes'])}"
         for each in known
     )
-    return canvas.picture(title, f"{said}.")
+    return canvas.picture(title, f"{facts}.")
 
 
 def agreement(trials: Sequence[Mapping[str, Any]]) -> Picture:
@@ -358,7 +358,7 @@ def agreement(trials: Sequence[Mapping[str, Any]]) -> Picture:
     if not trials:
         return _nothing(title, "no trial fitted")
     canvas = Canvas(WIDTH, 360)
-    said = []
+    facts = []
     for left, key, name, form, base in (
         (78, "peak_bytes", "peak", format_bytes, 1024),
         (WIDTH / 2 + 74, "step_s", "step time", _seconds, 10),
@@ -383,8 +383,8 @@ def agreement(trials: Sequence[Mapping[str, Any]]) -> Picture:
                 f"trial {number}: {form(predicted)} predicted, {form(measured)} measured",
             )
         errors = sorted(abs(predicted / measured - 1) for predicted, measured, _ in pairs)
-        said.append(f"{name}: median error {errors[len(errors) // 2]:.1%}, largest {errors[-1]:.1%}")
-    return canvas.picture(title, f"{len(trials)} trials. {'; '.join(said)}.")
+        facts.append(f"{name}: median error {errors[len(errors) // 2]:.1%}, largest {errors[-1]:.1%}")
+    return canvas.picture(title, f"{len(trials)} trials. {'; '.join(facts)}.")
 
 
 def _nothing(title: str, reason: str) -> Picture:

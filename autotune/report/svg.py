@@ -92,11 +92,11 @@ class Canvas:
 
     def add(self, tag: str, text: str = "", hint: str = "", **attributes: Any) -> None:
         """Append an element; `hint` appears when the pointer rests on it."""
-        said = "".join(
+        markup = "".join(
             f' {name.rstrip("_").replace("_", "-")}="{_value(value)}"' for name, value in attributes.items()
         )
         inside = (f"<title>{escape(hint)}</title>" if hint else "") + escape(text)
-        self.parts.append(f"<{tag}{said}>{inside}</{tag}>" if inside else f"<{tag}{said}/>")
+        self.parts.append(f"<{tag}{markup}>{inside}</{tag}>" if inside else f"<{tag}{markup}/>")
 
     def line(self, x1: float, y1: float, x2: float, y2: float, color: str = GREY, **more: Any) -> None:
         """Draw a line."""
@@ -183,9 +183,9 @@ class Canvas:
             f' font-family="system-ui, sans-serif" font-size="12" fill="{_TEXT}"'
             ' style="max-width:100%;height:auto">'
         )
-        said = f'<title id="{name}-title">{escape(title)}</title>'
-        said += f'<desc id="{name}-text">{escape(description)}</desc>'
-        return Picture(title, description, "\n".join([head + said, *self.parts, "</svg>"]))
+        texts = f'<title id="{name}-title">{escape(title)}</title>'
+        texts += f'<desc id="{name}-text">{escape(description)}</desc>'
+        return Picture(title, description, "\n".join([head + texts, *self.parts, "</svg>"]))
 
 
 def _value(value: object) -> str:

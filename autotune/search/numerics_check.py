@@ -158,8 +158,8 @@ def _repeats_to_the_bit(driver: Driver, reference: Choice) -> int:
         if each.job.scored.choice == reference and each.result.status == "ok" and each.result.gradients_sha256
     ]
     shortest = min((len(each.losses) for each in results), default=0)
-    told = {(each.gradients_sha256, tuple(each.losses[:shortest])) for each in results}
-    return len(results) if len(results) > 1 and len(told) == 1 and shortest > 1 else 0
+    digests = {(each.gradients_sha256, tuple(each.losses[:shortest])) for each in results}
+    return len(results) if len(results) > 1 and len(digests) == 1 and shortest > 1 else 0
 
 
 def _display_name(choice: Choice) -> str:

@@ -206,9 +206,9 @@ class StudyFolder:
 
     def _in_use(self) -> EnvironmentFault:
         owner = read_json(self.path / "owner.json") or {}
-        who = f"pid {owner.get('pid', '?')} on {owner.get('host', '?')} since {owner.get('since', '?')}"
+        holder = f"pid {owner.get('pid', '?')} on {owner.get('host', '?')} since {owner.get('since', '?')}"
         return EnvironmentFault(
-            f"Study '{self.name}' is in use by {who}.",
+            f"Study '{self.name}' is in use by {holder}.",
             fix=f"memtune watch {self.path}, or --study another",
             code="MT401",
         )

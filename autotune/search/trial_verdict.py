@@ -266,16 +266,16 @@ def _fit(values: Sequence[Sequence[float]]) -> _Fit | None:
     if n < 2 or len({len(each) for each in values}) != 1:
         return None
     table = np.log(np.array(values, np.float64))
-    row, turn = np.nonzero(np.isfinite(table))
-    turns = np.unique(turn)
-    freedom = len(row) - n - len(turns) + 1
+    row, column = np.nonzero(np.isfinite(table))
+    rounds = np.unique(column)
+    freedom = len(row) - n - len(rounds) + 1
     if freedom < 1 or len(np.unique(row)) < n:
         return None
-    design = np.zeros((len(row), n + len(turns)))
+    design = np.zeros((len(row), n + len(rounds)))
     cells = np.arange(len(row))
     design[cells, row] = 1.0
-    design[cells, n + np.searchsorted(turns, turn)] = 1.0
-    times, usual = table[row, turn], np.nanmedian(table, axis=1)[row]
+    design[cells, n + np.searchsorted(rounds, column)] = 1.0
+    times, usual = table[row, column], np.nanmedian(table, axis=1)[row]
     while True:
         # A constant may move from all finalists to all rounds: the pseudo-inverse leaves differences
         # unaffected.

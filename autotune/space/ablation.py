@@ -175,10 +175,10 @@ def trade_text(whole: StepCost, without: StepCost) -> str:
     """Return `trade` in a line: `saves 1.2 GiB of device memory, costs 90 ms a step (12 %)`."""
     parts = []
     for verb, found in trade(whole, without).items():
-        said = [_amount(name, value, without) for name, value in found.items()]
+        changes = [_amount(name, value, without) for name, value in found.items()]
         if found.get("reserved_bytes") == found.get("peak_bytes") and "peak_bytes" in found:
-            said.remove(_amount("reserved_bytes", found["reserved_bytes"], without))
-        parts += [f"{verb} {', '.join(said)}"] if said else []
+            changes.remove(_amount("reserved_bytes", found["reserved_bytes"], without))
+        parts += [f"{verb} {', '.join(changes)}"] if changes else []
     return "; ".join(reversed(parts)) or "no difference that the simulator sees"
 
 

@@ -103,9 +103,9 @@ def counters_on_host(step: Step, counters: tuple[int, ...]) -> Step:
     tier[list(counters)] = Tier.HOST
     optimizer = (step.ops.phase == Phase.OPTIMIZER) & (resource == Resource.COMPUTE)
     for _ in range(2):  # what is made for the counters goes where they are, and then what only reads that
-        elsewhere = np.zeros(step.ops.n, bool)
-        elsewhere[step.uses.op[tier[step.uses.storage] != Tier.HOST]] = True
-        alone = optimizer & ~elsewhere
+        off_host = np.zeros(step.ops.n, bool)
+        off_host[step.uses.op[tier[step.uses.storage] != Tier.HOST]] = True
+        alone = optimizer & ~off_host
         tier[(step.storages.producer >= 0) & alone[step.storages.producer]] = Tier.HOST
     resource[alone] = Resource.HOST_THREADS
     return step.with_storages(tier=tier).with_ops(resource=resource)

@@ -147,9 +147,9 @@ def _intermediates(step: Step, kernel: I32) -> npt.NDArray[np.bool_]:
     producer = step.storages.producer
     used = np.zeros(step.storages.n, bool)
     used[step.uses.storage] = True
-    elsewhere = kernel[step.uses.op] != np.append(kernel, -1)[producer[step.uses.storage]]
+    outside_kernel = kernel[step.uses.op] != np.append(kernel, -1)[producer[step.uses.storage]]
     inside = (producer >= 0) & used & ~_kept(step)
-    inside[step.uses.storage[elsewhere]] = False
+    inside[step.uses.storage[outside_kernel]] = False
     return inside
 
 

@@ -49,7 +49,7 @@ def translate(
 ) -> Recording:
     """Return `recording` as if made on `hardware`; unchanged if both are the same kind of device.
 
-    For a device without a table of kernels only that is translated which torch does on every accelerator:
+    A device without a table of kernels gets only the changes that torch makes on every accelerator:
     dropout is one kernel, the optimizer takes all parameters at once. A note states it.
 
     Args:
@@ -93,12 +93,12 @@ def translate(
         for size, each in recording.exact.items()
     }
     if has_table:
-        said = (*known.notes(small), *_composed_note(recording.step, hints))
+        new_notes = (*known.notes(small), *_composed_note(recording.step, hints))
     else:
-        said = (
+        new_notes = (
             f"kernels and what they save are those of a CPU: memtune has no table of {hardware.device}'s",
         )
-    notes = (*recording.notes, *said)
+    notes = (*recording.notes, *new_notes)
     hints_left = {
         size: replace(each, calls=(), signatures=(), foreach=None) for size, each in recording.hints.items()
     }
@@ -377,8 +377,8 @@ class _Fusion:
         inside = np.zeros(step.ops.n, bool)
         inside[forward] = inside[backward] = True
         made, inputs = self._made(forward), self._read_from_outside(forward)
-        stays = self._seen_outside(made, inside, int(call.ops[1]) - 1, saves) | (made == call.output)
-        outputs, gone = made[stays], made[~stays]
+        is_kept = self._seen_outside(made, inside, int(call.ops[1]) - 1, saves) | (made == call.output)
+        outputs, gone = made[is_kept], made[~is_kept]
         last = int(forward[-1])
         self._becomes(last, kernel.forward, forward, outputs, kernel.forward_flops)
         self.rng[last] = max(self.rng[forward].max(), kernel.random)
@@ -522,7 +522,7 @@ class _Fusion:
         before = np.where(np.arange(count) < n_in, last, last + 1).astype(np.int32)
         until = np.full(count, step.saves.held_until[saves].max(), np.int32)
         # Between the recorded orders, which `done` spreads by `_ROOM`.
-        turn = step.saves.unpack_order[saves].max() * _ROOM + np.arange(count)
+        unpack_order = step.saves.unpack_order[saves].max() * _ROOM + np.arange(count)
         call = np.full(count, step.saves.call[saves[0]], np.int32)
         edit.add_saves(
             storages,
@@ -530,7 +530,7 @@ class _Fusion:
             held_until=until,
             call=call,
             unpacked_before=np.full(count, first, np.int32),
-            unpack_order=turn,
+            unpack_order=unpack_order,
             is_output=(np.arange(count) >= n_in).astype(np.uint8),
         )
 

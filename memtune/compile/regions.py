@@ -150,8 +150,8 @@ class CompiledModel:
 
     def _why_eager(self) -> str:
         """Return the reasons that Dynamo has logged since `install`, in a line."""
-        for said in _complaints() - self._complaints:
-            return f"Dynamo says: {' '.join(said.partition('Hint:')[0].split())[:300]}"
+        for complaint in _complaints() - self._complaints:
+            return f"Dynamo says: {' '.join(complaint.partition('Hint:')[0].split())[:300]}"
         return (
             "Dynamo compiles nothing under a dispatch mode, beyond its recompile limit, or in files that it"
             " skips."

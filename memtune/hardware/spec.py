@@ -172,7 +172,7 @@ def detect(device: Device = "cpu") -> Hardware:
 
 
 def _contradicts(known: calibration_cache.Calibration, found: Hardware) -> bool:
-    """Return whether a CPU's kept calibration cannot be of this machine as it is now."""
+    """Return whether a CPU's saved calibration does not match this machine."""
     rate = known.constants.get("fp32_flops_per_s")
     return rate is not None and not 0.5 < rate / found.fp32_flops_per_s < 2.0
 

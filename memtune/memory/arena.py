@@ -136,7 +136,7 @@ class _StepEnd:
     """A hook after each optimizer step; warns once if a step deviated from the plan."""
 
     def __init__(self, number: int) -> None:
-        self._number, self._told = number, False
+        self._number, self._is_reported = number, False
 
     def __call__(self, *args: Any) -> None:
         settings = _in_effect(self._number)
@@ -145,8 +145,8 @@ class _StepEnd:
             return
         _native.arena_end_step(self._number)
         found = _native.arena_statistics(self._number)
-        if settings.planned and found.deviations and not self._told:
-            self._told = True
+        if settings.planned and found.deviations and not self._is_reported:
+            self._is_reported = True
             warnings.warn(
                 f"memtune: a training step asks for other memory than planned ({found.first_deviation}). Such"
                 f" requests are served by the fallback allocator; after more than {settings.replan_after} of"

@@ -34,7 +34,7 @@ class ArenaSettings:
     pools: bool = False
     """Serve all requests from expandable arenas, one per lifetime, with the lifetimes of an observed step."""
     transient_within: int = 64
-    """A block freed within so many requests and frees is transient."""
+    """A block freed within this many requests and frees is transient."""
 
     def text(self) -> str:
         """Return the value of `VARIABLE`, without fields at their defaults."""

@@ -315,7 +315,7 @@ class WorkspaceTable:
 
     @classmethod
     def cached(cls, device: torch.device | str = "cpu", threads: int | None = None) -> WorkspaceTable:
-        """Return the table saved for this machine (and so many CPU threads), else an empty one."""
+        """Return the table saved for this machine (and this number of CPU threads), else an empty one."""
         wanted = made_for(device, threads)
         return _read(_cache_path(wanted), wanted)
 

@@ -28,7 +28,7 @@ DECAY = 0.9
 
 @dataclass(frozen=True)
 class Residency:
-    """Units freed and loaded at the begin of each moment; the last entry is the end of backward."""
+    """Units freed and loaded at the start of each moment; the last entry is the end of backward."""
 
     drops: tuple[Units, ...]
     """Units that are freed, per moment."""
@@ -57,7 +57,7 @@ def ssd_reads_by_moment(residency: Residency, read_ahead: int) -> tuple[tuple[Un
     Args:
         residency: The loads of each moment.
         read_ahead: Moments between the read of a unit and its load; units of the first moments are read at
-            the begin of the first one.
+            the start of the first one.
 
     Returns:
         Per moment: units read before the moment's loads, since they are among them, and units read after
@@ -203,7 +203,7 @@ class _UseHistory:
 def smallest_window(compute_s: Sequence[float], load_s: Sequence[float], *, gathered: bool = False) -> int:
     """Return the slots of the smallest window whose loads are hidden by compute: STRONGHOLD's inequality.
 
-    A unit loaded at the begin of moment i is used slots - 1 moments later, so its load must take no longer
+    A unit loaded at the start of moment i is used slots - 1 moments later, so its load must take no longer
     than the compute until then. The result is at least 2, for a prefetch, and all units if no smaller window
     suffices.
 

@@ -525,7 +525,7 @@ class Call:
     ops: tuple[int, int]
     """First op of the call and the one after its last."""
     nodes: tuple[int, int]
-    """Autograd's sequence numbers at the begin and end of the call; backward ops of these nodes belong to it.
+    """Autograd's sequence numbers at the start and end of the call; backward ops of these nodes belong to it.
     """
     saves: tuple[int, int]
     """First save of the call and the one after its last."""

@@ -26,7 +26,7 @@ class Rotation(Protocol):
         """Return one of them on `device`, broadcast by its owner; collective."""
 
     def own_numbers(self, device: torch.device) -> AbstractContextManager[None]:
-        """Return a context in which random numbers follow the micro-batch, and which restores this rank's
+        """Return a context in which random numbers follow the micro-batch; its end restores this rank's
         generator state.
         """
 

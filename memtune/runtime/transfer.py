@@ -69,7 +69,7 @@ _prefetched: dict[int, Future[None] | torch.Event] = {}
 """Copies started inside `prefetching_separately`, by address of the storage on the device."""
 _is_separate = False
 _INLINE_BYTES = 64 << 10
-"""On CPU a copy of at most so many bytes takes less time than it takes to wake the thread that copies."""
+"""On CPU a copy of at most this many bytes takes less time than waking the thread that copies."""
 _pending_limit = _PENDING_LIMIT = 256
 """Number of entries in `_pending` at which passed events are searched for and dropped."""
 
@@ -186,7 +186,7 @@ def finish(host: Tensor) -> None:
 
 
 def started(host: Tensor, pending: Pending) -> None:
-    """Register `pending`, which another tier has started and which fills `host`, for `wait` and `finish`."""
+    """Register `pending`, a read that another tier has started into `host`, for `wait` and `finish`."""
     _pending[host.untyped_storage()._cdata] = pending
 
 

@@ -121,10 +121,9 @@ def compare(predicted: Step, real: Step) -> str:
         live, recorded_live = predicted.live_bytes(tier), real.live_bytes(tier)
         if not np.array_equal(live, recorded_live):
             op = int(np.flatnonzero(live != recorded_live)[0])
-            who = _identity(predicted, real, op)
-            return (
-                f"{tier.name} at op {op} ({one[op]}): {live[op]} bytes, recorded {recorded_live[op]}: {who}"
-            )
+            where = f"{tier.name} at op {op} ({one[op]})"
+            bytes_text = f"{live[op]} bytes, recorded {recorded_live[op]}"
+            return f"{where}: {bytes_text}: {_identity(predicted, real, op)}"
     for link in _LINKS:
         mine_bytes, their_bytes = (
             int(s.ops.traffic_bytes[s.ops.resource == link].sum()) for s in (predicted, real)

@@ -35,8 +35,8 @@ class LifetimePools(OwnAllocator):
     paper: ClassVar[str] = "ZeRO-R"
 
     transient_within: Annotated[int, Field(ge=1)] = 64
-    """Memory freed within so many requests and frees is transient: a small value keeps brief tensors of long
-    ops among the kept ones.
+    """Memory freed within this many requests and frees is transient. A small value counts tensors that are
+    freed soon, but inside a long op, as kept.
     """
     relearn_after: Annotated[int, Field(ge=1)] = 64
     """Requests without a counterpart in the observed step before another step is observed; doubles each time.

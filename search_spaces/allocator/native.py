@@ -96,10 +96,10 @@ class Native(Technique):
     pinned_reserve_segment_size_mb: Annotated[int, Field(ge=0)] | None = None
     """MiB of pinned memory that are allocated at once and served in parts."""
     pinned_max_round_threshold_mb: Annotated[int, Field(ge=0)] | None = None
-    """Pinned requests above so many MiB are not rounded up to a power of two: less host memory, less reuse.
+    """Pinned requests above this many MiB are not rounded up to a power of two: less host memory, less reuse.
     """
     pinned_max_cached_size_mb: Annotated[int, Field(ge=0)] | None = None
-    """Pinned blocks above so many MiB are returned when they are freed."""
+    """Pinned blocks above this many MiB are returned when they are freed."""
     pinned_free_catch_all: bool | None = None
     """Passed to torch unchanged; see its documentation."""
 

@@ -91,8 +91,8 @@ class AttentionBoundary(Technique):
     effects: ClassVar[Effects] = SCHEDULED
 
     residual_every: Annotated[int, Field(ge=1)] | None = None
-    """Keep the residual stream at every so many attentions and recompute it in between: more keeps less and
-    recomputes more at once. Default: the square root of the number of attentions, which needs the least
+    """Keep the residual stream at every n-th attention and recompute it in between: a larger n keeps less
+    and recomputes more at once. Default: the square root of the number of attentions, which needs the least
     memory. By blocks: of the attentions of one block.
     """
 

@@ -37,7 +37,7 @@ class Megtaichi(DynamicPolicy):
     since the last use.
     """
     parts: Annotated[int, Field(ge=1, le=64)] = 4
-    """If memory is short, an element-wise op and the ops that recompute its inputs run together in so many
+    """If memory is short, an element-wise op and the ops that recompute its inputs run together in this many
     parts, so that the tensors in between never exist in full (the paper's tensor partition); 1: never. Only
     ops with bitwise equal results in parts: on a GPU all element-wise ops, on CPU not those with an
     exponential.

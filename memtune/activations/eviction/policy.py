@@ -83,7 +83,7 @@ class Policy:
     """
     parts: int = 1
     """Above 1: under memory pressure an elementwise op and the producers of its evicted inputs run together
-    in so many parts, so that those inputs never exist in full (MegTaiChi's tensor partition).
+    in this many parts, so that those inputs never exist in full (MegTaiChi's tensor partition).
     """
     foresight: bool = False
     """Staleness is the time to the next use, as recorded in an earlier run of the same program (MegTaiChi's

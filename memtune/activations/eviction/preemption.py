@@ -102,8 +102,8 @@ class PreemptibleRun(ScheduledRun):
         with self._lock:
             # From here on the run cannot be preempted: `preempt` finds no arguments.
             called, self._called = self._called, None
-            gave_way, self._preempted = self._preempted, False
-        if not gave_way:
+            was_preempted, self._preempted = self._preempted, False
+        if not was_preempted:
             del called
             return super().all_gradients(node)
         assert called is not None

@@ -73,8 +73,8 @@ def ready_gradients(step: Step, mine: Rows, watched: int, bucket_bytes: int) -> 
     full = np.zeros(len(index), np.int32)
     full[bucket_ends(step.storages.bytes[raw[index]].tolist(), bucket_bytes)] = 1
     bucket, adds = (np.cumsum(full) - full).astype(np.int32), after[sums >= 0]
-    stays = int(columns.gradient[mine][watched]) if len(mine) else -1
-    return ReadyGradients(index, raw[index], sums, after, bucket, full.astype(bool), stays, adds)
+    resident = int(columns.gradient[mine][watched]) if len(mine) else -1
+    return ReadyGradients(index, raw[index], sums, after, bucket, full.astype(bool), resident, adds)
 
 
 def average_ready(edit: Edit, step: Step, offloaded: Rows, ranks: int) -> None:
@@ -136,9 +136,9 @@ def ready_or_reduced(
     full = np.zeros(len(index), np.int32)
     full[bucket_ends(sizes[index].tolist(), bucket_bytes)] = 1
     bucket, after = (np.cumsum(full) - full).astype(np.int32), reduced.after[index]
-    stays = own_storage(edit, step, reduced, watched, int(sizes[watched]), bool(summed[watched]))
+    resident = own_storage(edit, step, reduced, watched, int(sizes[watched]), bool(summed[watched]))
     return ReadyGradients(
-        index, reduced.raw[index], sums, after, bucket, full.astype(bool), stays, reduced.adds
+        index, reduced.raw[index], sums, after, bucket, full.astype(bool), resident, reduced.adds
     )
 
 

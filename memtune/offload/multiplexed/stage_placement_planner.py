@@ -127,7 +127,7 @@ def steps_s(
     free, began, loaded = ({rank: np.zeros(n) for rank in ranks} for _ in range(3))
     resident: dict[int, int] = {}
     ready, nth = np.zeros((n, micro_batches)), np.arange(1, micro_batches + 1)
-    for stage, is_back in [
+    for stage, is_restored in [
         *((s, False) for s in range(last + 1)),
         *((s, True) for s in range(last - 1, -1, -1)),
     ]:
@@ -136,7 +136,7 @@ def steps_s(
             loaded[rank] = np.maximum(loaded[rank], began[rank] if prefetch else free[rank]) + load[:, stage]
         # The turnaround leaves its stage resident, so its backward needs no load.
         resident[rank] = stage
-        takes = forward[:, stage] + (backward[:, stage] if is_back or stage == last else 0.0)
+        takes = forward[:, stage] + (backward[:, stage] if is_restored or stage == last else 0.0)
         may = np.maximum(free[rank], loaded[rank])
         began[rank] = np.maximum(may, ready[:, 0])
         # Closed form of a queue: micro-batch i ends after the micro-batch j <= i that it waited for last has

@@ -176,13 +176,13 @@ def updates_at_gradients(step: Step, accumulate: int) -> Step:
         edit.hold_through(gradients, np.full(len(gradients), end, np.int32))
     if len(last) and there.after[-1] == end:
         edit.hold_to_the_end_of_backward(int(last[-1]))
-    stays = (
+    resident = (
         (step.storages.held_until >= first)
         & (step.storages.held_until != FOREVER)
         & ((step.storages.producer < 0) | ~optimizer[step.storages.producer])
     )
-    stays[gradients] = False
-    waits = np.flatnonzero(stays).astype(np.int32)
+    resident[gradients] = False
+    waits = np.flatnonzero(resident).astype(np.int32)
     edit.hold_through(waits, np.full(len(waits), rows.max(), np.int32))
     return edit.done()
 

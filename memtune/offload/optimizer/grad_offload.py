@@ -134,8 +134,8 @@ class GradientOffload:
         self._is_last = False  # inside the last micro-batch, whose gradients may be used for updates
         self._backward_end = BackwardEnd(self._backward_ends, self._backward_raised)
         self._early_updates = EarlyUpdates(context, "parameter")
-        stay = [parameter for parameter in trained if parameter not in self._hosts]
-        self._version_check = WatchedGradients(context, stay, self._hosts.values(), _OTHER)
+        resident = [parameter for parameter in trained if parameter not in self._hosts]
+        self._version_check = WatchedGradients(context, resident, self._hosts.values(), _OTHER)
         self._sentinel_missing = False
         context.events.grads_cleared.subscribe(self._on_grads_cleared)
         # Weakly, and not copied: the model must not keep the offloader, and a deep copy must not offload into

@@ -127,10 +127,10 @@ def hold_for_updates(
     by_block[list(until)] = update[list(until.values())]
     gone, there = by_block[block], update[block] >= 0
     edit.release_before(gradients[gone >= 0], gone[gone >= 0])
-    stays = gradients[there & (gone < 0)]
+    resident = gradients[there & (gone < 0)]
     optimizer = int((step.ops.phase == Phase.OPTIMIZER).argmax())
     # The optimizer's own first op, which `optimizer_on_host` drops later; until then it marks the place.
-    edit.hold_through(stays, np.full(len(stays), optimizer, np.int32))
+    edit.hold_through(resident, np.full(len(resident), optimizer, np.int32))
 
 
 def update_outside_of_backward(

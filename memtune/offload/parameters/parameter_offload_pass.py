@@ -551,8 +551,8 @@ def _left_to_the_optimizer(
         # FSDP2 has a block's gradients in one storage, so `moved` has mapped all uses to one parameter's
         # gradient.
         edit.add_uses(last, gradient)
-        stays = (columns.block < 0) & np.isin(columns.gradient, moved_from)
-        weights = np.flatnonzero(inside & np.isin(step.uses.storage, columns.storage[stays]))
+        resident = (columns.block < 0) & np.isin(columns.gradient, moved_from)
+        weights = np.flatnonzero(inside & np.isin(step.uses.storage, columns.storage[resident]))
         edit.add_uses(step.uses.op[weights], columns.gradient[step.parameter_of[step.uses.storage[weights]]])
 
 

@@ -246,9 +246,9 @@ def _rings(
     whole, prefetch, part = step.storages.bytes[buffer], step.ops.prefetch[at], buffer
     # With gloo everything runs in one order; on CUDA the ring overlaps with the gathers inside the node.
     ring_stream = stream if stream == _COMPUTE_STREAM else _RING_STREAM
-    for turn in range(nodes):
+    for hop in range(nodes):
         arriving = part
-        if turn < nodes - 1:
+        if hop < nodes - 1:
             make = edit.add_ops(_EMPTY, before=at, phase=phase, resource=Resource.NOTHING)
             arriving = edit.add_storages(whole // degree, producer=make, kind=Kind.COMMUNICATION)
             ring = edit.add_ops(
@@ -288,9 +288,9 @@ def _ring_reductions(edit: Edit, step: Step, degree: int, local: int, *, stages_
     add = functools.partial(edit.add_ops, before=found.ops, phase=Phase.BACKWARD)
     stream = step.ops.stream[found.ops]
     ring_stream = stream if stages_messages else _RING_STREAM
-    for turn in range(nodes):
+    for hop in range(nodes):
         mine = sums
-        if turn < nodes - 1:
+        if hop < nodes - 1:
             mine = edit.add_storages(
                 whole // degree, producer=add(_EMPTY, resource=Resource.NOTHING), kind=Kind.COMMUNICATION
             )
@@ -307,7 +307,7 @@ def _ring_reductions(edit: Edit, step: Step, degree: int, local: int, *, stages_
                 arriving,
                 mine,
             )
-        if turn < nodes - 1:
+        if hop < nodes - 1:
             make = add(_EMPTY, resource=Resource.NOTHING)
             arriving = edit.add_storages(whole // degree, producer=make, kind=Kind.COMMUNICATION)
             ring = add(

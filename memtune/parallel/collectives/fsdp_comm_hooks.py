@@ -208,16 +208,16 @@ class Gather(SeamAllGather):
         parts = whole.chunk(nodes)
         self._ring = self._ring or streams.made(whole.device)
         part = mine
-        for turn in range(nodes):
+        for hop in range(nodes):
             arriving, arrived = part, None
-            if turn < nodes - 1:
+            if hop < nodes - 1:
                 arriving = torch.empty(part.numel(), dtype=part.dtype, device=part.device)
                 # The received shard may reuse memory that the previous gather still reads.
                 streams.wait_current(self._ring, whole.device)
                 with streams.on(self._ring):
                     torch.ops.memtune.send_next_into_(arriving, part, between.group_name, nodes)
                 arrived = streams.end_of(self._ring)
-            from_node = parts[(self._place.node - turn) % nodes]
+            from_node = parts[(self._place.node - hop) % nodes]
             torch.ops.memtune.all_gather_into_(from_node, part, inside.group_name, inside.size())
             if arrived is not None:
                 arrived.wait()
@@ -262,16 +262,16 @@ class RingReduction(SeamReduceScatter):
         if name is None or async_op:
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
         parts, arriving, arrived = input_tensor.chunk(nodes), None, None
-        for turn in range(nodes):
-            mine = _like(output_tensor) if turn < nodes - 1 else output_tensor
-            of_node = parts[(self._place.node - 1 - turn) % nodes]
+        for hop in range(nodes):
+            mine = _like(output_tensor) if hop < nodes - 1 else output_tensor
+            of_node = parts[(self._place.node - 1 - hop) % nodes]
             torch.ops.memtune.reduce_scatter_into_(mine, of_node, inside.group_name, inside.size(), name)
             if arriving is not None:
                 if arrived is not None:
                     arrived.wait()
                 mine.add_(arriving)
                 arriving = None
-            if turn < nodes - 1:
+            if hop < nodes - 1:
                 arriving, arrived = self._send(mine, between.group_name)
         if name == "avg":
             output_tensor.div_(nodes)

@@ -37,11 +37,11 @@ class Form:
         `kept[i]`.
         """
         lengths: list[int] = []  # an even number of them: the next one is quantised
-        for count, stays in zip(numel, kept, strict=True):
-            if stays and lengths and len(lengths) % 2 == 0:
+        for count, is_kept in zip(numel, kept, strict=True):
+            if is_kept and lengths and len(lengths) % 2 == 0:
                 lengths[-1] += count
                 continue
-            if stays != (len(lengths) % 2 == 1):  # the blocks of every parameter are its own
+            if is_kept != (len(lengths) % 2 == 1):  # the blocks of every parameter are its own
                 lengths.append(0)
             lengths.append(count)
         return Row(tuple(lengths), self.bits, self.block)

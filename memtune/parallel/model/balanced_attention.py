@@ -77,16 +77,16 @@ def forward(ring: Ring, query: Tensor, pair: Tensor, scale: float | None) -> Att
     own = attend(query, *pair, causal=True, scale=scale)
     total = Attended(own.out.to(wide(query.dtype)), own.lse)
     del own
-    for turn in balance_rounds(ring.ranks, ring.rank):
+    for round_ in balance_rounds(ring.ranks, ring.rank):
         come, found = questions.next(), list[Tensor]()
-        if turn.attends:
+        if round_.attends:
             merge(total, attend(query, *come[0], causal=False, scale=scale))
-        elif turn.helps:
+        elif round_.helps:
             found += attend(come[0], *pair, causal=False, scale=scale)
         del come
-        answer = _exchange(ring, found, [query, total.lse] if turn.is_helped else [], -turn.distance)
+        answer = _exchange(ring, found, [query, total.lse] if round_.is_helped else [], -round_.distance)
         del found
-        if turn.is_helped:
+        if round_.is_helped:
             merge(total, Attended(*_arrived(answer)))
         _finish(answer)
         del answer
@@ -112,15 +112,15 @@ def backward(
     to_query.add_(own[0])
     _add_pair(to_pair, own[1:])
     del own
-    for turn in balance_rounds(ring.ranks, ring.rank):
+    for round_ in balance_rounds(ring.ranks, ring.rank):
         come, found = questions.next(), list[Tensor]()
-        if turn.attends:
+        if round_.attends:
             key, value = come[0]
             mine = attend_backward(gradient, query, key, value, all_keys, causal=False, scale=scale)
             to_query.add_(mine[0])
             found += mine[1:]
             del mine, key, value
-        elif turn.helps:
+        elif round_.helps:
             theirs = attend_backward(
                 come[1], come[0], pair[0], pair[1], Attended(*come[2:]), causal=False, scale=scale
             )
@@ -129,12 +129,15 @@ def backward(
             del theirs
         del come
         answer = _exchange(
-            ring, found, [*pair] if turn.sends_keys else [query] if turn.is_helped else [], -turn.distance
+            ring,
+            found,
+            [*pair] if round_.sends_keys else [query] if round_.is_helped else [],
+            -round_.distance,
         )
         del found
-        if turn.sends_keys:
+        if round_.sends_keys:
             _add_pair(to_pair, _arrived(answer))
-        elif turn.is_helped:
+        elif round_.is_helped:
             to_query.add_(answer[0].arrived())
         _finish(answer)
         del answer
@@ -172,10 +175,10 @@ class _HelperQueries:
     def _begin(self) -> list[Hop]:
         if not self._left:
             return []
-        turn = self._left.pop(0)
-        sent = [self._pair] if turn.sends_keys else self._asked if turn.is_helped else []
-        received = [self._pair] if turn.attends else self._asked if turn.helps else []
-        return _exchange(self._ring, sent, received, turn.distance)
+        round_ = self._left.pop(0)
+        sent = [self._pair] if round_.sends_keys else self._asked if round_.is_helped else []
+        received = [self._pair] if round_.attends else self._asked if round_.helps else []
+        return _exchange(self._ring, sent, received, round_.distance)
 
 
 def _exchange(ring: Ring, sent: Sequence[Tensor], received: Sequence[Tensor], distance: int) -> list[Hop]:

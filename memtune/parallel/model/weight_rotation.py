@@ -68,9 +68,9 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.ring = ring
         shards, rows, whole = RingRound(ring, weight.detach(), prefetch=False), weight.shape[0], None
-        for turn in range(ring.ranks):
+        for hop in range(ring.ranks):
             # After t hops a rank holds the shard of the rank t before it.
-            shard, first = shards.next(), (ring.rank - turn) % ring.ranks * rows
+            shard, first = shards.next(), (ring.rank - hop) % ring.ranks * rows
             part = F.linear(x, shard, None if bias is None else bias[first : first + rows])
             del shard
             if whole is None:
@@ -89,8 +89,8 @@ class _Linear(torch.autograd.Function):
         flat, rows, of_x, of_weight = _flat(gradient), weight.shape[0], None, None
         shards = RingRound(ring, weight.detach(), prefetch=True) if to_x else None
         sums = RingSums(ring)
-        for turn in range(1, ring.ranks + 1):
-            part = flat.narrow(1, (ring.rank - turn) % ring.ranks * rows, rows)
+        for hop in range(1, ring.ranks + 1):
+            part = flat.narrow(1, (ring.rank - hop) % ring.ranks * rows, rows)
             if to_weight:
                 of_weight = None  # what was passed on is the hop's
                 of_weight = sums.add(_add_product(sums.next(), part.t(), _flat(x), weight.dtype))
@@ -114,9 +114,9 @@ class _Embedding(torch.autograd.Function):
         # An index outside of all shards would silently give zeros.
         torch._assert_async(((index >= 0) & (index < weight.shape[0] * ring.ranks)).all())
         shards, whole = RingRound(ring, weight.detach(), prefetch=False), None
-        for turn in range(ring.ranks):
-            row, elsewhere = _rows(index, (ring.rank - turn) % ring.ranks, weight.shape[0])
-            part = F.embedding(row, shards.next()).masked_fill_(elsewhere, 0)
+        for hop in range(ring.ranks):
+            row, is_remote = _rows(index, (ring.rank - hop) % ring.ranks, weight.shape[0])
+            part = F.embedding(row, shards.next()).masked_fill_(is_remote, 0)
             whole = part if whole is None else whole.add_(part)
             del part
         shards.finish()
@@ -128,12 +128,12 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
         (index,), ring, of_weight = ctx.saved_tensors, ctx.ring, None
         sums = RingSums(ring)
-        for turn in range(1, ring.ranks + 1):
-            row, elsewhere = _rows(index, (ring.rank - turn) % ring.ranks, ctx.shape[0])
+        for hop in range(1, ring.ranks + 1):
+            row, is_remote = _rows(index, (ring.rank - hop) % ring.ranks, ctx.shape[0])
             of_weight = sums.next()
             if of_weight is None:
                 of_weight = gradient.new_zeros(ctx.shape, dtype=ctx.dtype)
-            part = _flat(gradient.masked_fill(elsewhere, 0)).to(ctx.dtype)
+            part = _flat(gradient.masked_fill(is_remote, 0)).to(ctx.dtype)
             of_weight = sums.add(of_weight.index_add_(0, row.view(-1), part))
             del part
         assert of_weight is not None
@@ -149,8 +149,8 @@ def _rows(index: Tensor, shard: int, rows: int) -> tuple[Tensor, Tensor]:
     other shards.
     """
     row = index - shard * rows
-    elsewhere = (row < 0) | (row >= rows)
-    return row.masked_fill_(elsewhere, 0), elsewhere.unsqueeze(-1)
+    is_remote = (row < 0) | (row >= rows)
+    return row.masked_fill_(is_remote, 0), is_remote.unsqueeze(-1)
 
 
 class _SameCalls:
@@ -188,7 +188,7 @@ class _SameCalls:
         number = zlib.crc32(name.encode())
         ends = torch.from_numpy(np.array([number, -number])).to(
             self._device
-        )  # numpy's memory: no byte of a tier, on CPU
+        )  # numpy's memory: the ledger does not count it
         dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._group)
         if ends.sum().item():
             raise ApplyError(
@@ -312,7 +312,7 @@ def rotate(context: Context, layers: Sequence[str], degree: int, *, in_place: bo
             layer does not rotate.
     """
     require_ranks(context, "rotated tensor parallelism")
-    require_groups(context, degree, "rings")
+    require_groups(context, degree)
     found, refused = rotatable(context.model, degree)
     for name in layers:
         if name not in found:

@@ -127,7 +127,7 @@ class Pipeline:
             copies,
             tied,
         )
-        self.turns = MicroBatchRotation(group)
+        self.rotation = MicroBatchRotation(group)
         self.run = Run(len(layout.blocks), layout.outputs)
         """Decides for each block whether it runs, is skipped or ends the run."""
         self._made_for: Any = None
@@ -172,18 +172,18 @@ class Pipeline:
         Raises:
             ApplyError: Ranks provide different numbers of micro-batches, or of different shapes; or too few.
         """
-        turns = self.turns.of(batches)
-        with self.turns.own_numbers(self._context.device):
-            here: list[Any] = [self.turns.upload(turn, self._context.device) for turn in turns]
+        micro_batches = self.rotation.of(batches)
+        with self.rotation.own_numbers(self._context.device):
+            here: list[Any] = [self.rotation.upload(each, self._context.device) for each in micro_batches]
             losses: list[Tensor] = []
             schedule, stages = self._schedule(model, loss_function, here)
             slots = self._context.activations.slots
             if slots is not None:
-                slots.follow(self._actions(len(turns)))
+                slots.follow(self._actions(len(micro_batches)))
             for stage in stages:
-                stage.begin(model, loss_function, here, [turn.seed for turn in turns])
+                stage.begin(model, loss_function, here, [each.seed for each in micro_batches])
             try:
-                schedule.step(target=torch.zeros(len(turns)), losses=losses, return_outputs=False)
+                schedule.step(target=torch.zeros(len(micro_batches)), losses=losses, return_outputs=False)
             except RuntimeError as error:  # torch wraps whatever a stage raises
                 own = _original_error(error)
                 if own is None:
@@ -219,9 +219,9 @@ class Pipeline:
         if self.run.ended is None or self._sharers is None or not has_real_peers(self._context.model):
             return new
         # One message for both questions: the maximum of -count is minus the smallest count.
-        told = torch.tensor([int(new), count, -count], device=self._context.device)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._sharers)
-        any_new, most, least = told.tolist()
+        extremes = torch.tensor([int(new), count, -count], device=self._context.device)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._sharers)
+        any_new, most, least = extremes.tolist()
         if most != -least:
             raise ApplyError(
                 f"Pipelines that divide each other's stages bring {-least} to {most} micro-batches.",
@@ -382,14 +382,14 @@ def pipe(context: Context, layout: Layout) -> None:
     table.last = {n for n, (stage, after) in enumerate(pairwise([*table.stages, -1])) if stage != after}
     context.loop.pipeline, context.loop.rotation, context.placement.model_parallel_size = (
         pipeline,
-        pipeline.turns,
+        pipeline.rotation,
         layout.degree,
     )
     context.checks["sharding.parallel"] = lambda: _check(context, layout, mine)
 
 
 def _require_layout(context: Context, layout: Layout) -> None:
-    require_groups(context, layout.degree, "pipelines")
+    require_groups(context, layout.degree)
     outside = {
         n
         for n, _ in context.model.named_parameters()

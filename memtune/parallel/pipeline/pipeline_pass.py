@@ -355,9 +355,9 @@ def _rank(parts: Parts, rank: int, held: npt.NDArray[np.bool_]) -> Step:
     held_lists: Lists = {}
     actions = stage_actions(how.schedule, rank, how.ranks, how.stages_per_rank, how.micro_batches)
     moves = SlotMoves(parts.step, parts.stage, actions) if how.in_slots else None
-    shelf = StageSpill(parts.step)
+    spill = StageSpill(parts.step)
     for action in actions:
-        shelf.ends(rows, action, _run(parts, rows, action, held_lists, moves))
+        spill.ends(rows, action, _run(parts, rows, action, held_lists, moves))
         if not action.backward and action.stage == stages[-1]:
             rows.hold_all((_UPLOAD, action.micro_batch), rows.n_ops - 1)
     for key, storage in held_lists.values():

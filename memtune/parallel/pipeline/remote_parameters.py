@@ -52,10 +52,12 @@ class OtherStages:
 
     def optimizer_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the optimizer's state of `name` from its owner; collective."""
-        told: list[Any] = [{what: _form(value) for what, value in state.items()} if self.owns(name) else None]
-        dist.broadcast_object_list(told, group=self.group, group_src=self.owner[name])
+        forms: list[Any] = [
+            {what: _form(value) for what, value in state.items()} if self.owns(name) else None
+        ]
+        dist.broadcast_object_list(forms, group=self.group, group_src=self.owner[name])
         found = {}
-        for what, form in told[0].items():
+        for what, form in forms[0].items():
             if not isinstance(form, _Form):
                 found[what] = form
                 continue

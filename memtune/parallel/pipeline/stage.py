@@ -283,7 +283,7 @@ class StageModule(nn.Module):
     def __init__(self, run: Run, first: int, last: int, index: int, count: int, frees_batch: bool) -> None:
         super().__init__()
         self._run, self._first, self._last = run, first, last
-        self._index, self._is_last, self._lets_go = index, index == count - 1, frees_batch
+        self._index, self._is_last, self._frees_batch = index, index == count - 1, frees_batch
         self._now: tuple[nn.Module, LossFunction, list[Any], list[int]] | None = None
 
     def begin(
@@ -305,7 +305,7 @@ class StageModule(nn.Module):
         output = self._run.of(
             self._first, self._last, given, lambda: loss_function(model, batches[micro_batch])
         )
-        if self._lets_go:
+        if self._frees_batch:
             batches[micro_batch] = None
         return output / len(batches) if self._is_last and len(batches) > 1 else output
 

@@ -62,7 +62,7 @@ def _counted(there: Sequence[bool], group: dist.ProcessGroup, like: Tensor) -> T
         return None
     found = torch.from_numpy(np.array(there, np.int32)).to(
         like.device
-    )  # numpy's memory: no byte of a tier, on CPU
+    )  # numpy's memory: the ledger does not count it
     dist.all_reduce(found, group=group)
     return found
 

@@ -46,7 +46,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 def update_locally(optimizer: Optimizer) -> None:
     """Make `optimizer.step()` work on the local tensors of its DTensors, if it treats elements alone.
 
-    Its hooks see DTensors. A step that the user has replaced stays as it is.
+    Its hooks see DTensors. A step that the user has replaced is not changed.
     """
     update = getattr(type(optimizer).step, "__wrapped__", None)  # below the wrapper that runs the hooks
     if is_elementwise(optimizer) and update is not None and is_own_step(optimizer):

@@ -137,8 +137,8 @@ class CopyOut(Technique):
             for i, share in enumerate(shares)
             if share > 0
         ]
-        ahead = self._prefetched(on_stages=program.stages is not None)
-        how = {"ssd_prefetch": ahead} if self.target == "ssd" else {"prefetch": ahead}
+        prefetch = self._prefetched(on_stages=program.stages is not None)
+        how = {"ssd_prefetch": prefetch} if self.target == "ssd" else {"prefetch": prefetch}
         return program.with_step(move_activations(program.step, claims, stages=program.stages, **how))
 
     def apply(self, context: Context, plan: CopyOutPlan) -> None:
@@ -149,15 +149,15 @@ class CopyOut(Technique):
         """
         table, ssd = context.activations, self.target == "ssd"
         regions = table.regions
-        ahead = self._prefetched(on_stages=context.loop.pipeline is not None)
+        prefetch = self._prefetched(on_stages=context.loop.pipeline is not None)
         if ssd:
             offload_dir.checked()
-            table.ssd_spill = SSDSpill(ahead)
+            table.ssd_spill = SSDSpill(prefetch)
             context.checks["offload.activations"] = lambda: {
                 "ssd_written_bytes": table.ssd_spill.written_bytes
             }
         else:
-            table.prefetcher = Prefetcher(ahead)
+            table.prefetcher = Prefetcher(prefetch)
         shares = shares_by_count(self.ratio, len(regions))
         if (runs := self._runs(plan)) is not None:
             try:

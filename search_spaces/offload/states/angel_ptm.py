@@ -46,7 +46,7 @@ class AngelPtm(Technique):
 
     With `lock_free` a thread updates weights asynchronously and training never waits for it, which is lossy
     and off by default. With `optimizer: ssd` master weights and moments are on SSD, in pieces of a parameter
-    each, and stream through the host in the step; with both they do so in the thread: 24 bytes per parameter
+    each, and stream through the host in the step; with both they stream in the thread: 24 bytes per parameter
     for every update, at most one per step, and host memory for two more steps' gradients. Not implemented:
     activations in pages, gathers on the same schedule, frames whose number changes within a step.
 
@@ -103,8 +103,8 @@ class AngelPtm(Technique):
     def sentence(self) -> str:
         """Return the setting as one clause."""
         state = "optimizer state on SSD, " if self.optimizer == "ssd" else ""
-        late = ", which may be some steps late" if self.lock_free else ""
-        return f"keeps {state}pages of the blocks' weights in host memory and updates on the host{late}"
+        delay = ", which may be some steps late" if self.lock_free else ""
+        return f"keeps {state}pages of the blocks' weights in host memory and updates on the host{delay}"
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:

@@ -53,7 +53,7 @@ class Harmony(Technique):
     Blocks are joined to packs. A pack's weights are loaded once for the forward of all micro-batches and once
     for their backward (input-batch grouping), its gradients are summed on the device and offloaded once, and
     the host updates them at once (just-in-time update). Backward runs a pack's forward again from its input,
-    except for the last pack, whose backward follows its forward and which is resident between them. So a step
+    except for the last pack: its backward follows its forward, and it is resident between them. So a step
     copies 3|W| - |W of the last pack| for any number of micro-batches, while layers that are loaded for each
     of m micro-batches copy 3m|W|. With `group` that is paid per group of micro-batches, and the inputs kept
     for backward shrink to one group's. Micro-batches keep their size: the paper's unequal sizes of forward

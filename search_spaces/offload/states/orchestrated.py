@@ -84,7 +84,7 @@ class TensorMovement(Technique):
     offloaded on one rank of the link.
     """
     window: Annotated[int, Field(ge=1)] = 2
-    """Blocks from the one that computes to the one that is loaded; 1 waits for each copy."""
+    """Distance in blocks from the one that computes to the one that is loaded; 1 waits for each copy."""
     slot_mib: Annotated[int, Field(ge=1, le=4096)] = 64
     """Most bytes of a copy during one hold of the token; small pieces are fairer and cost more requests."""
 

@@ -72,7 +72,7 @@ class PatrickStar(Technique):
     exactness: ClassVar[Exactness] = Exactness.REORDERED
 
     chunk_bytes: Annotated[int, Field(ge=1)] | None = None
-    """Bytes of a chunk. Default: the size that wastes least."""
+    """Bytes of a chunk. Default: the size with the least unused space."""
     gradients: Literal["in_place", "separate"] = "in_place"
     """`in_place`: a gradient overwrites its weight in the chunk and is offloaded from there, if that leaves
     more room at the peak; not under `fsdp`, nor if the recorded step reads a weight after its gradient is
@@ -138,9 +138,7 @@ class PatrickStar(Technique):
 
 
 def _leaves_more_room(program: Program) -> bool:
-    """Return whether gradients in place are possible and lower the peak outside of chunks, which decides the
-    copies.
-    """
+    """Return whether gradients can overwrite weights and that lowers the peak outside of chunks."""
     return weights_are_free(program.step) and max(non_chunk_bytes(program, in_place=True)) < max(
         non_chunk_bytes(program)
     )

@@ -51,7 +51,7 @@ class ZeroOffload(Technique):
     bytes and the state's.
 
     The device keeps weights, activations and two buckets of gradients. In bfloat16 (`master`) 4 bytes per
-    parameter cross the link in a step, in float32 8; with accumulation the gradients do so in each
+    parameter cross the link in a step, in float32 8; with accumulation the gradients cross it in each
     micro-batch. The host sums micro-batches and updates when the last gradient has arrived. On several ranks
     each sends its rows of reduced gradients, with `fsdp`, `zero3`, `zero1` or `zero2` (the paper's), and its
     host updates these alone. With `delayed` the update overlaps with the next step: weights have a staleness
@@ -98,9 +98,9 @@ class ZeroOffload(Technique):
         """Return the setting as one clause."""
         share = "as little as needed" if self.ratio is None else f"{self.ratio:.0%}"
         state = "optimizer state" if self.ratio == 1 else f"{share} of the optimizer state"
-        late = " one step late" if self.delayed else ""
+        delay = " one step late" if self.delayed else ""
         sent = "sends gradients to host memory in backward"
-        return f"{sent}, keeps {state} and updates there{late}{UPDATES[self.update]}"
+        return f"{sent}, keeps {state} and updates there{delay}{UPDATES[self.update]}"
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:

@@ -289,12 +289,12 @@ def block_ops(step: Step, block: Block, op_s: F64, links: Hardware | None) -> tu
     ]
     for op in block.ops:
         saved = [s for s in block.makes[op] if s in block.saved]
-        dear = is_matmul_or_attention(block.name[op])
+        is_expensive = is_matmul_or_attention(block.name[op])
         reads = {place[block.producer[s]] for s in block.reads[op] if s in block.producer} - {place[op]}
         reads |= {0} if entered.intersection(block.reads[op]) else set()
-        n_bytes = sum(map(bytes_of.__getitem__, saved or block.makes[op])) if saved or dear else 0
+        n_bytes = sum(map(bytes_of.__getitem__, saved or block.makes[op])) if saved or is_expensive else 0
         # A value written in place later would be kept in its changed state.
-        keepable = bool(saved or dear) and op not in block.spoiled
+        keepable = bool(saved or is_expensive) and op not in block.spoiled
         offload_s = _offload_s(n_bytes, links)
         found.append(
             BlockOp(

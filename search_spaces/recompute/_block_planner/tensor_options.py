@@ -105,9 +105,9 @@ def combinations(
     """
     undecided = _undecided(ops)
     few = _keeping(undecided, known)
-    stay: OffloadActions = [None] * len(ops)
+    resident: OffloadActions = [None] * len(ops)
     offload, found = _cheapest_offload(ops), []
-    for moving in (stay, offload) if any(offload) else (stay,):
+    for moving in (resident, offload) if any(offload) else (resident,):
         priced = _explored(ops, undecided, np.concatenate([_start(ops, undecided), few], axis=1), moving)
         found += [_combination(ops, priced, int(row), moving) for row in _best(priced, limit)]
     held, seconds = (
@@ -124,8 +124,8 @@ def keep_only(ops: tuple[BlockOp, ...], kept: frozenset[int]) -> Combination:
     needs.
     """
     undecided = _undecided(ops)
-    stay: OffloadActions = [None] * len(ops)
-    return _combination(ops, price(ops, undecided, _keeping(undecided, [kept]), stay), 0, stay)
+    resident: OffloadActions = [None] * len(ops)
+    return _combination(ops, price(ops, undecided, _keeping(undecided, [kept]), resident), 0, resident)
 
 
 def _undecided(ops: tuple[BlockOp, ...]) -> list[int]:
@@ -194,27 +194,27 @@ def price(ops: tuple[BlockOp, ...], undecided: list[int], retained: Mask, offloa
     place = {op: row for row, op in enumerate(undecided)}
     count = retained.shape[1]
     need = np.zeros((len(ops), count), bool)
-    stay = np.zeros((len(ops), count), bool)
+    resident = np.zeros((len(ops), count), bool)
     held, seconds = np.zeros(count, np.int64), np.zeros(count)
     # From the last op to the first, so that all readers of an op have set its `need` before it is priced.
     for i in range(len(ops) - 1, -1, -1):
         op, needed = ops[i], need[i]
         if op.is_input:
-            stay[i] = True
+            resident[i] = True
         elif i in place:
-            stay[i] = retained[place[i]]
+            resident[i] = retained[place[i]]
         if op.saved:
             needed |= True
-        run = needed & ~stay[i]
+        run = needed & ~resident[i]
         for source in op.reads:
             need[source] |= run
         seconds += op.seconds * run
         action = offload[i]
         if action is None:
-            held += op.bytes * (needed & stay[i])
+            held += op.bytes * (needed & resident[i])
         else:
-            seconds += op.offload_s[action] * (needed & stay[i])
-    return _Priced(need, stay, held, seconds)
+            seconds += op.offload_s[action] * (needed & resident[i])
+    return _Priced(need, resident, held, seconds)
 
 
 def _cheapest_offload(ops: tuple[BlockOp, ...]) -> OffloadActions:
