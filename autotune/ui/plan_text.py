@@ -19,8 +19,6 @@ from memtune.autotune.ui import formatting
 from memtune.hardware import BUSY
 from memtune.units import format_bytes, format_count, format_micro_batch, format_seconds
 
-_MODULES = 4
-"""Modules to show of a peak."""
 _REASONS = 12
 """Groups of refusals to show."""
 _NOTICEABLE = 0.03

@@ -86,10 +86,6 @@ class TrainingLoop:
     """The compiled forwards; written by `apply` before any technique, read by techniques that order or
     partition graphs.
     """
-    blocks_run_schedules: bool = False
-    """True if each block runs by a recompute schedule of its own; written by `recompute`, read by expert
-    offload.
-    """
     resumed_steps: int = 0
     """Optimizer steps of earlier runs that this one continues; written by optimizer offload to SSD when it
     resumes.
