@@ -73,7 +73,7 @@ def test_every_setting_has_one_clause_of_its_own(slot: str):
         assert len(clause) <= 150, clause
 
 
-def test_the_clause_names_the_paper_of_a_published_technique():
+def test_clause_names_the_paper_of_a_published_technique():
     unnamed = {
         cls.model_fields["kind"].default
         for cls in search_spaces.all_techniques()

@@ -146,7 +146,7 @@ class TestOneRank:
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("packs", "again"), [each for each in ALL if each not in QUICK], ids=named)
-    def test_all_are_exact(self, packs: Technique, again: Technique) -> None:
+    def test_techniques_are_exact_under_layer_major_order(self, packs: Technique, again: Technique) -> None:
         check_bits(packs, again)
         check_ops(packs, again)
 
@@ -369,13 +369,13 @@ def _beyond(candidate: Candidate, run: dict[str, Any]) -> tuple[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packs", [LAYER_MAJOR, PIPELINE, PAIRS], ids=["mobius", "pipeline", "data"])
-def test_on_two_ranks(packs: Technique) -> None:
+def test_techniques_are_exact_on_two_ranks(packs: Technique) -> None:
     """Each rank has its own samples."""
     check_on_ranks(packs, (FULL, SELECTIVE, EVERY_NTH, PLANNED, SCHEDULE))
 
 
 @pytest.mark.slow
-def test_the_pass_is_a_rank_s_step() -> None:
+def test_pass_equals_the_step_of_a_rank() -> None:
     check_ops(PAIRS, SELECTIVE, ranks=2)
 
 

@@ -282,7 +282,7 @@ def test_pairs_that_fit_are_exact(tmp_path: Path, division: str) -> None:
 
 
 @pytest.mark.parametrize("division", [pytest.param(each, marks=pytest.mark.slow) for each in DIVISIONS])
-def test_the_others_are_refused_by_name(division: str) -> None:
+def test_fits_refuses_other_techniques_by_name(division: str) -> None:
     for row in OFFLOADS:
         for recompute in RECOMPUTES:
             if why := why_refused(row, division, recompute):

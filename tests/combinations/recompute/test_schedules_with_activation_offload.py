@@ -53,14 +53,14 @@ def drive(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
 
 
-def test_the_pass_is_the_runtime() -> None:
+def test_pass_equals_the_recorded_step() -> None:
     assert drift(CHAIN, BOUNDARY, HALF, micro_batch=SAMPLES) == ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("move", MOVES, ids=lambda each: str(each.kind))
 @pytest.mark.parametrize("again", SCHEDULES, ids=lambda each: str(each.kind))
-def test_all_passes_are_the_runtime(again: Technique, move: Technique) -> None:
+def test_passes_equal_the_recorded_step(again: Technique, move: Technique) -> None:
     if (again, move) in NO_USE:
         assert "worth" in str(again.fits(plain_program(CHAIN, SAMPLES), target_of(again, move)))
         return
@@ -79,7 +79,7 @@ def test_values_kept_by_schedule_are_offloaded_and_reloaded_once() -> None:
 
 
 @pytest.mark.slow
-def test_without_claims_nothing_is_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drift_check_fails_without_claims_on_kept_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mechanism: values kept by a schedule pass through the claims on its block."""
     monkeypatch.setattr(scheduled_region, "hooks_of_table", lambda: None)
     assert drift(CHAIN, BOUNDARY, HALF, micro_batch=SAMPLES) != ""

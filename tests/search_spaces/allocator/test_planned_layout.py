@@ -39,7 +39,7 @@ class TestPlannedLayout(ArenaSuite):
         assert len(messages) == 1
         assert "other memory than planned (request" in messages[0]
 
-    def test_after_enough_deviations_another_step_is_planned(self) -> None:
+    def test_arena_plans_another_step_after_enough_deviations(self) -> None:
         got, messages = trained([4] * 4 + [7] * 8, PlannedLayout(replan_after=20))
         wanted, _ = trained([4] * 4 + [7] * 8, None)
         assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))

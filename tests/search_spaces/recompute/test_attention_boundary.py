@@ -53,7 +53,7 @@ class TestAttentionBoundary(TechniqueSuite):
         plan = technique.plan(plain_program(ZOO["gpt"]), target_of(technique))
         assert plan.kept_bytes == 4 * (HIDDEN + LOG_SUM_EXP) + residuals * HIDDEN
 
-    def test_without_residuals_forward_ends_with_a_tenth_more_than_full(self) -> None:
+    def test_forward_without_residuals_ends_with_a_tenth_more_than_full(self) -> None:
         """Live bytes when the loss is computed, recorded from the running model: attention's outputs instead
         of inputs.
         """
@@ -64,7 +64,7 @@ class TestAttentionBoundary(TechniqueSuite):
         assert twice - full == 4 * (HIDDEN + LOG_SUM_EXP)
         assert mine - full <= 0.1 * 4 * HIDDEN
 
-    def test_the_plan_says_the_peak(self) -> None:
+    def test_plan_states_the_peak(self) -> None:
         technique = self.default()
         plan = technique.plan(plain_program(ZOO["gpt"]), target_of(technique))
         assert plan.peak_bytes == recorded(ZOO["gpt"], technique).peak_bytes()
@@ -75,7 +75,7 @@ class TestAttentionBoundary(TechniqueSuite):
         assert "not fused" in str(technique.fits(plain_program(ZOO["moe"]), target_of()))
         assert "no attention" in str(technique.fits(plain_program(ZOO["lora"]), target_of()))
 
-    def test_without_a_plan_nothing_is_applied(self) -> None:
+    def test_apply_refuses_a_missing_plan(self) -> None:
         _, model, optimizer = build(ZOO["gpt"])
         with pytest.raises(ApplyError, match="needs a plan"):
             apply(model, optimizer, {"settings": settings_of(self.default())}, strict=False)

@@ -70,7 +70,7 @@ class TestBalanced(TechniqueSuite):
         assert len(plan.calls) == 1
         assert plan.blocks == (0, 0, 0, 0)
 
-    def test_without_a_plan_or_with_one_for_another_model_nothing_is_applied(self) -> None:
+    def test_apply_refuses_a_missing_plan_or_one_for_another_model(self) -> None:
         for config in ({"settings": settings_of(self.default())}, config_of(ZOO["hf_llama"], self.default())):
             _, model, optimizer = build(ZOO["gpt"])
             with pytest.raises(ApplyError, match="needs a plan") as caught:

@@ -113,7 +113,7 @@ class TestCheckmate(TechniqueSuite):
         return True
 
     @pytest.mark.parametrize("share", [0.4])
-    def test_the_recorded_peak_is_the_schedules_and_within_the_budget(self, share: float) -> None:
+    def test_recorded_peak_is_the_schedules_and_within_the_budget(self, share: float) -> None:
         technique = Checkmate(share=share, nodes=16)
         program = plain_program(ZOO["gpt"])
         plan = technique.plan(program, target_of(technique))
@@ -255,7 +255,7 @@ def test_refusals_name_the_reason(model: str) -> None:
     assert why in str(technique.fits(plain_program(ZOO[model]), target_of(technique)))
 
 
-def test_it_is_not_compiled() -> None:
+def test_fits_refuses_compiled_code() -> None:
     compiled = Target(target_of().hardware, compiled="model")
     assert "compile" in str(Checkmate(share=0.5).fits(plain_program(ZOO["gpt"]), compiled))
 
@@ -280,7 +280,7 @@ def test_another_model_runs_plainly_and_the_audit_says_why() -> None:
         {"schedule": 3},
     ],
 )
-def test_without_a_plan_or_with_a_damaged_one_nothing_is_applied(plan: dict[str, object]) -> None:
+def test_apply_refuses_a_missing_or_damaged_plan(plan: dict[str, object]) -> None:
     _, model, optimizer = build(ZOO["gpt"])
     settings = settings_of(Checkmate(share=0.5))
     config = {"settings": settings, "plan": {"recompute": plan} if plan else {}}

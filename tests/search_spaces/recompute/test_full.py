@@ -93,7 +93,7 @@ class TestFull(TechniqueSuite):
             gradients.append([p.grad for p in model.parameters()])
         assert all(torch.equal(one, two) for one, two in zip(*gradients, strict=True))
 
-    def test_without_gradients_nothing_is_kept_or_run_twice(self) -> None:
+    def test_forward_without_gradients_keeps_nothing_and_runs_once(self) -> None:
         workload, model, optimizer = build(ZOO["gpt"])
         outputs = []
         batch = workload.make_batch(2)

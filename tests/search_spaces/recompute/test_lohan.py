@@ -185,7 +185,7 @@ class TestLohan(TechniqueSuite):
         assert swapped_by(none, program, slow) < swapped_by(none, program, target)
 
     @pytest.mark.parametrize("seed", range(4))
-    def test_the_minimum_with_a_drive_is_that_of_brute_force(self, seed: int) -> None:
+    def test_minimum_with_a_drive_is_that_of_brute_force(self, seed: int) -> None:
         """Over all numbers of parts; and as few of the first blocks are spilled as make room."""
         rng = np.random.default_rng(seed)
         busy = random_busy(rng, 2)
@@ -199,7 +199,7 @@ class TestLohan(TechniqueSuite):
         assert not gone or sum(size for block, size in blocks.items() if block not in gone[:-1]) > 12
 
     @pytest.mark.parametrize("seed", range(6))
-    def test_the_minimum_is_that_of_brute_force(self, seed: int) -> None:
+    def test_minimum_is_that_of_brute_force(self, seed: int) -> None:
         """Over all numbers of parts; and, where parts are of one size, over all sets of them. T is convex in
         the bytes.
         """

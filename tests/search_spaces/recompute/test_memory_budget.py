@@ -55,7 +55,7 @@ def test_smaller_budgets_save_less_and_run_more_again() -> None:
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.5])
-def test_the_same_bits_as_the_plain_model(budget: float) -> None:
+def test_training_has_the_bits_of_the_plain_model(budget: float) -> None:
     torch._dynamo.reset()
     runs: list[Any] = []
     for recompute in (None, {"kind": "memory_budget", "budget": budget}):
@@ -72,7 +72,7 @@ def test_the_same_bits_as_the_plain_model(budget: float) -> None:
         assert all(torch.equal(gradients[name], plain[name]) for name in plain)
 
 
-def test_it_needs_compiled_graphs() -> None:
+def test_fits_requires_compiled_graphs() -> None:
     technique = MemoryBudget()
     program = plain_program(ZOO["gpt"])
     assert "only compiled graphs" in str(technique.fits(program, target_of(technique)))

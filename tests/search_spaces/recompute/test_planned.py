@@ -71,7 +71,7 @@ class TestPlanned(TechniqueSuite):
         return Planned(share=0.5, by_schedule=False)
 
     @pytest.mark.parametrize("model", ["gpt", "hf_llama", "lora", "cnn_bn"])
-    def test_the_budget_is_met_and_used_up(self, model: str) -> None:
+    def test_plan_meets_and_uses_up_the_budget(self, model: str) -> None:
         program = plain_program(self.models[model])
         ends = self.solved(program, Planned(share=0.0)), self.solved(program, Planned(share=1.0))
         low, high = ends[0].peak_bytes, ends[1].peak_bytes
@@ -309,7 +309,7 @@ class TestPlanned(TechniqueSuite):
             Planned(share=0.5).fits(program, target_of(CopyOut()))
         )
 
-    def test_without_a_plan_or_with_one_for_another_model_nothing_is_applied(self) -> None:
+    def test_apply_refuses_a_missing_plan_or_one_for_another_model(self) -> None:
         for config in ({"settings": settings_of(self.default())}, config_of(ZOO["hf_llama"], self.default())):
             _, model, optimizer = build(ZOO["gpt"])
             with pytest.raises(ApplyError, match="needs a plan") as caught:

@@ -196,7 +196,7 @@ class TestTiled(TechniqueSuite):
         assert "inside a block" in str(Tiled().fits(plain_program(ZOO["lstm"]), target_of()))
         assert "fewer than" in str(Tiled(chunks=1000).fits(plain_program(LARGE), target_of()))
 
-    def test_without_a_plan_the_widest_linear_layer_is_the_head(self) -> None:
+    def test_apply_without_a_plan_takes_the_widest_linear_layer_as_head(self) -> None:
         _, model, optimizer = build(LARGE)
         apply(model, optimizer, {"settings": settings_of(Tiled())}, strict=False)
         assert "forward" in vars(model.head)
@@ -211,7 +211,7 @@ class TestTiled(TechniqueSuite):
             tuned.audit()
         assert caught.value.code == "MT335"
 
-    def test_no_head_nothing_applied(self) -> None:
+    def test_apply_refuses_a_model_without_a_head(self) -> None:
         model = torch.nn.Conv2d(1, 1, 1)
         with pytest.raises(ApplyError, match="as head") as caught:
             apply(

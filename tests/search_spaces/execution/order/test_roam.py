@@ -129,7 +129,7 @@ def measured(path: Path, kind: str) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
-def test_the_peak_falls_as_predicted(wide: Path) -> None:
+def test_peak_falls_as_predicted(wide: Path) -> None:
     """The drift test of a compiled technique: the native ledger around real steps against the recorded
     graphs.
     """
@@ -237,7 +237,7 @@ def trained(path: Path, execution: dict[str, Any] | None) -> list[Any]:
 
 
 @pytest.mark.parametrize(("model", "scope"), [("wide", "model"), ("gpt", "blocks")])
-def test_the_same_bits_as_the_plain_model(model: str, scope: str, wide: Path) -> None:
+def test_training_has_the_bits_of_the_plain_model(model: str, scope: str, wide: Path) -> None:
     path = wide if model == "wide" else ZOO[model]
     for (loss, gradients), (wanted_loss, wanted) in zip(
         trained(path, settings("roam", scope)), trained(path, None), strict=True

@@ -94,7 +94,9 @@ class TestTSplit(TechniqueSuite):
 
     @pytest.mark.drawn(1)
     @pytest.mark.parametrize("recompute", [Full(), Selective()], ids=lambda each: each.kind)
-    def test_with_recompute_kept_tensors_are_offloaded_and_none_is_split(self, recompute: Technique) -> None:
+    def test_kept_tensors_of_recomputed_blocks_are_offloaded_and_none_is_split(
+        self, recompute: Technique
+    ) -> None:
         assert drift(WIDE, recompute, PARTS) == ""
         assert not differences(train(WIDE, recompute, PARTS, steps=1), train(WIDE, recompute, steps=1))
 

@@ -87,7 +87,7 @@ class TestZeroOffload(LayersSuite):
         at_end = rewritten(ZOO["tied"], NATIVE)
         assert not (ops(at_end, "to_host") < np.flatnonzero(at_end.ops.phase == Phase.BACKWARD)[-1]).any()
 
-    def test_the_device_holds_two_buckets_at_most(self) -> None:
+    def test_device_holds_two_buckets_at_most(self) -> None:
         step = rewritten(ZOO["tied"], SMALL)
         largest = max(int(step.storages.bytes[p.storage]) for p in step.parameters)
         end = step.freed_after

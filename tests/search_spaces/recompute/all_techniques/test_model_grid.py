@@ -120,6 +120,6 @@ BY_BLOCKS = ("full", "every_nth", "selective", "attention_output", "balanced", "
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("model", ["gpt", "autocast"])
-def test_under_fsdp2(model: str) -> None:
+def test_techniques_train_under_fsdp2(model: str) -> None:
     for found in run_ranks(over_fsdp, 2, ZOO[model], BY_BLOCKS, deadline_s=300):
         assert found == [[]] * len(BY_BLOCKS)
