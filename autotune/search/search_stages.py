@@ -185,6 +185,7 @@ class Stages:
         goal = self.driver.setup.goal
         # "plain" first: its losses are those of the user's own code.
         fitting.sort(key=lambda each: (each.name != "plain", *each.scored.rank_among_levels(goal)))
+        # A short search must keep trials for candidates.
         first = fitting[: max(1, options.trials // _TRIALS_PER_BASELINE)]
         return [Job("baseline", each.scored, each.name) for each in first if each.name not in done]
 
@@ -208,6 +209,7 @@ class Stages:
 
     def _listed(self, scored: Scored) -> Scored:
         """Return the entry of the scores for a candidate, with the refined prediction."""
+        # Trials are compared with the op-by-op prediction; the coarse one is only a bound.
         refined = self.driver.setup.scorer.refined(self.scores.by_key.get(scored.key, scored))
         self.scores.by_key[scored.key] = refined
         return refined
@@ -259,6 +261,7 @@ class Stages:
         kept = int(self._to_audit() is not None and driver.best_value() is not None)
         if driver.n_trials >= driver.options.trials - kept or self._out_of_time():
             return None
+        # A set of techniques that refused the live model twice would refuse it again.
         refused = {key for key, each in self.scores.by_key.items() if driver.refuses(each.choice)}
         best, model = driver.believed()
         proposal = self._proposer.next(driver.pruner, driver.tried | refused, best, model)
@@ -266,8 +269,8 @@ class Stages:
             return None
         if proposal.scored.key in driver.tried:
             driver.note(
-                f"{proposal.scored.choice.summary} runs again: its trial took longer than all others together"
-                " let expect, as other work makes it"
+                f"{proposal.scored.choice.summary} runs again: its trial took longer than the other trials"
+                " predict, as if other work had slowed it down"
             )
         name = self._baseline_names.get(proposal.scored.key, "")
         return Job("baseline" if name else "search", proposal.scored, name, number=proposal.number)
