@@ -99,6 +99,7 @@ def load(context: Context, folder: str | PathLike[str]) -> None:
     for key, value in tensors.items():
         index, _, option = key.removeprefix(_GROUPS).partition(".")
         groups[int(index)][option] = value
+    # Groups alone first: they are small, and may show that the rest must not be read.
     _read(reader, {"optim": {"param_groups": groups}})
     _require_groups(context, held, groups)
     states = {
@@ -113,6 +114,8 @@ def load(context: Context, folder: str | PathLike[str]) -> None:
     wanted: dict[str, Any] = {"model": _here(context, model)}
     if state:
         wanted["optim"] = {"state": state}
+    # These tensors are the model's own, so the read itself changes them; the load below runs the model's
+    # hooks on the new values.
     _read(reader, wanted)
     context.model.load_state_dict(model)
     _give_optimizer(context, held, state, groups)
@@ -127,6 +130,7 @@ def load_full_state_dict(context: Context, state_dict: Mapping[str, Any]) -> Non
     """
     model, held = _model(context), _named(context)
     whole, optimizer = state_dict["model"], state_dict["optimizer"]
+    # torch numbers parameters through all groups; names are independent of how they are grouped.
     numbers = [index for group in optimizer["param_groups"] for index in group["params"]]
     name_of = {index: each.name for index, each in zip(numbers, held, strict=False)}
     values = {
@@ -253,6 +257,7 @@ def _empty_state(
     state: dict[str, dict[str, Tensor]] = {}
     for (name, what), (shape, dtype) in forms.items():
         layout = held[name].layout
+        # Other shapes are not of the parameter's elements, such as a step counter; every rank has them whole.
         if shape and shape == tuple(layout.shape):
             rows = torch.empty_like(local(layout.detach()), dtype=dtype)
             value = held[name].part(rows) if isinstance(layout, DTensor) else rows
