@@ -11,7 +11,7 @@ Rule 2. When a block's moment begins, the experts that its last forward used (in
   the step) are prefetched to the device; another one is loaded when it is called. Experts of the `read_ahead`
   moments after it are read from SSD meanwhile, by the same guess. A wrong guess costs bytes, not bits.
 Rule 3. Host memory holds `slots` experts, each with weights and moments. A full cache
-  (`host_cache.HostCache`) evicts one by its rule before it loads another, and writes it first if it has changed.
+  (`host_cache.HostCache`) evicts one by its rule before it loads another; a changed one is written first.
 Rule 4. A dense optimizer also updates an expert whose gradient is zeros. Here such an update is deferred:
   before the expert is used next, or the user reads it, all updates that it missed are applied, each with
   the settings of its step. So deferred updates have the bits of dense ones and move no bytes. Without any
