@@ -15,8 +15,9 @@ Rules:
   slowed down by other work and does not count, so that no finalist is lost by a single measurement.
 3. Without rounds a difference below the spread of the steps, plus the change of the machine that a reference
   op shows between the trials, is a tie.
-4. Of settings that cannot be distinguished the simplest wins: fewer slots in use, then fewer changed knobs.
-  It was measured at most `_WORTH_SIMPLICITY` slower, however large the noise.
+4. Of settings that cannot be distinguished the simplest wins: fewer slots in use, then less memory, then
+  fewer changed knobs, all of which repeat from search to search. It was measured at most `_WORTH_SIMPLICITY`
+  slower, however large the noise.
 5. A choice must beat every feasible baseline, otherwise the best baseline wins. A gain is stated with its
   interval.
 """
@@ -52,6 +53,8 @@ _CONTENDS = 0.05
 """Relative distance from the best measured value within which a setting runs again."""
 _WORTH_SIMPLICITY = 0.05
 """Largest measured relative difference that a simpler setting may cost."""
+_ABOUT_THE_SAME_PEAK = 0.05
+"""Relative difference of two peaks below which neither setting is preferred for it."""
 WORTH_A_ROUND = 0.003
 """Expected relative gain from which on a setting runs again whose trial may have been slowed down."""
 _OTHER_RANDOM_NUMBERS = 0.2
@@ -423,7 +426,13 @@ def _simplest_of_the_best(measured: Sequence[Measured], goal: Goal) -> Measured:
             and not any(beats(other, each, goal, measured) for other in measured)
         )
     ]
-    return min(ties, key=lambda each: (each.choice.complexity, each.value(goal)))
+    return min(ties, key=lambda each: _order_of_equals(each, goal))
+
+
+def _order_of_equals(measured: Measured, goal: Goal) -> tuple[float, ...]:
+    slots, knobs = measured.choice.complexity
+    peak = round(math.log(max(measured.peak_bytes, 1)) / _ABOUT_THE_SAME_PEAK)
+    return slots, peak, knobs, measured.value(goal)
 
 
 def _name(measured: Measured) -> str:
@@ -437,9 +446,12 @@ def _name(measured: Measured) -> str:
 def _equal(winner: Measured, best: Measured, goal: Goal, among: Sequence[Measured]) -> str:
     """Return why a setting wins although another one was measured faster."""
     found = gain(best, winner, goal, among)
+    needs_less = winner.choice.complexity[0] == best.choice.complexity[0] and (
+        _order_of_equals(winner, goal)[1] < _order_of_equals(best, goal)[1]
+    )
     return (
         f"{best.choice.summary} cannot be distinguished from it ({math.expm1(found.low):+.1%} to"
-        f" {math.expm1(found.high):+.1%}), and the simpler one is taken"
+        f" {math.expm1(found.high):+.1%}), and the one {'with the lower peak' if needs_less else 'with fewer settings'} is taken"
     )
 
 
