@@ -23,7 +23,7 @@ from memtune.autotune.predict.simulation import simulate
 from memtune.autotune.record.recorder import record
 from memtune.hardware.roofline import op_class, op_costs
 from memtune.hardware.spec import Hardware, detect
-from memtune.program.step import Program, RankClass
+from memtune.program.step import Phase, Program, RankClass
 from memtune.runtime.training_step import train_step
 from memtune.workload.workload import Workload
 
@@ -79,10 +79,13 @@ def row(path: Path, machine: Hardware, size: int, seconds: float) -> dict[str, A
     step = record(workload).at(size)
     program = Program((RankClass(1, step),), micro_batch=size)
     predicted = simulate(program, machine, level="events").step_s
-    costs, classes = op_costs(step, machine).op_s, [op_class(name) for name in step.names]
+    is_update = (step.ops.phase == Phase.OPTIMIZER).tolist()
     spent: dict[str, float] = {}
-    for op, seconds_ in zip(step.ops.name.tolist(), costs.tolist(), strict=True):
-        spent[classes[op]] = spent.get(classes[op], 0.0) + seconds_
+    for name, of_update, seconds_ in zip(
+        step.ops.name.tolist(), is_update, op_costs(step, machine).op_s.tolist(), strict=True
+    ):
+        kind = op_class(step.names[name], is_update=of_update)
+        spent[kind] = spent.get(kind, 0.0) + seconds_
     real = measured_s(workload, size, seconds)
     top = dict(sorted(spent.items(), key=lambda item: -item[1])[:4])
     return {

@@ -25,7 +25,7 @@ from memtune.autotune.predict.calibration import residuals
 from memtune.autotune.predict.simulation import simulate
 from memtune.autotune.record.recorder import record
 from memtune.autotune.space.candidates import Choice, Rewriter
-from memtune.hardware.op_clock import OpClock
+from memtune.hardware.op_clock import OpClock, UpdateClock
 from memtune.hardware.op_timings import OpTime, op_times
 from memtune.hardware.spec import Hardware, detect
 from memtune.program.step import Program
@@ -42,10 +42,11 @@ def clocked(workload: Workload, size: int, step_s: float) -> list[OpTime]:
     model = workload.build_model().train()
     optimizer = workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
     batch, on = workload.make_batch(size), torch.device("cpu")
-    train_step(model, optimizer, workload.loss, [batch], on)
+    with UpdateClock() as update:
+        train_step(model, optimizer, workload.loss, [batch], on)
     with OpClock(on) as clock:
         train_step(model, optimizer, workload.loss, [batch], on)
-    return op_times(clock.observed, step_s)
+    return op_times(clock.observed, step_s, update_s=update.seconds)
 
 
 def steps(path: Path, machine: Hardware, size: int, seconds: float) -> dict[str, Any]:

@@ -38,7 +38,15 @@ from memtune.device import (
 from memtune.errors import ApplyError, MemtuneError, raised_at
 from memtune.executors.base import CAPACITY_ERRORS, Trial
 from memtune.executors.gradient_digest import GradientDigests, GradientRecord, sha256_of_all
-from memtune.hardware import LoadMeter, OpClock, OpTime, measure_rates, op_times, reference_s
+from memtune.hardware import (
+    LoadMeter,
+    OpClock,
+    OpTime,
+    UpdateClock,
+    measure_rates,
+    op_times,
+    reference_s,
+)
 from memtune.memory import Ledger
 from memtune.runtime import COUNTERS, HOST, no_dropout, prepare_model, tier
 from memtune.units import bytes_in_words
@@ -70,6 +78,8 @@ class _Measurements:
 
     losses: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
+    update_s: list[float] = field(default_factory=list)
+    """Seconds of each step in optimizers' steps."""
     peak_allocated: int = 0
     peak_reserved: int = 0
     host_peak: int = 0
@@ -157,7 +167,12 @@ def _clock_ops(rank: _Rank, workload: Workload, tuned: Tuned, measured: _Measure
     step_s = statistics.median(measured.step_s)
     waiting = clock.waiting() if rank.world > 1 else 0.0
     return op_times(
-        clock.observed, step_s, ranks=rank.world, host_computes=trial.device == "cpu", waiting=waiting
+        clock.observed,
+        step_s,
+        ranks=rank.world,
+        host_computes=trial.device == "cpu",
+        waiting=waiting,
+        update_s=statistics.median(measured.update_s),
     )
 
 
@@ -262,12 +277,14 @@ def _step(rank: _Rank, workload: Workload, tuned: Tuned, step: int, measured: _M
     _synchronise(rank)
     if step == rank.trial.warmup_steps:
         measured.load = LoadMeter(_local_ranks(rank))
-    started = time.perf_counter()
-    loss = tuned.step(batches)
-    streams.synchronize(rank.device)
-    elapsed = time.perf_counter() - started
+    with UpdateClock() as update:
+        started = time.perf_counter()
+        loss = tuned.step(batches)
+        streams.synchronize(rank.device)
+        elapsed = time.perf_counter() - started
     if step >= rank.trial.warmup_steps:
         measured.step_s.append(elapsed)
+        measured.update_s.append(update.seconds)
         measured.link_bytes = COUNTERS.take()
     with tier(HOST), torch.no_grad():
         mean = loss.detach().float().cpu() if rank.trial.device == "cpu" else loss.detach().float().clone()

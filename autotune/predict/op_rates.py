@@ -165,7 +165,9 @@ def curves(observed: list[TimedOp], hardware: Hardware) -> dict[str, Curve]:
         )
         if at_peak > 0 and each.seconds > 0:
             where = math.floor(math.log10(at_peak) * _BINS_A_DECADE)
-            points[op_class(each.name)].setdefault(where, []).append((at_peak, each.seconds))
+            points[op_class(each.name, is_update=each.is_update)].setdefault(where, []).append(
+                (at_peak, each.seconds)
+            )
     found = {name: _rising(bins) for name, bins in points.items()}
     return {name: curve for name, curve in found.items() if curve}
 

@@ -449,9 +449,10 @@ def _equal(winner: Measured, best: Measured, goal: Goal, among: Sequence[Measure
     needs_less = winner.choice.complexity[0] == best.choice.complexity[0] and (
         _order_of_equals(winner, goal)[1] < _order_of_equals(best, goal)[1]
     )
+    why = "the lower peak" if needs_less else "fewer settings"
     return (
         f"{best.choice.summary} cannot be distinguished from it ({math.expm1(found.low):+.1%} to"
-        f" {math.expm1(found.high):+.1%}), and the one {'with the lower peak' if needs_less else 'with fewer settings'} is taken"
+        f" {math.expm1(found.high):+.1%}), and the one with {why} is taken"
     )
 
 

@@ -174,7 +174,9 @@ class Scorer:
 
     def _taught_by(self, op_times: Iterable[OpTime]) -> Hardware:
         hardware = replace(self.rewriter.target.hardware, **self._rates)  # type: ignore[arg-type]  # numbers
-        return replace(hardware, residuals=residuals((*self._op_times, *op_times), hardware))
+        # Of a class that this search's trials timed, ops of other models tell nothing more.
+        factors = residuals(self._op_times, hardware) | residuals(op_times, hardware)
+        return replace(hardware, residuals=factors)
 
     def score(self, choice: Choice, *, level: Literal["coarse", "events"] = "coarse") -> Scored | Reason:
         """Return `choice` with its prediction, or why it does not fit."""

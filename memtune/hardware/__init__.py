@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from memtune.hardware.cpu_cores import core_sets, cpu_threads, numa_nodes, threads_per_rank, usable_cores
     from memtune.hardware.known_devices import known_name, names
     from memtune.hardware.machine_load import BUSY, LoadMeter, reference_s
-    from memtune.hardware.op_clock import OpClock, TimedOp, clock_of
+    from memtune.hardware.op_clock import OpClock, TimedOp, UpdateClock, clock_of
     from memtune.hardware.op_timings import OpTime, op_times
     from memtune.hardware.rate_probe import measure_rates
     from memtune.hardware.roofline import CLASSES, EVERY_CLASS, matmul_dtype, op_class, op_costs, op_s
@@ -35,6 +35,7 @@ __all__ = [
     "OpClock",
     "OpTime",
     "TimedOp",
+    "UpdateClock",
     "calibration_cache",
     "clock_of",
     "core_sets",

@@ -1,4 +1,4 @@
-"""A clock around every op: its name, cost and time."""
+"""A clock around every op: its name, cost and time; and one around the optimizer."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
@@ -33,6 +34,42 @@ class TimedOp:
     flops: float
     traffic_bytes: int
     seconds: float
+    is_update: bool = False
+    """True if an optimizer's step ran it."""
+
+
+class UpdateClock:
+    """Context that times the steps of all optimizers; `seconds` is their sum so far."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._since: float | None = None
+        self._hooks: list[Any] = []
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether an optimizer's step runs now."""
+        return self._since is not None
+
+    def __enter__(self) -> Self:
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._begin),
+            register_optimizer_step_post_hook(self._end),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in self._hooks:
+            each.remove()
+        self._since = None
+
+    def _begin(self, *_: Any) -> None:
+        self._since = time.perf_counter()
+
+    def _end(self, *_: Any) -> None:
+        if self._since is not None:
+            self.seconds += time.perf_counter() - self._since
+        self._since = None
 
 
 class OpClock(TorchDispatchMode):
@@ -54,6 +91,16 @@ class OpClock(TorchDispatchMode):
         self.others_s, self.gaps_s = 0.0, list[float]()
         self._end_s: float | None = None
         self._device, self._clock = device, clock or clock_of(device)
+        self._update = UpdateClock()
+
+    def __enter__(self) -> Self:
+        self._update.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._update.__exit__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op with the device idle before and after it; for a DTensor, time the op on the local
@@ -81,8 +128,9 @@ class OpClock(TorchDispatchMode):
                     if tensors or outputs
                     else "float32"
                 )
+                work = flops.count(func, args, kwargs, out)
                 self.observed.append(
-                    TimedOp(str(func), dtype, flops.count(func, args, kwargs, out), traffic, seconds)
+                    TimedOp(str(func), dtype, work, traffic, seconds, self._update.is_running)
                 )
         # Again, so that the count of FLOPs above is no gap.
         self._end_s = self._clock()

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from memtune.hardware.calibration_cache import Curve
 from memtune.hardware.spec import Hardware
-from memtune.program import APART, F64, UNALIGNED, Kind, Precision, Resource, Step, columns_of
+from memtune.program import APART, F64, UNALIGNED, Kind, Phase, Precision, Resource, Step, columns_of
 
 
 class OpCosts(NamedTuple):
@@ -111,6 +111,9 @@ _CLASSES: tuple[tuple[str, tuple[str, ...], _Roofline, _Roofline], ...] = (
     ),
     ("compression", ("memtune.compress",), _Roofline(1.0, 0.22), _Roofline(1.0, 0.5)),
     ("decompression", ("memtune.decompress",), _Roofline(1.0, 0.80), _Roofline(1.0, 0.6)),
+    # Elementwise ops of an optimizer's step, never by name: on a CPU a parameter, its gradient and state stay
+    # in the cache from one of them to the next.
+    ("update", (), _Roofline(1.0, 1.8), _Roofline(1.0, 0.70)),
     ("elementwise", ("",), _Roofline(1.0, 0.90), _Roofline(1.0, 0.70)),
 )
 _ATTENTION_ON_GPU: tuple[tuple[str, str, float], ...] = (
@@ -141,9 +144,16 @@ EVERY_CLASS = "every"
 """Key of `Hardware.residuals` for all other classes."""
 
 
-def op_class(name: str) -> str:
-    """Return the class of an op name, which determines the fraction of the peak rates that it reaches."""
-    return _CLASSES[_class_index(name)][0]
+_UPDATE, _ELEMENTWISE = CLASSES.index("update"), CLASSES.index("elementwise")
+
+
+def op_class(name: str, *, is_update: bool = False) -> str:
+    """Return the class of an op name, which determines the fraction of the peak rates that it reaches.
+
+    `is_update` tells whether an optimizer's step runs it.
+    """
+    index = _class_index(name)
+    return CLASSES[_UPDATE if is_update and index == _ELEMENTWISE else index]
 
 
 @functools.cache  # at most some hundreds of names
@@ -263,9 +273,10 @@ def op_costs(step: Step, hardware: Hardware, *, ranks: int = 1) -> OpCosts:
 
 def _compute_s(step: Step, hardware: Hardware, share: int) -> F64:
     """Return the seconds of every op as if all were compute ops."""
-    classes, traffic = _classes(step.names), step.ops.traffic_bytes
+    classes = _classes(step.names)[step.ops.name]
+    classes[(step.ops.phase == Phase.OPTIMIZER) & (classes == _ELEMENTWISE)] = _UPDATE
     return _seconds(
-        classes, step.ops.name, step.ops.flops, traffic, _matrices(step, hardware), hardware, share
+        classes, step.ops.flops, step.ops.traffic_bytes, _matrices(step, hardware), hardware, share
     )
 
 
@@ -292,8 +303,7 @@ def _matrices(step: Step, hardware: Hardware) -> _Matrices:
 
 
 def _seconds(
-    classes: npt.NDArray[np.intp],  # (names,) index of the class
-    names: npt.NDArray[np.integer[Any]],  # (ops,) name id
+    classes: npt.NDArray[np.intp],  # (ops,) index of the class
     flops: F64,
     traffic_bytes: npt.NDArray[Any],
     matrices: _Matrices,
@@ -304,25 +314,24 @@ def _seconds(
     matmul, memory, overhead, hidden = _roofline(hardware.device)
     flops_per_s, bytes_per_s = matrices.flops_per_s / share, hardware.memory_bytes_per_s / share
     by_flops, by_bytes = (1.0 / matmul)[classes], (1.0 / (memory * bytes_per_s))[classes]
-    of_products = flops * by_flops[names] / (flops_per_s * matrices.share)
-    of_memory = traffic_bytes * by_bytes[names]
+    of_products = flops * by_flops / (flops_per_s * matrices.share)
+    of_memory = traffic_bytes * by_bytes
     op_s: F64 = np.maximum(of_products, of_memory)
     if hardware.device != "cpu":
         # A GPU's products do not hide their memory traffic entirely.
-        op_s += (1.0 - hidden)[classes][names] * np.minimum(of_products, of_memory)
+        op_s += (1.0 - hidden)[classes] * np.minimum(of_products, of_memory)
         if not hardware.curves:
             op_s = np.maximum(op_s, _LEAST_KERNEL_S)
     launch_s = hardware.launch_s if hardware.device == "cpu" else 0.0
     if launch_s:
-        op_s += launch_s * (overhead[classes][names] if not hardware.curves else 1.0)
+        op_s += launch_s * (overhead[classes] if not hardware.curves else 1.0)
     if not hardware.curves and not hardware.residuals:
         return op_s
     at_peak = peak_s(flops, traffic_bytes.astype(np.float64), flops_per_s, bytes_per_s)
-    class_of_op = classes[names]
     for index in np.unique(classes):
         curve = hardware.curves.get(CLASSES[index])
         residual = hardware.residuals.get(CLASSES[index], hardware.residuals.get(EVERY_CLASS))
-        mine = np.flatnonzero(class_of_op == index) if curve or residual else ()
+        mine = np.flatnonzero(classes == index) if curve or residual else ()
         if curve and len(mine):
             op_s[mine] = on_curve(curve, at_peak[mine]) + launch_s
         if residual and len(mine):
@@ -341,7 +350,6 @@ def op_s(
     reached = hardware.matmul_efficiency if on_tensor_cores else 1.0
     found = _seconds(
         np.array([CLASSES.index(kind)]),
-        np.zeros(1, np.intp),
         work,
         traffic,
         _Matrices(rate, reached),

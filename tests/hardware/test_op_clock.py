@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import resource
-import time
+import subprocess
+import sys
 
 import pytest
 import torch
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
-from memtune.hardware.op_clock import OpClock, clock_of
+from memtune.hardware.op_clock import OpClock, UpdateClock
 
 
 class Time:
@@ -54,12 +54,40 @@ def test_waiting_without_ops_is_zero() -> None:
     assert clock.waiting() == 0.0
 
 
+_UNDER_A_LIMIT = """
+import resource, time, torch
+from memtune.hardware.op_clock import clock_of
+cpu = torch.device("cpu")
+assert clock_of(cpu) is time.process_time
+resource.setrlimit(resource.RLIMIT_CPU, (10**6, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+assert clock_of(cpu) is time.perf_counter
+"""
+
+
 def test_clock_of_a_cpu_is_precise_under_a_limit_on_cpu_time() -> None:
-    """Such a limit makes Linux count the process' CPU time in ticks of 1 to 10 ms."""
-    cpu, soft_and_hard = torch.device("cpu"), resource.getrlimit(resource.RLIMIT_CPU)
-    assert clock_of(cpu) is time.process_time
-    resource.setrlimit(resource.RLIMIT_CPU, (10**6, soft_and_hard[1]))
-    try:
-        assert clock_of(cpu) is time.perf_counter
-    finally:
-        resource.setrlimit(resource.RLIMIT_CPU, soft_and_hard)
+    """Such a limit makes Linux count a process' CPU time in ticks of 1 to 10 ms, even after it is lifted."""
+    subprocess.run([sys.executable, "-c", _UNDER_A_LIMIT], check=True, timeout=120)
+
+
+def test_op_clock_tells_ops_of_optimizers_from_others() -> None:
+    weight = torch.nn.Parameter(torch.ones(8))
+    optimizer = torch.optim.SGD([weight], lr=0.1, foreach=False)
+    with OpClock(torch.device("cpu"), Time()) as clock:
+        (weight * 2).sum().backward()
+        optimizer.step()
+        weight.detach().add_(1.0)
+    assert [each.name for each in clock.observed if each.is_update] == ["aten.add_.Tensor"]
+    assert sum(each.name == "aten.add_.Tensor" for each in clock.observed) == 2
+
+
+def test_update_clock_times_optimizers_alone_and_ends_with_its_context() -> None:
+    weight = torch.nn.Parameter(torch.ones(8))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.grad = torch.ones(8)
+    with UpdateClock() as update:
+        assert update.seconds == 0.0
+        optimizer.step()
+        once = update.seconds
+        assert once > 0
+    optimizer.step()
+    assert update.seconds == once

@@ -101,6 +101,15 @@ def test_op_time_rows_add_up_to_step() -> None:
     assert sum(row.seconds * row.count for row in alone) < 5e-3
 
 
+def test_op_times_spread_the_rest_of_a_step_within_the_optimizer_and_outside_of_it() -> None:
+    model = [TimedOp("aten.mm.default", "float32", 1e6, 100, 1e-4) for _ in range(4)]
+    update = [TimedOp("aten.add_.Tensor", "float32", 1e3, 100, 1e-4, is_update=True) for _ in range(4)]
+    rows = {row.op_class: row for row in op_times([*model, *update], 1e-2, update_s=1e-3, waiting=0.5)}
+    assert {kind: row.seconds * row.count for kind, row in rows.items()} == pytest.approx(
+        {"matmul": 4e-3, "update": 1e-3}
+    )
+
+
 def test_stored_search_is_loaded_by_next_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMTUNE_CACHE", str(tmp_path))
     monkeypatch.setenv("MEMTUNE_LEARN", "1")
