@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtune.program import UNALIGNED, Precision
+from memtune.program import CHANNELS_FIRST, UNALIGNED, Precision
 
 _PRECISIONS = {
     torch.float16: Precision.FLOAT16,
@@ -17,6 +17,7 @@ _PRECISIONS = {
 }
 _CONVOLUTION, _RECURRENT = ("conv",), ("rnn", "lstm", "gru")
 _PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten.addbmm.")
+_CONVOLUTIONS = ("aten.convolution.", "aten.convolution_backward.")
 _ALIGNED_BYTES = 16
 """Width of the loads of tensor cores: cuBLAS needs rows of a multiple of it for its fastest kernels (NVIDIA,
 Matrix Multiplication Background User's Guide, "Tensor Core Requirements").
@@ -24,17 +25,34 @@ Matrix Multiplication Background User's Guide, "Tensor Core Requirements").
 
 
 def precision_of(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
-    """Return the `Precision` of op `name`, plus UNALIGNED if a 16-bit matrix has rows of other lengths."""
+    """Return the `Precision` of op `name`, plus UNALIGNED if a 16-bit matrix has rows of other lengths, or
+    CHANNELS_FIRST.
+    """
     floating = next((each.dtype for each in inputs if each.is_floating_point()), None)
     if floating is None:
         return Precision.UNKNOWN
     if floating == torch.float32:
-        return Precision.TF32 if _uses_tf32(name) else Precision.FLOAT32
-    found = _PRECISIONS.get(floating, Precision.UNKNOWN)
+        found = Precision.TF32 if _uses_tf32(name) else Precision.FLOAT32
+    else:
+        found = _PRECISIONS.get(floating, Precision.UNKNOWN)
+    if name.startswith(_CONVOLUTIONS) and _has_channels_first(inputs):
+        return found | CHANNELS_FIRST
     is_narrow = found in (Precision.FLOAT16, Precision.BFLOAT16)
     if is_narrow and name.startswith(_PRODUCTS) and not all(map(_is_aligned, (*inputs, *outputs))):
         return found | UNALIGNED
     return found
+
+
+def _has_channels_first(inputs: Sequence[Tensor]) -> bool:
+    """Return whether a convolution of all channels gets images whose rows are contiguous, not their channels.
+
+    `inputs` end with images and weights, and a bias forward. Convolutions in groups have kernels of their own.
+    """
+    planes = [each for each in inputs if each.dim() == 4]
+    if len(planes) < 2:
+        return False
+    image, weight = planes[-2:]
+    return weight.shape[1] == image.shape[1] > 1 and image.stride(1) > 1
 
 
 def _is_aligned(matrix: Tensor) -> bool:

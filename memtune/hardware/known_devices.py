@@ -125,6 +125,7 @@ class _GpuModel(NamedTuple):
     sheet: str
     fp16: float = 0.0  # TFLOP/s where it differs from bf16
     matmul: float = 0.0  # share of these rates that products of large matrices reach; 0: as the architecture
+    matmul_fp32: float = 0.0  # likewise of fp32
 
 
 _MAMF = (
@@ -133,11 +134,28 @@ _MAMF = (
     " (A100 SXM 0.869, A100 PCIe 0.811, H100 SXM 0.803, GH200 0.838, B200 0.776, GB200 0.729, MI300X 0.514,"
     " MI325X 0.604, MI355X 0.68); cards missing there: median of the runs of torch.matmul in"
     " zzc0721/torch-performance-test-data database.md @9d82827 (RTX 3090 76.6 TFLOP/s, RTX 4090 164.8,"
-    " RTX 4070 Ti SUPER 91, RTX 5090 238, L40S 269, H100 PCIe 496; float16: V100 94.8, T4 42): GeForce"
+    " RTX 4070 Ti SUPER 91, RTX 5090 238, L40S 269, L4 70.9, RTX A6000 123, H100 PCIe 496; float16: V100"
+    " 94.8, T4 42): GeForce"
     " cards run at higher clocks than their data sheets state; 0.8 where neither has the card"
 )
 _ML = "https://github.com/stas00/ml-engineering/blob/744d01e/compute/accelerator/README.md"
 _MATMUL = {"sm80": 0.869, "sm90": 0.803, "sm100": 0.776, "sm103": 0.786, "gfx942": 0.514, "gfx950": 0.68}
+_MATMUL_FP32 = {
+    "sm70": 0.896,
+    "sm75": 0.537,
+    "sm80": 0.98,
+    "sm86": 0.69,
+    "sm89": 0.66,
+    "sm90": 0.77,
+    "sm100": 0.83,
+    "sm120": 0.645,
+}
+_FP32 = (
+    "median of torch.matmul in float32 over the data sheet's rate: zzc0721/torch-performance-test-data"
+    " database.md @9d82827 (TFLOP/s: V100 14.06, T4 4.35, A100 19.1, RTX 3090 24.8, RTX 4090 54.7, H100 SXM"
+    " 51.9, H100 PCIe 36.95, H20 31.95, L40S 46.9, L4 15.4, RTX A6000 23.9, RTX 5090 67.6, RTX PRO 6000 77.1,"
+    " B200 66.2); as tensor cores on other architectures"
+)
 
 _NV = "https://www.nvidia.com/en-us/data-center"
 _H100 = (
@@ -183,6 +201,7 @@ _GPU_MODELS = {
         "NVIDIA H100 data sheet (half its sparse figures),"
         " https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html",
         matmul=0.656,
+        matmul_fp32=0.725,
     ),
     "b200": _GpuModel(
         "NVIDIA B200",
@@ -210,6 +229,7 @@ _GPU_MODELS = {
         "NVIDIA L40S data sheet (it lists dense | sparse), checked against"
         " https://www.mullet.se/product.html?product_id=355414",
         matmul=0.743,
+        matmul_fp32=0.512,
     ),
     "l4": _GpuModel(
         "NVIDIA L4",
@@ -222,6 +242,8 @@ _GPU_MODELS = {
         _PCIE4,
         "NVIDIA L4 data sheet (half of 242 and 120 with sparsity), checked against"
         " https://grokipedia.com/page/NVIDIA_L4_vs_L40S",
+        matmul=0.586,
+        matmul_fp32=0.508,
     ),
     "a10": _GpuModel(
         "NVIDIA A10",
@@ -319,7 +341,9 @@ _GPU_MODELS = {
         2.4,
         _HGX5,
         "96 GB of HBM2e, 2.4 TB/s, 500 W: https://github.com/pytorch/torchtitan, benchmarks; rates of the"
-        " H100 SXM data sheet, which a limit of 500 W does not sustain",
+        " H100 SXM data sheet, which a limit of 500 W does not sustain: dynamic power grows with the cube of"
+        " the clock, since voltage follows it, so products reach (500 / 700) ** (1/3) of H100's share",
+        matmul=0.718,
     ),
     "h20": _GpuModel(
         "NVIDIA H20",
@@ -406,7 +430,17 @@ _GPU_MODELS = {
         " at the full rate)",
     ),
     "rtx-a6000": _GpuModel(
-        "NVIDIA RTX A6000", "sm86", 47.5, 154.8, 77.4, 38.7, 0.768, _DESK4, f"RTX A6000 data sheet; {_GA102}"
+        "NVIDIA RTX A6000",
+        "sm86",
+        47.5,
+        154.8,
+        77.4,
+        38.7,
+        0.768,
+        _DESK4,
+        f"RTX A6000 data sheet; {_GA102}",
+        matmul=0.797,
+        matmul_fp32=0.618,
     ),
     "rtx-3060": _GpuModel(
         "NVIDIA GeForce RTX 3060 12 GB",
@@ -559,6 +593,7 @@ def _outside(name: str, found: outside_allocator.ByteRange) -> dict[str, Any]:
 
 def _constants(card: _GpuModel) -> Constants:
     sheet = f"dense, 32-bit accumulation: {card.sheet}"
+    matmul = card.matmul or _MATMUL.get(card.architecture, 0.8)
     usual = card.node.source
     python = "rule of thumb: 8 to 10 times a dispatch; 8 to 15 times on a CPU"
     node: dict[str, Any] = {
@@ -609,7 +644,11 @@ def _constants(card: _GpuModel) -> Constants:
             "mean over GPT and LLaMA on A100, H100, MI210, MI250: arXiv 2507.03114, abstract",
         ),
         **_outside("communicator", outside_allocator.communicator(card.node.link)),
-        "matmul_efficiency": (card.matmul or _MATMUL.get(card.architecture, 0.8), _MAMF),
+        "matmul_efficiency": (matmul, _MAMF),
+        "fp32_matmul_efficiency": (
+            card.matmul_fp32 or _MATMUL_FP32.get(card.architecture, matmul),
+            _FP32,
+        ),
         **{name: (value, usual) for name, value in node.items()},
     }
 
@@ -681,6 +720,7 @@ def cpu(rates: CpuRates) -> Constants:
         "communicator_bytes": (0, "gloo's buffers are not in the ledger"),
         "communicator_range": ((0, 0), "gloo's buffers are not in the ledger"),
         "matmul_efficiency": (1.0, "rates of matrix products were measured"),
+        "fp32_matmul_efficiency": (1.0, "rates of matrix products were measured"),
     }
 
 

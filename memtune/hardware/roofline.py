@@ -27,7 +27,18 @@ import numpy.typing as npt
 
 from memtune.hardware.calibration_cache import Curve
 from memtune.hardware.spec import Hardware
-from memtune.program import APART, F64, UNALIGNED, Kind, Phase, Precision, Resource, Step, columns_of
+from memtune.program import (
+    APART,
+    CHANNELS_FIRST,
+    F64,
+    UNALIGNED,
+    Kind,
+    Phase,
+    Precision,
+    Resource,
+    Step,
+    columns_of,
+)
 
 
 class OpCosts(NamedTuple):
@@ -49,17 +60,20 @@ class _Roofline(NamedTuple):
     """Share of the shorter of the two times, of products and of memory, that the longer one hides."""
 
 
+_PRODUCTS = _Roofline(1.0, 0.7, hidden=0.5)
+
 # Op class by parts of its name, first match wins; the last class takes the rest. CPU: measured on one core of
 # a server (AVX-512) at sizes of small training runs, overheads with `memtune doctor --calibrate` on two of
-# its cores. CUDA, of large ops: products reach 0.92 of the best shape's rate (`Hardware.matmul_efficiency`),
-# and their reads and writes are not hidden; chains of ops bound by memory reach 60 to 70 % of the data sheet.
-# These figures were chosen with the published step times known, mainly llm-foundry's on A100
+# its cores. CUDA, of large ops: products, and convolutions, which cuDNN computes as products of implicit
+# matrices (arXiv:1410.0759), reach the best shape's rate (`Hardware.matmul_share`), and half of their traffic
+# is not hidden, since a tile is written after its last multiplication; chains of ops bound by memory reach 60
+# to 70 % of the data sheet. The half was chosen with the published step times known
 # (benchmarks/published/gpu_rows.json); `make bench-published` shows the errors by source. Measured
 # curves (`Hardware.curves`) take the place of both; what trials show to be left, by class and size, is a
 # factor on either (`Hardware.residuals`), and of whole steps in Calibration.
 _CLASSES: tuple[tuple[str, tuple[str, ...], _Roofline, _Roofline], ...] = (
     ("attention", ("attention", "flash", "sdpa"), _Roofline(0.40, 0.5, 3.0), _Roofline(1.0, 0.7)),
-    ("convolution", ("convolution", "aten.conv"), _Roofline(0.45, 0.5, 8.0), _Roofline(0.575, 0.6)),
+    ("convolution", ("convolution", "aten.conv"), _Roofline(0.45, 0.5, 8.0), _PRODUCTS),
     ("recurrent", ("lstm", "gru", "rnn"), _Roofline(0.40, 0.5, 8.0), _Roofline(0.35, 0.5)),
     (
         "optimizer",
@@ -71,7 +85,7 @@ _CLASSES: tuple[tuple[str, tuple[str, ...], _Roofline, _Roofline], ...] = (
         "matmul",
         ("addmm", "bmm", "aten.mm.", "_scaled_mm", "linear", "matmul", "addmv", "aten.mv.", "_grouped_mm"),
         _Roofline(0.85, 0.9, 1.5),
-        _Roofline(0.92, 0.7, hidden=0.0),
+        _PRODUCTS,
     ),
     (
         "random",
@@ -139,6 +153,8 @@ on A100 (NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Req
 _LEAST_KERNEL_S = 3e-6
 """Shortest time of a kernel on a GPU, from its start to that of the next one in the stream."""
 
+_OF_PRODUCTS = ("matmul", "convolution")
+
 CLASSES = tuple(name for name, *_ in _CLASSES)
 EVERY_CLASS = "every"
 """Key of `Hardware.residuals` for all other classes."""
@@ -176,8 +192,8 @@ def _classes(names: tuple[str, ...]) -> npt.NDArray[np.intp]:
 
 
 @functools.lru_cache(maxsize=256)
-def _shares_on_gpu(names: tuple[str, ...], architecture: str, matmul: float) -> F64:
-    """Return by name id the share of the matrix rate that large products of a kernel reach."""
+def _shares_on_gpu(names: tuple[str, ...], architecture: str) -> F64:
+    """Return by name id the share of the matrix rate that a kernel reaches; nan if as products do."""
 
     def share(name: str) -> float:
         kind = op_class(name)
@@ -187,7 +203,7 @@ def _shares_on_gpu(names: tuple[str, ...], architecture: str, matmul: float) -> 
                 for part, chip, share in _ATTENTION_ON_GPU
                 if part in name and architecture.startswith(chip)
             )
-        return matmul if kind in ("matmul", "convolution") else 1.0  # both are bound by the tensor cores
+        return float("nan") if kind in _OF_PRODUCTS else 1.0
 
     return np.array([share(name) for name in names])
 
@@ -287,19 +303,24 @@ class _Matrices(NamedTuple):
     """Peak rate in the op's precision."""
     share: F64 | float
     """Part of it that large products reach."""
+    transposes: F64 | float = 0.0
+    """Passes over inputs and outputs before and after the products."""
 
 
 def _matrices(step: Step, hardware: Hardware) -> _Matrices:
-    usual = hardware.matmul_flops_per_s(matmul_dtype(step))
     if hardware.device == "cpu":
-        return _Matrices(usual, 1.0)
-    rates = [
-        usual if each is Precision.UNKNOWN else hardware.matmul_flops_per_s(each.name.lower())
-        for each in Precision
-    ]
-    of_name = _shares_on_gpu(step.names, hardware.architecture, hardware.matmul_efficiency)
-    share = of_name[step.ops.name] * np.where(step.ops.precision >= UNALIGNED, _UNALIGNED, 1.0)
-    return _Matrices(np.array(rates)[step.ops.precision % UNALIGNED], share)
+        return _Matrices(hardware.matmul_flops_per_s(matmul_dtype(step)), 1.0)
+    dtypes = [matmul_dtype(step) if each is Precision.UNKNOWN else each.name.lower() for each in Precision]
+    precision = step.ops.precision % UNALIGNED
+    of_products = np.array([hardware.matmul_share(each) for each in dtypes])[precision]
+    of_kernel = _shares_on_gpu(step.names, hardware.architecture)[step.ops.name]
+    share = np.where(np.isnan(of_kernel), of_products, of_kernel)
+    share *= np.where(step.ops.precision & UNALIGNED, _UNALIGNED, 1.0)
+    on_tensor_cores = np.array([hardware.has_tensor_cores(each) for each in dtypes])[precision]
+    transposes = 2.0 * (on_tensor_cores & (step.ops.precision & CHANNELS_FIRST > 0))
+    return _Matrices(
+        np.array([hardware.matmul_flops_per_s(each) for each in dtypes])[precision], share, transposes
+    )
 
 
 def _seconds(
@@ -320,6 +341,9 @@ def _seconds(
     if hardware.device != "cpu":
         # A GPU's products do not hide their memory traffic entirely.
         op_s += (1.0 - hidden)[classes] * np.minimum(of_products, of_memory)
+        # Tensor cores take images with channels last: cuDNN reads and writes them once more to transpose them
+        # (NVIDIA, Convolutional Layers User's Guide, "Tensor Layouts In Memory: NCHW vs NHWC").
+        op_s += matrices.transposes * of_memory
         if not hardware.curves:
             op_s = np.maximum(op_s, _LEAST_KERNEL_S)
     launch_s = hardware.launch_s if hardware.device == "cpu" else 0.0
@@ -346,8 +370,8 @@ def op_s(
     share = hardware.local_ranks(ranks) if hardware.device == "cpu" else 1
     work, traffic = np.array([flops]), np.array([traffic_bytes])
     rate = hardware.matmul_flops_per_s(dtype)
-    on_tensor_cores = hardware.device != "cpu" and kind in ("matmul", "convolution")
-    reached = hardware.matmul_efficiency if on_tensor_cores else 1.0
+    of_products = hardware.device != "cpu" and kind in _OF_PRODUCTS
+    reached = hardware.matmul_share(dtype) if of_products else 1.0
     found = _seconds(
         np.array([CLASSES.index(kind)]),
         work,

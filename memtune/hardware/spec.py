@@ -100,7 +100,9 @@ class Hardware:
     communicator_range: tuple[int, int] = (0, 0)
     """Bounds of `communicator_bytes`."""
     matmul_efficiency: float = 1.0
-    """Share of the matrix rates that products of large, aligned matrices reach."""
+    """Share of the matrix rates that products of large, aligned matrices reach on tensor cores."""
+    fp32_matmul_efficiency: float = 1.0
+    """Likewise of float32 products, which NVIDIA's tensor cores do not compute."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Source of each constant, by field."""
     curves: Mapping[str, Curve] = field(default_factory=dict, compare=False, repr=False)
@@ -125,6 +127,16 @@ class Hardware:
             "tf32": self.tf32_flops_per_s,
         }
         return rates.get(dtype, self.fp32_flops_per_s)
+
+    def has_tensor_cores(self, dtype: str) -> bool:
+        """Return whether tensor cores multiply `dtype`; those before Ampere multiply float16 alone."""
+        if self.architecture in ("sm70", "sm75"):
+            return dtype == "float16"
+        return dtype in ("bfloat16", "float16", "tf32")
+
+    def matmul_share(self, dtype: str) -> float:
+        """Return the part of `matmul_flops_per_s` that products of large, aligned matrices reach."""
+        return self.matmul_efficiency if self.has_tensor_cores(dtype) else self.fp32_matmul_efficiency
 
     def usable_bytes(self, ranks: int) -> int:
         """Return the device memory without CUDA's context and, with several `ranks`, their communicator."""

@@ -111,6 +111,7 @@ if TYPE_CHECKING:
     )
     from memtune.program.step import (
         APART,
+        CHANNELS_FIRST,
         DONATES,
         F64,
         FOREVER,
@@ -154,6 +155,7 @@ __all__ = [
     "ALLOCATES",
     "APART",
     "BATCH_NORMS",
+    "CHANNELS_FIRST",
     "DECAY",
     "DONATES",
     "EMPTY",

@@ -12,7 +12,7 @@ from memtune.autotune.record.precision import precision_of
 from memtune.autotune.record.recorder import record
 from memtune.hardware.roofline import op_costs
 from memtune.hardware.spec import find
-from memtune.program.step import UNALIGNED, Precision
+from memtune.program.step import CHANNELS_FIRST, UNALIGNED, Precision
 from memtune.workload.workload import Workload
 
 MODEL = """
@@ -20,6 +20,14 @@ import torch
 from torch import nn
 def model(): return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(2)))
 def batch(size): return torch.randn(size * 512, 1024)
+def loss(model, batch): return model(batch).square().mean()
+"""
+IMAGES = """
+import torch
+from torch import nn
+FORMAT = torch.{layout}
+def model(): return nn.Sequential(*(nn.Conv2d(64, 64, 3) for _ in range(2))).to(memory_format=FORMAT)
+def batch(size): return torch.randn(size, 64, 32, 32).to(memory_format=FORMAT)
 def loss(model, batch): return model(batch).square().mean()
 """
 
@@ -55,3 +63,32 @@ def test_plan_depends_on_tf32(tmp_path: Path) -> None:
         products = [step.names[name] == "aten.addmm.default" for name in step.ops.name]
         seconds.append(op_costs(step, gpu).op_s[products].sum())
     assert seconds[0] > 4 * seconds[1]  # the data sheet's rates are 8 times apart
+
+
+@pytest.mark.parametrize(
+    ("layout", "groups", "flag"),
+    [
+        (torch.contiguous_format, 1, CHANNELS_FIRST),
+        (torch.channels_last, 1, 0),
+        (torch.contiguous_format, 8, 0),
+    ],
+)
+def test_convolutions_of_channels_first_are_transposed(
+    layout: torch.memory_format, groups: int, flag: int
+) -> None:
+    image = torch.empty(2, 8, 4, 4, dtype=torch.float16, device="meta").to(memory_format=layout)
+    weight = torch.empty(16, 8 // groups, 3, 3, dtype=torch.float16, device="meta")
+    found = precision_of("aten.convolution.default", [image, weight], [image])
+    assert found == Precision.FLOAT16 | flag
+
+
+@pytest.mark.parametrize(("gpu", "transposes"), [("a100-80g", True), ("v100", False)])
+def test_tensor_cores_need_channels_last(tmp_path: Path, gpu: str, transposes: bool) -> None:
+    path = tmp_path / "model.py"
+    seconds = []
+    for layout in ("contiguous_format", "channels_last"):
+        path.write_text(IMAGES.format(layout=layout))
+        step = record(Workload.load(path), target="cuda").at(64)
+        products = [step.names[name] == "aten.convolution.default" for name in step.ops.name]
+        seconds.append(op_costs(step, find(gpu)).op_s[products].sum())
+    assert bool(seconds[0] > 1.5 * seconds[1]) == transposes  # float32: TF32 on A100, no tensor cores on V100
