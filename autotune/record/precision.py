@@ -46,7 +46,7 @@ def precision_of(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor])
 def _has_channels_first(inputs: Sequence[Tensor]) -> bool:
     """Return whether a convolution of all channels gets images whose rows are contiguous, not their channels.
 
-    `inputs` end with images and weights, and a bias forward. Convolutions in groups have kernels of their own.
+    `inputs` end with images and weights, and a bias forward. Convolutions in groups have their own kernels.
     """
     planes = [each for each in inputs if each.dim() == 4]
     if len(planes) < 2:

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from memtune.activations.offload import is_written_part
 from memtune.autotune.record.fake_divergence import watch_random_states
 from memtune.autotune.record.inplace_accumulation import SUM, is_in_place, sequence_number
+from memtune.autotune.record.kernel_traffic import kernel_traffic_bytes
 from memtune.autotune.record.precision import precision_of
 from memtune.autotune.record.step_builder import Draft, Mark
 from memtune.hardware import flops
@@ -275,7 +276,7 @@ class Tracer(WatchingMode):
         if seam or group:
             traffic = _seam_traffic_bytes(seam, inputs, fresh, written)
         else:
-            traffic = sum(t.nbytes for t in inputs) + sum(t.nbytes for t in outputs)
+            traffic = kernel_traffic_bytes(name, inputs, outputs)
         has_generator = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
         rng = OWN_GENERATOR if has_generator else int(draws(func, args, kwargs))
         n_flops = flops.count(func, args, kwargs, out)

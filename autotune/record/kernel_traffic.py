@@ -1,0 +1,52 @@
+"""Bytes that the kernel of an op moves: each input and output once, except what it does not touch.
+
+A gather reads as many rows as it returns, and an update of rows in place leaves the others alone; an
+allocation moves nothing, and a tensor like another one has only its shape. Of a tensor of log-probabilities,
+the loss reads one value per target (ATen, native/cuda/NLLLoss2d.cu, Indexing.cu, IndexKernel.cu).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+_ALLOCATIONS = ("aten.empty", "aten.new_empty")
+_MADE_LIKE = (
+    "aten.full_like.",
+    "aten.new_full.",
+    "aten.new_ones.",
+    "aten.new_zeros.",
+    "aten.ones_like.",
+    "aten.rand_like.",
+    "aten.randint_like.",
+    "aten.randn_like.",
+    "aten.zeros_like.",
+)
+_READ_ROWS = ("aten.embedding.", "aten.gather.", "aten.index.", "aten.index_select.")
+_WRITE_ROWS = (
+    "aten._index_put_impl_.",
+    "aten.index_add_.",
+    "aten.index_put_.",
+    "aten.scatter_.src",
+    "aten.scatter_add_.",
+)
+_UNREAD = {"aten.nll_loss_forward.default": 0, "aten.nll_loss_backward.default": 1}
+"""Op → index of the log-probabilities among its inputs."""
+
+
+def kernel_traffic_bytes(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
+    """Return the bytes that op `name` reads and writes, for tensors `inputs` and `outputs` of its call."""
+    written = sum(each.nbytes for each in outputs)
+    if name.startswith(_ALLOCATIONS):
+        return 0
+    if name.startswith(_MADE_LIKE):
+        return written
+    n_bytes = sum(each.nbytes for each in inputs) + written
+    if name.startswith(_READ_ROWS):
+        return n_bytes + outputs[0].nbytes - inputs[0].nbytes
+    if name.startswith(_WRITE_ROWS):
+        return n_bytes + 2 * (inputs[-1].nbytes - inputs[0].nbytes)
+    if name in _UNREAD:
+        return n_bytes - inputs[_UNREAD[name]].nbytes
+    return n_bytes
