@@ -24,18 +24,15 @@ _MADE_LIKE = (
     "aten.zeros_like.",
 )
 _READ_ROWS = ("aten.embedding.", "aten.gather.", "aten.index.", "aten.index_select.")
-_WRITE_ROWS = (
-    "aten._index_put_impl_.",
-    "aten.index_add_.",
-    "aten.index_put_.",
-    "aten.scatter_.src",
-    "aten.scatter_add_.",
-)
+_WRITE_ROWS = ("aten._index_put_impl", "aten.index_add", "aten.index_put", "aten.scatter", "aten.scatter_add")
+"""Ops whose last input has the rows, if they run in place."""
 _UNREAD = {"aten.nll_loss_forward.default": 0, "aten.nll_loss_backward.default": 1}
 """Op → index of the log-probabilities among its inputs."""
 
 
-def kernel_traffic_bytes(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
+def kernel_traffic_bytes(
+    name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, in_place: bool
+) -> int:
     """Return the bytes that op `name` reads and writes, for tensors `inputs` and `outputs` of its call."""
     written = sum(each.nbytes for each in outputs)
     if name.startswith(_ALLOCATIONS):
@@ -45,7 +42,7 @@ def kernel_traffic_bytes(name: str, inputs: Sequence[Tensor], outputs: Sequence[
     n_bytes = sum(each.nbytes for each in inputs) + written
     if name.startswith(_READ_ROWS):
         return n_bytes + outputs[0].nbytes - inputs[0].nbytes
-    if name.startswith(_WRITE_ROWS):
+    if in_place and name.rpartition(".")[0].rstrip("_") in _WRITE_ROWS:
         return n_bytes + 2 * (inputs[-1].nbytes - inputs[0].nbytes)
     if name in _UNREAD:
         return n_bytes - inputs[_UNREAD[name]].nbytes

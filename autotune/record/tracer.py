@@ -276,7 +276,8 @@ class Tracer(WatchingMode):
         if seam or group:
             traffic = _seam_traffic_bytes(seam, inputs, fresh, written)
         else:
-            traffic = kernel_traffic_bytes(name, inputs, outputs)
+            in_place = donated >= 0 or bool(written)
+            traffic = kernel_traffic_bytes(name, inputs, outputs, in_place=in_place)
         has_generator = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
         rng = OWN_GENERATOR if has_generator else int(draws(func, args, kwargs))
         n_flops = flops.count(func, args, kwargs, out)

@@ -24,7 +24,10 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.n_bytes += kernel_traffic_bytes(str(func), tensors_in(args), tensors_in((out,)))
+        in_place = func._schema.is_mutable
+        self.n_bytes += kernel_traffic_bytes(
+            str(func), tensors_in(args), tensors_in((out,)), in_place=in_place
+        )
         return out
 
 
@@ -37,6 +40,7 @@ class Traffic(TorchDispatchMode):
         (lambda: TABLE[AT], 2 * ROW_BYTES + AT_BYTES),
         (lambda: F.embedding(AT, TABLE), 2 * ROW_BYTES + AT_BYTES),
         (lambda: TABLE.clone().index_add_(0, AT, ROWS), 2 * TABLE_BYTES + 3 * ROW_BYTES + AT_BYTES),
+        (lambda: TABLE.index_add(0, AT, ROWS), 2 * TABLE_BYTES + ROW_BYTES + AT_BYTES),
         (lambda: F.nll_loss(ROWS, AT % 8), 3 * AT_BYTES + 8),
     ],
 )
