@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from memtune.program import I32, I64, Hints, Precision, Step
+from memtune.program import I32, I64, UNALIGNED, Hints, Precision, Step
 
 _FORWARD, _BACKWARD = "aten.convolution.default", "aten.convolution_backward.default"
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -37,7 +37,7 @@ def estimated_workspaces(step: Step, hints: Hints, architecture: str) -> tuple[I
     for op in np.flatnonzero(np.isin(step.ops.name, named)).tolist():
         if op >= len(hints.signatures) or not hints.signatures[op]:
             continue
-        is_tf32 = int(step.ops.precision[op]) == Precision.TF32
+        is_tf32 = int(step.ops.precision[op]) % UNALIGNED == Precision.TF32
         name, arguments = json.loads(hints.signatures[op])[:2]
         n_bytes = _workspace_bytes(str(name), arguments, capability, is_tf32=is_tf32)
         if n_bytes:

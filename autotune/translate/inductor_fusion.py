@@ -16,7 +16,18 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from memtune.program import FOREVER, I32, I64, UNALIGNED, Phase, Recording, Resource, Step, at_micro_batch
+from memtune.program import (
+    FOREVER,
+    I32,
+    I64,
+    READS,
+    UNALIGNED,
+    Phase,
+    Recording,
+    Resource,
+    Step,
+    at_micro_batch,
+)
 
 _LIBRARY = (
     "mm.",
@@ -86,13 +97,25 @@ def _fused(step: Step, whole_model: bool) -> Step:
     np.maximum.at(last, kernel, np.arange(step.ops.n))
     absorbed = generated & ((last[kernel] != np.arange(step.ops.n)) | ~_writes(step, kernel, nowhere)[kernel])
     runs = generated & ~absorbed
+    library_bytes = step.ops.traffic_bytes + _padding_bytes(step, inside)
     return step.with_ops(
         resource=np.where(absorbed, Resource.NOTHING, step.ops.resource).astype(np.uint8),
         flops=np.where(absorbed, 0.0, step.ops.flops),
-        traffic_bytes=np.where(absorbed, 0, np.where(runs, traffic[kernel], step.ops.traffic_bytes)),
-        # it pads matrices to aligned rows (torch/_inductor/fx_passes/pad_mm.py)
+        traffic_bytes=np.where(absorbed, 0, np.where(runs, traffic[kernel], library_bytes)),
+        # Rows are padded, and images have channels last (torch/_inductor/config.py `layout_optimization`).
         precision=np.where(inside, step.ops.precision % UNALIGNED, step.ops.precision).astype(np.uint8),
     ).with_storages(bytes=np.where(nowhere, 0, step.storages.bytes))
+
+
+def _padding_bytes(step: Step, inside: npt.NDArray[np.bool_]) -> I64:
+    """Return (n,) bytes moved to pad products whose rows are not aligned: their largest input is copied
+    (torch/_inductor/fx_passes/pad_mm.py).
+    """
+    padded = inside & (step.ops.precision & UNALIGNED > 0)
+    reads = (step.uses.mode == READS) & padded[step.uses.op]
+    found = np.zeros(step.ops.n, np.int64)
+    np.maximum.at(found, step.uses.op[reads], 2 * step.storages.bytes[step.uses.storage[reads]])
+    return found
 
 
 def _calls_library(step: Step) -> npt.NDArray[np.bool_]:

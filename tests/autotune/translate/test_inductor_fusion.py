@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from support.synthetic_steps import make_step
 
@@ -11,7 +12,7 @@ from memtune.autotune.translate import inductor_fusion
 from memtune.autotune.translate.translation import translate
 from memtune.compile import Compiling
 from memtune.hardware.spec import find
-from memtune.program.step import Phase, Recording, Resource, Step
+from memtune.program.step import UNALIGNED, Phase, Precision, Recording, Resource, Step
 from memtune.workload.workload import Workload
 
 MODEL = """
@@ -60,7 +61,7 @@ kernel of its own, because it waits for another product; op 8 scatters a constan
 """
 
 
-def fused_step(names: tuple[str, ...] = NAMES) -> Step:
+def fused_step(names: tuple[str, ...] = NAMES, **columns: Any) -> Step:
     uses = [(op, storage) for op, storages in READS.items() for storage in storages]
     step = make_step(
         len(OPS),
@@ -74,6 +75,7 @@ def fused_step(names: tuple[str, ...] = NAMES) -> Step:
         storages_producer=range(len(OPS)),
         uses_op=[op for op, _ in uses],
         uses_storage=[storage for _, storage in uses],
+        **columns,
     )
     return inductor_fusion._fused(step, whole_model=True)
 
@@ -94,3 +96,11 @@ def test_constants_scattered_into_constants_are_generated_code() -> None:
     assert step.ops.traffic_bytes[9] == 100 + 50
     other = fused_step(tuple(name.replace("full", "rand") for name in NAMES))
     assert other.storages.bytes[[7, 8]].tolist() == [400, 400]
+
+
+def test_products_of_unaligned_rows_read_a_padded_copy_of_their_largest_input() -> None:
+    aligned = fused_step(ops_precision=[Precision.BFLOAT16] * len(OPS))
+    padded = fused_step(ops_precision=[Precision.BFLOAT16 | UNALIGNED] * len(OPS))
+    assert (padded.ops.precision == Precision.BFLOAT16).all()
+    more = padded.ops.traffic_bytes - aligned.ops.traffic_bytes
+    assert more.tolist() == [0, 0, 2 * 100, 0, 0, 2 * 50, 2 * 50, 0, 0, 0, 2 * 50]
