@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from published.mended_cases import INEXPRESSIBLE
+from published.mended_cases import INEXPRESSIBLE, RESERVED
 
 COLUMNS = (("allocated", "GiB"), ("reserved", "GiB"), ("device", "GiB"), ("step", "s"))
 _COLOURS = {"allocated": "#1f77b4", "reserved": "#ff7f0e", "device": "#2ca02c", "step": "#d62728"}
@@ -81,6 +81,7 @@ def markdown(rows: Sequence[Any], summary: dict[str, Any], plot_name: str, left:
     known = [row for row in rows if row.case.cause]
     if known:
         lines += ["", "## known causes", "", *(f"- {row.case.id}: {row.case.cause}" for row in known)]
+    lines += ["", "## reserved over allocated bytes", "", *(f"- {each}" for each in RESERVED)]
     lines += ["", "## measurements that no setting expresses", "", "| missing | measurements |", "|---|---|"]
     lines += [f"| {feature} | {where} |" for feature, where in INEXPRESSIBLE]
     unfit = [row for row in rows if row.status in ("unfit", "error")]
