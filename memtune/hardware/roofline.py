@@ -314,10 +314,10 @@ def _matrices(step: Step, hardware: Hardware) -> _Matrices:
     precision = step.ops.precision % UNALIGNED
     of_products = np.array([hardware.matmul_share(each) for each in dtypes])[precision]
     of_kernel = _shares_on_gpu(step.names, hardware.architecture)[step.ops.name]
-    share = np.where(np.isnan(of_kernel), of_products, of_kernel)
+    share: F64 = np.where(np.isnan(of_kernel), of_products, of_kernel)
     share *= np.where(step.ops.precision & UNALIGNED, _UNALIGNED, 1.0)
     on_tensor_cores = np.array([hardware.has_tensor_cores(each) for each in dtypes])[precision]
-    transposes = 2.0 * (on_tensor_cores & (step.ops.precision & CHANNELS_FIRST > 0))
+    transposes: F64 = 2.0 * (on_tensor_cores & (step.ops.precision & CHANNELS_FIRST > 0))
     return _Matrices(
         np.array([hardware.matmul_flops_per_s(each) for each in dtypes])[precision], share, transposes
     )
