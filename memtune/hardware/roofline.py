@@ -317,10 +317,9 @@ def _matrices(step: Step, hardware: Hardware) -> _Matrices:
     share: F64 = np.where(np.isnan(of_kernel), of_products, of_kernel)
     share *= np.where(step.ops.precision & UNALIGNED, _UNALIGNED, 1.0)
     on_tensor_cores = np.array([hardware.has_tensor_cores(each) for each in dtypes])[precision]
-    transposes: F64 = 2.0 * (on_tensor_cores & (step.ops.precision & CHANNELS_FIRST > 0))
-    return _Matrices(
-        np.array([hardware.matmul_flops_per_s(each) for each in dtypes])[precision], share, transposes
-    )
+    transposed = on_tensor_cores & (step.ops.precision & CHANNELS_FIRST > 0)
+    rates = np.array([hardware.matmul_flops_per_s(each) for each in dtypes])
+    return _Matrices(rates[precision], share, np.where(transposed, 2.0, 0.0))
 
 
 def _seconds(

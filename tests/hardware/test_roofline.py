@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from memtune import hardware
-from memtune.hardware.roofline import Algorithm, algorithm, collective_s
+from memtune.hardware.roofline import Algorithm, algorithm, collective_s, op_s
 from memtune.program.step import Resource
 
 LINKS = replace(
@@ -93,3 +93,12 @@ def test_collective_s_treats_cpu_ranks_as_one_node() -> None:
 def test_algorithm_by_name() -> None:
     assert algorithm("c10d.alltoall_base_.default") is Algorithm.ALL_TO_ALL
     assert algorithm("memtune.reduce_scatter_into_.default") is Algorithm.RING
+
+
+def test_products_off_tensor_cores_reach_the_share_of_float32() -> None:
+    volta, ampere = hardware.find("v100"), hardware.find("a100-80g")
+    assert volta.matmul_share("tf32") == volta.matmul_share("float32") == volta.fp32_matmul_efficiency
+    assert volta.matmul_share("float16") == volta.matmul_efficiency
+    assert ampere.matmul_share("tf32") == ampere.matmul_efficiency
+    at_peak_s, expected_s = op_s("matmul", "float32", 1e12, 0, volta)
+    assert expected_s == pytest.approx(at_peak_s / volta.fp32_matmul_efficiency)
