@@ -305,7 +305,12 @@ def shipped(cases: Pool, cluster: Cluster, ran: Trials) -> Scored:
 
 def _result(scored: Scored, value: float) -> TrialResult:
     return TrialResult.model_construct(
-        number=0, status="ok", step_s=value, step_s_all=[value], samples_per_s=1 / value
+        number=0,
+        status="ok",
+        step_s=value,
+        step_s_all=[value],
+        samples_per_s=1 / value,
+        peak_allocated_bytes=scored.prediction.peak_allocated_bytes,
     )
 
 
