@@ -144,10 +144,13 @@ def members_of(module: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
 
 def local(tensor: Tensor) -> Tensor:
     """Return the part of `tensor` on this rank: the local shard of a DTensor, otherwise `tensor` itself."""
+    if not torch.is_grad_enabled():
+        # As `to_local` does then, without its wrappers, which cost more than a small op.
+        return getattr(tensor, "_local_tensor", tensor)
     shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return shard
 
 
 def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return `local` of each of `tensors`."""
-    return [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
+    return [local(each) for each in tensors]
