@@ -174,10 +174,10 @@ def at_peak(step: Step) -> tuple[PeakRow, ...]:
         & (step.freed_after >= op)
         & (step.storages.tier == Tier.DEVICE)
     )
-    saved = step.saved_by_autograd()
+    kept = step.kept_for_backward()
     rows: Counter[tuple[str, str]] = Counter()
     for storage in np.flatnonzero(live).tolist():
-        rows[folded(_module(step, storage)), kind_of(step, storage, bool(saved[storage]))] += int(
+        rows[folded(_module(step, storage)), kind_of(step, storage, bool(kept[storage]))] += int(
             step.storages.bytes[storage]
         )
     found = [PeakRow(module, kind, n_bytes) for (module, kind), n_bytes in rows.items() if n_bytes]
@@ -189,9 +189,9 @@ def folded(module: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", module)
 
 
-def kind_of(step: Step, storage: int, saved: bool) -> str:
-    """Return the name of a storage's kind; `saved` tells whether autograd saves it."""
-    return _NAMES.get(Kind(step.storages.kind[storage]), "activations" if saved else "temporaries")
+def kind_of(step: Step, storage: int, kept: bool) -> str:
+    """Return the name of a storage's kind; `kept` is its entry of `Step.kept_for_backward`."""
+    return _NAMES.get(Kind(step.storages.kind[storage]), "activations" if kept else "temporaries")
 
 
 def _module(step: Step, storage: int) -> str:

@@ -154,8 +154,8 @@ def _curve(step: Step, stream: np.ndarray[Any, Any], start: F64, tier: Tier) -> 
     runs = np.maximum.accumulate(np.where(counts, np.nan_to_num(start), 0.0))
     at = np.where((sign > 0) & (producer >= 0), runs[np.maximum(producer, 0)], 0.0)
     at = np.maximum.accumulate(at)
-    saved = step.saved_by_autograd()
-    names = [kind_of(step, int(each), bool(saved[each])) for each in storage]
+    kept = step.kept_for_backward()
+    names = [kind_of(step, int(each), bool(kept[each])) for each in storage]
     kinds = sorted(set(names))
     change = np.zeros((len(kinds), len(storage)), np.int64)
     change[[kinds.index(each) for each in names], np.arange(len(storage))] = (

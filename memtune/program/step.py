@@ -415,11 +415,18 @@ class Step:
             self.storages.bytes[storages][(self.storages.held_until[storages] != FOREVER) & ~later].sum()
         )
 
-    def saved_by_autograd(self) -> npt.NDArray[np.bool_]:
-        """Return (m,) True for storages that autograd saves for backward."""
-        saved = np.zeros(self.storages.n, bool)
-        saved[self.saves.storage] = True
-        return saved
+    def kept_for_backward(self) -> npt.NDArray[np.bool_]:
+        """Return (m,) True for storages that autograd saves, or that forward makes and backward reads.
+
+        A schedule keeps its values itself, so `saves` does not list them.
+        """
+        kept = np.zeros(self.storages.n, bool)
+        kept[self.saves.storage] = True
+        later = np.isin(self.ops.phase[self.uses.op], (Phase.RECOMPUTE, Phase.BACKWARD))
+        read = self.uses.storage[later]
+        producer = self.storages.producer[read]
+        kept[read[(producer >= 0) & (self.ops.phase[producer] == Phase.FORWARD)]] = True
+        return kept
 
     def validate(self) -> None:
         """Check the invariants of the tables.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from support.zoo_paths import ZOO
 
+from memtune.activations.schedules import region_of, run_schedule
 from memtune.autotune.predict.breakdown import OUTSIDE, at_peak, folded
+from memtune.program import plain_schedule
 from memtune.program.step import Kind
 from memtune.testing.drift_check import plain_program
 
@@ -33,3 +35,14 @@ def test_folded_replaces_only_whole_numbers() -> None:
     assert folded("h.12.mlp.0") == "h.*.mlp.*"
     assert folded("layer1.0.conv2") == "layer1.*.conv2"
     assert folded("") == ""
+
+
+def test_at_peak_shows_the_values_of_a_schedule_as_activations() -> None:
+    step = plain_program(ZOO["gpt"]).step
+    region = region_of(step)
+    assert not isinstance(region, str), region
+    scheduled = run_schedule(step, region, plain_schedule(region.graph))
+    assert len(scheduled.saves.storage) < len(step.saves.storage) / 4  # autograd's table lacks most of them
+    shown = sum(row.n_bytes for row in at_peak(scheduled) if row.kind == "activations")
+    plain = sum(row.n_bytes for row in at_peak(step) if row.kind == "activations")
+    assert 0.9 * plain < shown < 1.1 * plain
