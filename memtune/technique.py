@@ -267,6 +267,10 @@ class Technique(BaseModel):
     paper: ClassVar[str] = ""
     """Its short name in the literature, printed after the sentence; empty if PyTorch itself does it."""
     exactness: ClassVar[Exactness]
+    by_budget: ClassVar[bool] = False
+    """Its plan frees only as much as the target's memory requires: a step that needs less without it, needs
+    less of it.
+    """
 
     def sentence(self) -> str:
         """Return the setting as one plain clause without a subject: `recomputes every block in backward`."""

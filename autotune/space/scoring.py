@@ -25,13 +25,15 @@ from memtune.autotune.predict import (
     ssd_shortage,
 )
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
+from memtune.autotune.space.dominance import Budgeted, Dominance
 from memtune.autotune.space.search_space import ENUMERATE_UP_TO, SAMPLE, Space
 from memtune.effects import DISPATCH_MODE
 from memtune.hardware import Hardware, OpTime, usable_cores
 from memtune.program import Program
 from memtune.progress import advance
+from memtune.search_spaces import null
 from memtune.search_spaces.execution import Execution
-from memtune.technique import Reason
+from memtune.technique import Reason, Technique
 
 Goal = Literal["throughput", "memory", "batch"]
 EVENTS_FOR = 64
@@ -49,7 +51,8 @@ micro-batches have the same techniques, so further neighbourhoods repeat those c
 """
 _SLOWER = 2.0
 """The neighbourhood of a technique is not explored if its best candidate is slower than the best of all by
-this factor: no other slot makes up for it.
+this factor: no other slot makes up for it. A setting of a technique by budget is not solved if it is slower
+by this factor without the technique.
 """
 _EXPLORE_AGAIN = 0.01
 """Relative improvement of the best candidate with a technique from which its neighbourhood is explored
@@ -276,26 +279,26 @@ def score_all(
     """Score the space, or a sample and neighbourhoods above `ENUMERATE_UP_TO`; refine the best.
 
     A neighbourhood: another technique, or other knobs, in one slot. It is explored until nothing better is
-    found.
+    found. Settings of techniques by budget that cannot be the best of their kind are not solved
+    (`dominance`).
     """
     started = time.monotonic()
     with (
         rare_collections(),
         ParallelMap(scorer.asked, lambda asked: same_passes(asked.choice), processes()) as side_by_side,
     ):
-        found = _ScoredSet(scorer, side_by_side)
+        optional = [slot for slot, techniques in space.slots.items() if null(slot) in techniques]
+        found = _ScoredSet(scorer, side_by_side, goal, Dominance(optional))
         if space.size <= ENUMERATE_UP_TO:
             found.add(space)
         else:
             found.add(space.sample(min(SAMPLE, most_sampled or SAMPLE), seed))
             looked_around: dict[Hashable, Scored] = {}
-            while promising := found.promising(goal, looked_around):
+            while promising := found.promising(looked_around):
                 found.add(space.around([each.choice for each in promising.values()]))
                 looked_around |= promising
         _refine(found.by_key, side_by_side, scorer.rewriter.target.budget_bytes, goal)
-    return Scores(
-        found.by_key, dict(found.unfit), len(found.seen), found.n_merged, time.monotonic() - started
-    )
+    return Scores(found.by_key, dict(found.unfit), found.n_scored, found.n_merged, time.monotonic() - started)
 
 
 def processes() -> int:
@@ -317,30 +320,69 @@ def same_passes(choice: Choice) -> Hashable | None:
 class _ScoredSet:
     """The candidates scored so far; of equal ones the simplest is kept."""
 
-    def __init__(self, scorer: Scorer, side_by_side: _SideBySide) -> None:
+    def __init__(self, scorer: Scorer, side_by_side: _SideBySide, goal: Goal, dominance: Dominance) -> None:
         self._scorer, self._side_by_side = scorer, side_by_side
+        self._goal, self._dominance = goal, dominance
         self.by_key: dict[str, Scored] = {}
         self.unfit: Counter[str] = Counter()
         self.seen: set[Choice] = set()
+        self.n_scored = 0
         self.n_merged = 0
+        self._found: dict[Choice, Prediction] = {}
+        """By choice that fits, also if an equal one is kept."""
         self._predictions: dict[Hashable, list[Prediction]] = defaultdict(list)
         """One object for equal predictions, whichever process made them (see `_refine`)."""
 
     def add(self, choices: Iterable[Choice]) -> None:
-        """Score choices that are new."""
+        """Score choices that are new, except settings of techniques by budget that another one dominates, or
+        that are much slower than the best even without the technique.
+        """
         new = [choice for choice in dict.fromkeys(choices) if choice not in self.seen]
-        self.seen.update(new)
-        before = len(self.seen) - len(new)
-        requests = [ScoreRequest(choice) for choice in new]
+        by_choice = {choice: self._dominance.budgeted(choice) for choice in new}
+        budgeted = [each for each in by_choice.values() if each is not None]
+        first = [choice for choice, each in by_choice.items() if each is None]
+        first += [each for each in dict.fromkeys(one.without for one in budgeted) if each not in self.seen]
+        self.seen.update(new, first)
+        self._score(dict.fromkeys(first))
+        for each in budgeted:
+            if (without := self._found.get(each.without)) is not None:
+                self._dominance.add(each, without)
+        waiting = {each.choice: each for each in budgeted}
+        while ready := self._worthwhile(waiting):
+            self._score(ready)
+            for choice in ready:
+                each = waiting.pop(choice)
+                if choice not in self._found:
+                    self._dominance.refuse(each)
+
+    def _worthwhile(self, waiting: Mapping[Choice, Budgeted]) -> list[Choice]:
+        open_ones = self._dominance.undominated(waiting.values())
+        fastest = max((each.samples_per_s for each in self._found.values() if self._fits(each)), default=0.0)
+        least = fastest / _SLOWER if self._goal == "throughput" else 0.0
+        return [
+            choice
+            for choice, each in waiting.items()
+            if (without := self._found.get(each.without)) is None
+            or (choice in open_ones and without.samples_per_s >= least)
+        ]
+
+    def _fits(self, prediction: Prediction) -> bool:
+        budget = self._scorer.rewriter.target.budget_bytes
+        return budget is None or prediction.peak_allocated_bytes <= budget
+
+    def _score(self, choices: Iterable[Choice]) -> None:
+        requests = [ScoreRequest(choice) for choice in choices]
         scores = self._side_by_side.over(
-            requests, lambda done: advance(before + done, "settings", len(self.seen))
+            requests, lambda done: advance(self.n_scored + done, "settings", len(self.seen))
         )
-        for choice, scored in zip(new, scores, strict=True):
+        self.n_scored += len(requests)
+        for (choice, _), scored in zip(requests, scores, strict=True):
             if isinstance(scored, Reason):
                 self.unfit[str(scored)] += 1
                 continue
             # A copy's choice is another object, and objects are known by their id.
             scored = replace(scored, choice=choice, prediction=self._one_object(scored.prediction))
+            self._found[choice] = scored.prediction
             known = self.by_key.get(scored.key)
             self.n_merged += known is not None
             if known is None or choice.complexity < known.choice.complexity:
@@ -355,12 +397,13 @@ class _ScoredSet:
             alike.append(prediction)
         return known or prediction
 
-    def promising(self, goal: Goal, looked_around: Mapping[Hashable, Scored]) -> dict[Hashable, Scored]:
+    def promising(self, looked_around: Mapping[Hashable, Scored]) -> dict[Hashable, Scored]:
         """Return the candidates whose neighbourhood to explore, by the property that they are best in.
 
         A candidate qualifies if it is much better than the one explored before for that property, or at all
         better for the best overall. Techniques whose best is several times slower are skipped.
         """
+        goal = self._goal
         best = self._best(goal)
         fastest = best[_ALL].rank(goal)[1] if goal == "throughput" and _ALL in best else math.inf
         found = {}
@@ -377,14 +420,14 @@ class _ScoredSet:
     def _best(self, goal: Goal) -> dict[Hashable, Scored]:
         """Return the best by micro-batch and by kind of technique, and those with the smallest peaks.
 
-        One per kind, because the few best overall often differ in one knob only.
+        One per kind, because the few best overall often differ in one knob only. Techniques by budget are
+        alternatives for the same bytes, and a neighbourhood has all of them, so they count as one kind.
         """
-        budget = self._scorer.rewriter.target.budget_bytes
         best: dict[Hashable, Scored] = {}
         executions: set[Execution] = set()
         for each in sorted(self.by_key.values(), key=lambda each: each.rank(goal)):
-            if budget is None or each.prediction.peak_allocated_bytes <= budget:
-                parts: list[Hashable] = [_ALL, *((one.slot, one.kind) for one in each.choice.techniques)]
+            if self._fits(each.prediction):
+                parts: list[Hashable] = [_ALL, *map(_part, each.choice.techniques)]
                 if len(executions) < _EXECUTIONS:
                     executions.add(each.choice.execution)
                     parts.append(each.choice.execution)
@@ -392,6 +435,10 @@ class _ScoredSet:
                     best.setdefault(part, each)
         small = heapq.nsmallest(len(_SMALL), self.by_key.values(), key=lambda each: each.rank("memory"))
         return best | dict(zip(_SMALL, small, strict=False))
+
+
+def _part(technique: Technique) -> Hashable:
+    return technique.slot, "by budget" if technique.by_budget else technique.kind
 
 
 def _refine(

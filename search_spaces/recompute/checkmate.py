@@ -70,6 +70,7 @@ class Checkmate(Technique):
     )
     paper: ClassVar[str] = "Checkmate"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
+    by_budget: ClassVar[bool] = True
     effects: ClassVar[Effects] = SCHEDULED
 
     budget_bytes: Annotated[int, Field(gt=0)] | None = None

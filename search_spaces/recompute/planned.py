@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -81,6 +82,7 @@ class Planned(Technique):
     )
     paper: ClassVar[str] = "memtune"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
+    by_budget: ClassVar[bool] = True
 
     budget_bytes: Annotated[int, Field(gt=0)] | None = None
     """Largest peak allowed; less frees more and recomputes more. Default: all the memory that the target
@@ -303,7 +305,8 @@ class Planned(Technique):
         """
         if needs_block_schedules(program, target):
             return fastest_block_schedules(program, target, solution)
-        found = fastest_schedule(program, target, solution.budget_bytes)
+        below_s = solution.seconds if solution.is_within else math.inf
+        found = fastest_schedule(program, target, solution.budget_bytes, below_s)
         if solution.is_within and (
             found is None or (isinstance(found, FastestSchedule) and found.seconds >= solution.seconds)
         ):
@@ -321,7 +324,7 @@ class Planned(Technique):
         others = tuple(slot for slot in target.chosen if slot != self.slot)
         if needs_block_schedules(program, target) or schedules_nothing(target, *others) is not None:
             return None
-        found = fastest_schedule(program, target, solution.budget_bytes)
+        found = fastest_schedule(program, target, solution.budget_bytes, solution.seconds)
         return found if isinstance(found, FastestSchedule) and found.seconds < solution.seconds else None
 
     def _solution(self, program: Program, target: Target) -> Solution:

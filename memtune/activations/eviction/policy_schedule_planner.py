@@ -9,6 +9,7 @@ after its last reader, so it never holds more than the policy did.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -137,6 +138,7 @@ def freeze(
     budget_bytes: int,
     peak_of: Callable[[Schedule], int],
     accepts: Callable[[Policy], bool] = lambda policy: True,
+    below_s: float = math.inf,
 ) -> PolicySchedule | None:
     """Return the cheapest schedule of `options` whose step stays within `budget_bytes`; None if none is
     found.
@@ -151,9 +153,10 @@ def freeze(
         budget_bytes: Budget of the whole step.
         peak_of: Peak bytes of the whole step under a schedule.
         accepts: Whether the option can be used; others decide only if none can.
+        below_s: Seconds of recomputation that a schedule must stay below.
     """
     allowed = budget_bytes - int((region.background_bytes + region.scratch_bytes).min())
-    limits = _Limits(_with_holes(allowed, options), _WORK_LIMIT)
+    limits = _Limits(_with_holes(allowed, options), _WORK_LIMIT, below_s)
     rejected: PolicySchedule | None = None
     accepted: PolicySchedule | None = None
     for policy in options:
@@ -179,7 +182,7 @@ class _Limits:
     """Bytes of values with which an option begins."""
     work: int
     """Work left for all of them."""
-    recompute_s: float = float("inf")
+    recompute_s: float
     """Seconds that an option must stay below."""
 
 

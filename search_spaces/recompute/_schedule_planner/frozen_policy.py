@@ -93,6 +93,7 @@ class DynamicPolicy(Technique):
     """Base of the dynamic policies; `policy` selects the victims."""
 
     plan_types: ClassVar[tuple[type[Plan], ...]] = (DynamicPlan, BudgetBlocksPlan)
+    by_budget: ClassVar[bool] = True
 
     effects: ClassVar[Effects] = SCHEDULED
 

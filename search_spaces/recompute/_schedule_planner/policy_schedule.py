@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
@@ -30,10 +31,14 @@ FitsOnline = Callable[[Placement, Policy, int], bool]
 
 @lru_cache(maxsize=32)
 def solve_policy(
-    place: Placement, options: tuple[Policy, ...], budget_bytes: int, fits_online: FitsOnline | None = None
+    place: Placement,
+    options: tuple[Policy, ...],
+    budget_bytes: int,
+    fits_online: FitsOnline | None = None,
+    below_s: float = math.inf,
 ) -> PolicySchedule | None:
-    """Return the cheapest schedule of `options` within `budget_bytes`, None if there is none; cached by
-    all arguments.
+    """Return the cheapest schedule of `options` within `budget_bytes` that recomputes for less than
+    `below_s`, None if there is none; cached by all arguments.
 
     With `fits_online` the policy decides online, and an option that it refuses is taken only if all others
     fail too.
@@ -46,7 +51,7 @@ def solve_policy(
     def accepts(policy: Policy) -> bool:
         return fits_online is None or len(options) == 1 or fits_online(place, policy, budget_bytes)
 
-    return freeze(place.among, traces, options, budget_bytes, place.peak_bytes, accepts)
+    return freeze(place.among, traces, options, budget_bytes, place.peak_bytes, accepts, below_s)
 
 
 @lru_cache(maxsize=16)

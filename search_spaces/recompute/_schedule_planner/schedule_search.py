@@ -9,10 +9,10 @@ do not run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, product
 
 from memtune.activations.eviction import COOP, DTR, MEGTAICHI, Policy
 from memtune.activations.schedules import FreeAfterForwardPlanner, region_of
@@ -58,6 +58,8 @@ _SOURCES = (FREE_AFTER_FORWARD, *_POLICIES)
 NOT_FASTER = Reason("no schedule is faster than the plan by blocks", "by_schedule: false")
 _BACK = 24
 """Freed values for which keeping is tried again."""
+_BACK_ON_RANKS = 6
+"""The same on several ranks, for the reason above: those that take longest to recompute."""
 _PROBES = 12
 """Points of an order at which its peak is computed, to find the lowest."""
 _MOST_OPS = 4000
@@ -76,7 +78,9 @@ class FastestSchedule:
     """Seconds added to the plain step."""
 
 
-def fastest_schedule(program: Program, target: Target, budget_bytes: int) -> FastestSchedule | Reason | None:
+def fastest_schedule(
+    program: Program, target: Target, budget_bytes: int, below_s: float = math.inf
+) -> FastestSchedule | Reason | None:
     """Return the fastest schedule of the dynamic policies and of Checkmate within the budget; None if they
     find none.
 
@@ -84,6 +88,8 @@ def fastest_schedule(program: Program, target: Target, budget_bytes: int) -> Fas
         program: The program without recompute.
         target: Machine, ranks and other techniques.
         budget_bytes: Largest peak of the whole step.
+        below_s: Seconds, added to the plain step, that a schedule must stay below; slower ones are not
+            searched.
     """
     reason = cannot_schedule_model(program, target)
     if reason is not None:
@@ -91,7 +97,7 @@ def fastest_schedule(program: Program, target: Target, budget_bytes: int) -> Fas
     place = placement_of(program, target)
     if program.ranks > 1 and (reason := place.below(budget_bytes)) is not None:
         return reason
-    return _fastest(place, budget_bytes)
+    return _fastest(place, budget_bytes, below_s)
 
 
 @lru_cache(maxsize=16)
@@ -106,7 +112,13 @@ def sufficient_bytes(place: Placement, too_little_bytes: int, by_blocks_bytes: i
     """
 
     def is_met(budget_bytes: int) -> bool:
-        tried = chain((_free_after_forward(place, budget_bytes),), _policy_schedules(place, budget_bytes))
+        tried = chain(
+            (_free_after_forward(place, budget_bytes),),
+            (
+                _policy_schedule(place, policy, given)
+                for given, policy in product(_budgets(place, budget_bytes), _POLICIES)
+            ),
+        )
         return any(each is not None and each.peak_bytes <= budget_bytes for each in tried)
 
     # Not below the least bytes that any schedule can have: each probe costs seconds.
@@ -139,35 +151,43 @@ def fastest_block_schedules(program: Program, target: Target, solution: Solution
 
 
 @lru_cache(maxsize=64)
-def _fastest(place: Placement, budget_bytes: int) -> FastestSchedule | None:
-    """Return the fastest schedule found within the budget."""
-    found = list(_policy_schedules(place, budget_bytes))
+def _fastest(place: Placement, budget_bytes: int, below_s: float) -> FastestSchedule | None:
+    """Return the fastest schedule found within the budget and below `below_s`.
+
+    Each source only looks for schedules that are faster than those before it.
+    """
+    best: FastestSchedule | None = None
+
+    def offer(found: FastestSchedule | None) -> None:
+        nonlocal best, below_s
+        if found is not None and found.peak_bytes <= budget_bytes and found.seconds < below_s:
+            best, below_s = found, found.seconds
+
+    for given, policy in product(_budgets(place, budget_bytes), _POLICIES):
+        offer(_policy_schedule(place, policy, given, below_s))
     if place.step.ops.n <= _MOST_OPS:
         exact = schedule_for(place, budget_bytes, 0.0, _NODES, 0.0)
-        found.append(None if isinstance(exact, str) else _evaluate(place, exact.schedule))
-    found.append(_free_after_forward(place, budget_bytes))
-    within = [each for each in found if each is not None and each.peak_bytes <= budget_bytes]
-    return min(within, key=lambda each: (each.seconds, each.peak_bytes), default=None)
+        offer(None if isinstance(exact, str) else _evaluate(place, exact.schedule))
+    offer(_free_after_forward(place, budget_bytes, below_s))
+    return best
 
 
-def _policy_schedules(place: Placement, budget_bytes: int) -> Iterator[FastestSchedule | None]:
-    """Yield the schedules that the dynamic policies find.
+def _budgets(place: Placement, budget_bytes: int) -> tuple[int, ...]:
+    """Return the budgets that policies are asked for.
 
     A policy with more memory may do worse, so smaller budgets are tried as well: on a grid that does not
     depend on the budget, so that a larger budget has all grid points of a smaller one.
     """
     plain, levels = place.plain_bytes, _LEVELS if place.ranks == 1 else _LEVELS_ON_RANKS
-    budgets = [
-        plain * level // levels for level in range(1, levels) if plain * level // levels < budget_bytes
-    ]
-    for given in (*budgets, budget_bytes):
-        for policy in _POLICIES:
-            yield _policy_schedule(place, policy, given)
+    grid = (plain * level // levels for level in range(levels - 1, 0, -1))
+    return (budget_bytes, *(each for each in grid if each < budget_bytes))
 
 
 @lru_cache(maxsize=256)
-def _policy_schedule(place: Placement, policy: Policy, budget_bytes: int) -> FastestSchedule | None:
-    frozen = solve_policy(place, (policy,), budget_bytes)
+def _policy_schedule(
+    place: Placement, policy: Policy, budget_bytes: int, below_s: float = math.inf
+) -> FastestSchedule | None:
+    frozen = solve_policy(place, (policy,), budget_bytes, below_s=below_s)
     return None if frozen is None else _evaluate(place, frozen.schedule)
 
 
@@ -175,59 +195,65 @@ class _FreeSearch:
     """Schedules of one step by the values that they free after forward, evaluated on demand."""
 
     def __init__(self, place: Placement) -> None:
-        region = place.among
-        costs = op_costs(place.step, place.hardware)
+        region, costs = place.among, op_costs(place.step, place.hardware)
         op_s = costs.op_s.clip(min=costs.issue_s)[region.rows]
-        self._place, self._graph = place, region.graph
+        self._place, self._graph, self._op_s = place, region.graph, op_s
         self._free_after_forward = FreeAfterForwardPlanner(
             region.graph, region.bytes, op_s, region.outside_until, place.step.ops.block[region.rows]
         )
         self.order = self._free_after_forward.order()
-        self._known: dict[frozenset[int], FastestSchedule | None] = {}
-        self._lowest_peak_counts: dict[int, int] = {}
+        self._known: dict[frozenset[int], FastestSchedule] = {}
+        self._lowest_peak_counts: dict[tuple[int, ...], int] = {}
 
-    def evaluate(self, freed: frozenset[int]) -> FastestSchedule | None:
-        """Return the schedule that frees `freed`, with peak and time; None if it is invalid."""
+    def evaluate(self, freed: frozenset[int]) -> FastestSchedule:
+        """Return the schedule that frees `freed`, with peak and time."""
         if freed not in self._known:
-            schedule = self._free_after_forward.schedule(freed)
-            wrong = find_schedule_error(self._graph, schedule)
-            self._known[freed] = None if wrong else _evaluate(self._place, schedule)
+            schedule = _freeing(self._place.step, self._place.hardware, freed)
+            self._known[freed] = _evaluate(self._place, schedule)
         return self._known[freed]
 
-    def within(self, budget_bytes: int) -> FastestSchedule | None:
-        """Return the faster of both orders' schedules within the budget."""
-        first = self._cut(self.order, budget_bytes)
+    def within(self, budget_bytes: int, below_s: float) -> FastestSchedule | None:
+        """Return the faster of both orders' schedules within the budget that may take less than `below_s`."""
+        order = self._faster(self.order, below_s)
+        first = self._cut(order, budget_bytes)
         # The second order leaves out the blocks' outputs; without one here it begins with the same values.
-        if not self._free_after_forward.block_outputs.intersection(self.order[:first]):
-            return self._within(
-                self.order[:first], budget_bytes
-            )  # the second order would begin with the same values
-        second = self._free_after_forward.order(self._free_after_forward.block_outputs)
-        both = self.order[:first], second[: self._cut(second, budget_bytes)]
+        if not self._free_after_forward.block_outputs.intersection(order[:first]):
+            return self._within(order[:first], budget_bytes)
+        second = self._faster(self._free_after_forward.order(self._free_after_forward.block_outputs), below_s)
+        both = order[:first], second[: self._cut(second, budget_bytes)]
         found = [each for each in (self._within(freed, budget_bytes) for freed in both) if each is not None]
         return min(found, key=lambda each: (each.seconds, each.peak_bytes), default=None)
+
+    def _faster(self, order: list[int], below_s: float) -> list[int]:
+        """Return the longest beginning of `order` that recomputes for less than `below_s`."""
+
+        def recompute_s(count: int) -> float:
+            runs = _freeing(self._place.step, self._place.hardware, frozenset(order[:count])).computes()
+            return float(self._op_s[runs].sum() - self._op_s.sum())
+
+        if recompute_s(len(order)) < below_s:
+            return order
+        return order[: bisect_left(range(len(order)), below_s, key=recompute_s)]
 
     def _cut(self, order: list[int], budget_bytes: int) -> int:
         """Return the fewest values of `order` to free that meet the budget; if none do, the number with the
         lowest peak.
         """
-        # Up to that number the peak falls, so bisection is valid.
-        low, high = 0, self._lowest_peak_count(order)
+        # Up to that number the peak falls, so bisection is valid; it also is where all of them are enough.
+        enough = self._peak_bytes(order, len(order)) <= budget_bytes
+        low, high = 0, len(order) if enough else self._lowest_peak_count(order)
         while low < high:
             middle = (low + high) // 2
             found = self.evaluate(frozenset(order[:middle]))
-            low, high = (
-                (low, middle)
-                if found is not None and found.peak_bytes <= budget_bytes
-                else (middle + 1, high)
-            )
+            low, high = (low, middle) if found.peak_bytes <= budget_bytes else (middle + 1, high)
         return low
 
     def _lowest_peak_count(self, order: list[int]) -> int:
         """Return the number of values of `order` to free for a low peak: freeing more can cost more memory in
         recomputation than it frees.
         """
-        if len(order) not in self._lowest_peak_counts:
+        known_as = tuple(order)
+        if known_as not in self._lowest_peak_counts:
             # The peak is not convex in the number freed; probes find the right valley, halved steps its
             # bottom.
             step = max(len(order) // _PROBES, 1)
@@ -237,27 +263,48 @@ class _FreeSearch:
                 step = (step + 1) // 2
                 near = {min(max(best + way, 0), len(order)) for way in (-step, 0, step)}
                 best = min(near, key=lambda count: (self._peak_bytes(order, count), count))
-            self._lowest_peak_counts[len(order)] = best
-        return self._lowest_peak_counts[len(order)]
+            self._lowest_peak_counts[known_as] = best
+        return self._lowest_peak_counts[known_as]
 
-    def _peak_bytes(self, order: list[int], count: int) -> float:
-        found = self.evaluate(frozenset(order[:count]))
-        return math.inf if found is None else found.peak_bytes
+    def _peak_bytes(self, order: list[int], count: int) -> int:
+        return self.evaluate(frozenset(order[:count])).peak_bytes
 
     def _within(self, going: list[int], budget_bytes: int) -> FastestSchedule | None:
         """Free `going`, then keep again, from the most expensive value on, what the budget does not require
-        to be freed.
+        to be freed. None if that exceeds the budget, or is no valid schedule.
         """
         freed = frozenset(going)
         best = self.evaluate(freed)
-        if best is None or best.peak_bytes > budget_bytes:
+        if best.peak_bytes > budget_bytes:
             return None
         # From the end: the cheapest per byte come first, so the last ones save most seconds when kept.
-        for value in going[: -_BACK - 1 : -1]:
+        last = going[: -_BACK - 1 : -1]
+        if self._place.ranks > 1:
+            longest = sorted(last, key=lambda value: -self._op_s[self._graph.maker[value]])
+            last = longest[:_BACK_ON_RANKS]
+        for value in last:
             found = self.evaluate(freed - {value})
-            if found is not None and found.peak_bytes <= budget_bytes and found.seconds < best.seconds:
+            if found.peak_bytes <= budget_bytes and found.seconds < best.seconds:
                 freed, best = freed - {value}, found
-        return best
+        return None if find_schedule_error(self._graph, best.schedule) else best
+
+
+@lru_cache(maxsize=4)
+def _freeing_planner(step: Step, hardware: Hardware) -> FreeAfterForwardPlanner:
+    region, costs = region_of(step), op_costs(step, hardware)
+    assert not isinstance(region, str), region
+    op_s = costs.op_s.clip(min=costs.issue_s)[region.rows]
+    return FreeAfterForwardPlanner(
+        region.graph, region.bytes, op_s, region.outside_until, step.ops.block[region.rows]
+    )
+
+
+@lru_cache(maxsize=128)
+def _freeing(step: Step, hardware: Hardware, freed: frozenset[int]) -> Schedule:
+    """Return the schedule that frees `freed`; one object, so that all later passes share the step under
+    it.
+    """
+    return _freeing_planner(step, hardware).schedule(freed)
 
 
 @lru_cache(maxsize=4)
@@ -266,8 +313,10 @@ def _free_search(place: Placement) -> _FreeSearch:
 
 
 @lru_cache(maxsize=64)
-def _free_after_forward(place: Placement, budget_bytes: int) -> FastestSchedule | None:
-    return _free_search(place).within(budget_bytes)
+def _free_after_forward(
+    place: Placement, budget_bytes: int, below_s: float = math.inf
+) -> FastestSchedule | None:
+    return _free_search(place).within(budget_bytes, below_s)
 
 
 def _evaluate(place: Placement, schedule: Schedule) -> FastestSchedule:
