@@ -63,6 +63,8 @@ _STREAMS = {
 _TIERS = {"device": "device memory", "host": "host memory", "ssd": "SSD"}
 _LEFT = 140
 """Pixels left of the time axis, which hold the labels."""
+_STRIP = 4
+"""Width in pixels of a part of the time whose bytes a hint gives."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ def memory(runs: Mapping[str, Mapping[str, Any]], limit_bytes: int | None) -> Pi
             y_base=1024,
         )
         _stack(canvas, x, y, run["time_s"], run["bytes_by_kind"], kinds)
+        _readings(canvas, x, y, run["time_s"], run["bytes_by_kind"], kinds)
         if limit_bytes:
             canvas.line(x.start, y(limit_bytes), x.stop, y(limit_bytes), RED, stroke_dasharray="5 4")
     canvas.legend(20, 62 + 250 * len(runs), [("bar", _KIND_COLORS[kind], kind) for kind in kinds])
@@ -252,6 +255,28 @@ def _stack(
         outline += [(x(t), y(v)) for t, v in reversed(_steps(times, below))]
         canvas.polygon(outline, _KIND_COLORS[kind], f"{kind}: at most {format_bytes(max(values))}")
         below = above
+
+
+def _readings(
+    canvas: Canvas,
+    x: Scale,
+    y: Scale,
+    times: Sequence[float],
+    by_kind: Mapping[str, Sequence[float]],
+    kinds: Sequence[str],
+) -> None:
+    """Cover the areas with strips whose hints give the bytes of each kind where the pointer rests."""
+    shown = [kind for kind in kinds if kind in by_kind]
+    totals = [sum(values) for values in zip(*by_kind.values(), strict=True)]
+    place = [int((x(time) - x.start) / _STRIP) for time in times]
+    latest = 0
+    for strip in range(place[-1] + 1):
+        inside = [at for at, each in enumerate(place) if each == strip]
+        at = max(inside, key=totals.__getitem__, default=latest)
+        latest = inside[-1] if inside else latest
+        parts = [f"{kind} {format_bytes(by_kind[kind][at])}" for kind in shown if by_kind[kind][at]]
+        hint = "\n".join([f"{format_bytes(totals[at])} at {format_seconds(times[at])}", *reversed(parts)])
+        canvas.rect(x.start + strip * _STRIP, y.stop, _STRIP, y.start - y.stop, "transparent", hint)
 
 
 def _steps(times: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:

@@ -14,7 +14,7 @@ from support.search import event_stream
 
 from memtune import cli
 from memtune.autotune.report import write_report
-from memtune.autotune.report.pictures import WIDTH, waterfall
+from memtune.autotune.report.pictures import WIDTH, memory, waterfall
 from memtune.autotune.search.search_events import EventLog, SearchFinished
 from memtune.errors import EnvironmentFault
 
@@ -192,3 +192,13 @@ def test_texts_of_the_waterfall_are_inside_the_frame() -> None:
     )
     assert "1023 MiB" in {text for _, text in texts}
     assert [text for x, text in texts if float(x) + 7.5 * len(text) > WIDTH] == []
+
+
+def test_memory_picture_gives_the_bytes_under_the_pointer() -> None:
+    hints = re.findall(
+        r'fill="transparent"><title>([^<]*)</title>', memory({"plain": TIMELINE["device"]}, None).svg
+    )
+    assert hints[0] == "64.0 MiB at 0.00 ms\nweights 64.0 MiB"
+    assert "320 MiB at 500 ms\nactivations 256 MiB\nweights 64.0 MiB" in hints
+    assert hints.index("320 MiB at 500 ms\nactivations 256 MiB\nweights 64.0 MiB") == len(hints) * 5 // 12
+    assert hints[-1] == "65.0 MiB at 1.20 s\nactivations 1.00 MiB\nweights 64.0 MiB"

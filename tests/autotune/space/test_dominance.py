@@ -20,11 +20,9 @@ BUDGET = 4 * 2**20
 
 
 def sharded(**knobs: object) -> Choice:
-    techniques = {
-        "recompute": find("recompute", "planned")(),
-        "sharding.states": find("sharding.states", "fsdp")(**knobs),
-    }
-    return Choice.of(Execution(micro_batch=2), techniques)
+    states = find("sharding.states", "fsdp").model_validate({"kind": "fsdp", **knobs})
+    planned = find("recompute", "planned")(kind="planned")
+    return Choice.of(Execution(micro_batch=2), {"recompute": planned, "sharding.states": states})
 
 
 def test_dominance_keeps_the_front_of_time_and_memory_within_a_group() -> None:
