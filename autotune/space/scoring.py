@@ -49,10 +49,10 @@ _EXECUTIONS = 3
 """Number of executions (micro-batches) whose best candidates' neighbourhoods are explored. The best of most
 micro-batches have the same techniques, so further neighbourhoods repeat those combinations.
 """
-_SLOWER = 2.0
+_SLOWER = 1.5
 """The neighbourhood of a technique is not explored if its best candidate is slower than the best of all by
-this factor: no other slot makes up for it. A setting of a technique by budget is not solved if it is slower
-by this factor without the technique.
+this factor: no other slot makes up for it. Nor is a setting of a technique by budget solved that is slower by
+this factor without the technique.
 """
 _EXPLORE_AGAIN = 0.01
 """Relative improvement of the best candidate with a technique from which its neighbourhood is explored
@@ -334,8 +334,8 @@ class _ScoredSet:
         """One object for equal predictions, whichever process made them (see `_refine`)."""
 
     def add(self, choices: Iterable[Choice]) -> None:
-        """Score choices that are new, except settings of techniques by budget that another one dominates, or
-        that are much slower than the best even without the technique.
+        """Score choices that are new, except settings of techniques by budget that another one dominates, and
+        those that without the technique fit, or are much slower than the best.
         """
         new = [choice for choice in dict.fromkeys(choices) if choice not in self.seen]
         by_choice = {choice: self._dominance.budgeted(choice) for choice in new}
@@ -363,7 +363,7 @@ class _ScoredSet:
             choice
             for choice, each in waiting.items()
             if (without := self._found.get(each.without)) is None
-            or (choice in open_ones and without.samples_per_s >= least)
+            or (choice in open_ones and not self._fits(without) and without.samples_per_s >= least)
         ]
 
     def _fits(self, prediction: Prediction) -> bool:

@@ -279,6 +279,7 @@ _LOOKED_AT = frozenset(f"aten.{name}" for name in ("all.default", "all.dim", "an
 _NUMBER = "aten._local_scalar_dense.default"
 
 
+@lru_cache(maxsize=8)
 def not_foreseen(step: Step, region: Region) -> str:
     """Return why no schedule of `region` can be made before it runs, '' if one can.
 

@@ -66,6 +66,7 @@ class TSplit(Technique):
     )
     paper: ClassVar[str] = "TSPLIT"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
+    by_budget: ClassVar[bool] = True
     effects: ClassVar[Effects] = Effects(activations="tensor", eager_only=DISPATCH_MODE)
 
     budget_bytes: Annotated[int, Field(gt=0)] | None = None
