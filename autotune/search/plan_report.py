@@ -523,20 +523,22 @@ def _reason(setup: Setup, scores: Scores, pruner: Pruner, first: Scored | None, 
             f"all {len(using):,} settings with it need {format_bytes(least)} at the least,"
             f" {format_bytes(least - limit)} too much"
         )
-    return next(_refusals(setup, slot, kind), "it is not searched: add its axis to --axes")
+    return next(_alone(setup, first, slot, kind), "it is not searched: add its axis to --axes")
 
 
-def _slower(setup: Setup, best: Scored, first: Scored | None) -> str:
+def _slower(setup: Setup, best: Scored, first: Scored | None, who: str = "its best setting") -> str:
     refined = setup.scorer.refined(best)
-    facts = f"its best setting reaches {format_rate(refined.prediction.samples_per_s)} samples/s"
+    facts = f"{who} reaches {format_rate(refined.prediction.samples_per_s)} samples/s"
     if first is not None and first.prediction.samples_per_s:
         share = 1 - refined.prediction.samples_per_s / first.prediction.samples_per_s
         facts += f", {share:.0%} less than row 1" if share >= 0.005 else ", the same as row 1"
     return f"{facts}, with {format_bytes(refined.prediction.peak_allocated_bytes)}: {refined.choice.sentence}"
 
 
-def _refusals(setup: Setup, slot: str, kind: str) -> Iterator[str]:
-    """Yield the refusal of the technique alone, on the plain micro-batch."""
+def _alone(setup: Setup, first: Scored | None, slot: str, kind: str) -> Iterator[str]:
+    """Yield why the technique alone is not used, on the plain micro-batch: it was refused, or not worth
+    solving.
+    """
     replicas = {"sharding.states": find("sharding.states", "ddp")(kind="ddp")} if setup.ranks > 1 else {}
     technique = find(slot, kind)(kind=kind)
     execution = setup.space.executions[0]
@@ -545,3 +547,5 @@ def _refusals(setup: Setup, slot: str, kind: str) -> Iterator[str]:
         yield str(scored)
     elif is_null(technique):
         yield "it is the default of its axis"
+    elif setup.space.slots[slot].count(technique):
+        yield _slower(setup, scored, first, "alone it")
