@@ -526,9 +526,9 @@ def _reason(setup: Setup, scores: Scores, pruner: Pruner, first: Scored | None, 
     return next(_alone(setup, first, slot, kind), "it is not searched: add its axis to --axes")
 
 
-def _slower(setup: Setup, best: Scored, first: Scored | None, who: str = "its best setting") -> str:
+def _slower(setup: Setup, best: Scored, first: Scored | None, subject: str = "its best setting") -> str:
     refined = setup.scorer.refined(best)
-    facts = f"{who} reaches {format_rate(refined.prediction.samples_per_s)} samples/s"
+    facts = f"{subject} reaches {format_rate(refined.prediction.samples_per_s)} samples/s"
     if first is not None and first.prediction.samples_per_s:
         share = 1 - refined.prediction.samples_per_s / first.prediction.samples_per_s
         facts += f", {share:.0%} less than row 1" if share >= 0.005 else ", the same as row 1"
