@@ -1,8 +1,8 @@
 """Settings of techniques that free what a budget requires, without those that another one surely beats.
 
-Such a technique solves, for each setting of the other slots, what to free, in seconds for large models. Of two
-settings that differ only in knobs of other slots, the one whose step *without* the technique takes no more
-time and no more memory has to free no more, so it is no slower with it. The other is *dominated*.
+Such a technique solves, for each setting of the other slots, what to free, in seconds for large models. Of
+two settings that differ only in knobs of other slots, the one whose step *without* the technique takes no
+more time and no more memory has to free no more, so it is no slower with it. The other is *dominated*.
 """
 
 from __future__ import annotations
