@@ -314,6 +314,11 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [ordered.index(each) + (ordered.count(each) - 1) / 2 for each in values]
 
 
+def _is_missing(case: Case, row: Row | None) -> bool:
+    """Return whether a measurement of `case` has no prediction and no reason for it."""
+    return row is None or bool(set(case.measured) - set(row.predicted) and not row.reason)
+
+
 def main(arguments: Sequence[str] | None = None, *, say: Callable[[str], None] = print) -> int:
     """Predict, compare, write; return 0."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -348,8 +353,8 @@ def main(arguments: Sequence[str] | None = None, *, say: Callable[[str], None] =
     if args.plot:
         args.plot.write_text(plot(rows))
     if args.markdown:
-        there = {row.case.id for row in rows}
-        left = [case.id for case in every if case.id not in there]
+        there = {row.case.id: row for row in rows}
+        left = [case.id for case in every if _is_missing(case, there.get(case.id))]
         args.markdown.write_text(markdown(rows, found, args.plot.name if args.plot else "", left))
     return 0
 

@@ -88,7 +88,7 @@ def markdown(rows: Sequence[Any], summary: dict[str, Any], plot_name: str, left:
     if unfit:
         lines += ["", "## not predicted", "", *(f"- {row.case.id}: {row.reason}" for row in unfit)]
     if left:
-        lines += ["", "## not in this run", "", f"{len(left)} cases: {', '.join(left)}"]
+        lines += ["", "## not in this run", "", f"{len(left)} cases, or their steps: {', '.join(left)}"]
     apart = [row for row in rows if row.case.excluded]
     if apart:
         lines += ["", "## not counted", "", *(f"- {row.case.id}: {row.case.excluded}" for row in apart)]

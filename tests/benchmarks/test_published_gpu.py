@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +98,14 @@ def test_ranges_without_trials_are_those_that_the_committed_results_give() -> No
     found = derive_all(rows)
     assert found["torch"].factors == UNCALIBRATED_PEAK == UNCALIBRATED_RESERVED
     assert found["device"].factors == UNCALIBRATED_DEVICE
+
+
+def test_cases_without_a_predicted_measurement_are_named() -> None:
+    import published_gpu
+
+    row = row_of("memory", 1.0)
+    timed = replace(row.case, measured={"allocated": 10.0, "step": 1.0})
+    assert not published_gpu._is_missing(row.case, row)
+    assert published_gpu._is_missing(row.case, None)
+    assert published_gpu._is_missing(timed, row)
+    assert not published_gpu._is_missing(timed, replace(row, predicted={}, reason="no setting expresses it"))
