@@ -134,8 +134,8 @@ _MAMF = (
     " (A100 SXM 0.869, A100 PCIe 0.811, H100 SXM 0.803, GH200 0.838, B200 0.776, GB200 0.729, MI300X 0.514,"
     " MI325X 0.604, MI355X 0.68); cards missing there: median of the runs of torch.matmul in"
     " zzc0721/torch-performance-test-data database.md @9d82827 (RTX 3090 76.6 TFLOP/s, RTX 4090 164.8,"
-    " RTX 4070 Ti SUPER 91, RTX 5090 238, L40S 269, L4 70.9, RTX A6000 123, H100 PCIe 496; float16: V100"
-    " 94.8, T4 42): GeForce"
+    " RTX 4070 Ti SUPER 91, RTX 5090 238, L40S 269, L4 70.9, RTX A6000 123, H100 PCIe 496, H20 141.8,"
+    " RTX PRO 6000 413.7; float16: V100 94.8, T4 42; RTX 3060 as RTX 3090): GeForce"
     " cards run at higher clocks than their data sheets state; 0.8 where neither has the card"
 )
 _ML = "https://github.com/stas00/ml-engineering/blob/744d01e/compute/accelerator/README.md"
@@ -356,6 +356,8 @@ _GPU_MODELS = {
         _HGX5,
         "NVIDIA H20 product brief: 148 TFLOP/s of bf16, 74 of TF32, 44 of FP32 dense, 96 GB at 4.0 TB/s,"
         " NVLink 900 GB/s; checked against https://willitrunai.com/es/gpus/h20-96gb",
+        matmul=0.958,
+        matmul_fp32=0.726,
     ),
     "h800": _GpuModel(
         "NVIDIA H800 SXM 80 GB",
@@ -428,6 +430,7 @@ _GPU_MODELS = {
         "NVIDIA RTX Blackwell PRO GPU architecture white paper (workstation edition; dense, 32-bit"
         " accumulation"
         " at the full rate)",
+        matmul=0.821,
     ),
     "rtx-a6000": _GpuModel(
         "NVIDIA RTX A6000",
@@ -454,6 +457,7 @@ _GPU_MODELS = {
         "NVIDIA's specification of the card: 3,584 cores at 1.78 GHz, 360 GB/s; tensor rates per core as"
         " in the"
         " GA102 white paper, appendix A",
+        matmul=1.079,
     ),
     "rtx-4070-ti-super": _GpuModel(
         "NVIDIA GeForce RTX 4070 Ti SUPER",
