@@ -174,6 +174,10 @@ class Harmony(Technique):
             }
         }
 
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        """Return with and without prefetch, which hides copies and takes room."""
+        return {"prefetch": (False, True)}
+
 
 def _swapped_bytes(program: Program, packs: Packs) -> int:
     """Return the bytes of weights loaded and gradients offloaded in one step.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fixed_cpu import CPU
 from support.gloo import run_ranks
 from support.suites.block_offload_suite import block_bytes, total
 from support.suites.layer_major_suite import (
@@ -24,6 +25,7 @@ from support.suites.layer_major_suite import (
 from support.zoo_paths import ZOO
 
 from memtune.api import Tuned, apply
+from memtune.autotune.predict.simulation import simulate
 from memtune.autotune.search.dry_runs import dry_run
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.config.tuned_config import TunedConfig
@@ -71,6 +73,15 @@ class TestHarmony(PacksSuite):
         step, plain = rewritten(CHAIN, in_turn), rewritten(CHAIN)
         each = total(step, Resource.HOST_TO_DEVICE) - total(plain, Resource.HOST_TO_DEVICE) - outside
         assert 4 * each > 3 * loaded_weight_bytes(PAIRS, 4)
+
+    def test_searched_prefetch_shortens_the_step(self) -> None:
+        slow = replace(CPU, host_to_device_bytes_per_s=3e7)
+        steps = [
+            planned(PAIRS.model_copy(update={"prefetch": prefetch}), 4)
+            for prefetch in PAIRS.choices()["prefetch"]
+        ]
+        plain_s, prefetched_s = (simulate(each.program, slow, level="events").step_s for each in steps)
+        assert prefetched_s < 0.98 * plain_s
 
     def test_counted_bytes_of_training_are_those_of_the_plan(self) -> None:
         """Counted on the links of a live step, including boundaries and batches."""

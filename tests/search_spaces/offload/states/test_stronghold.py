@@ -14,6 +14,7 @@ from support.suites.block_offload_suite import LayersSuite, block_bytes, require
 from support.zoo_paths import ZOO
 
 from memtune.api import apply
+from memtune.autotune.predict.caching_allocator import AllocatorSettings, event_stream, replay
 from memtune.autotune.predict.simulation import simulate
 from memtune.errors import ApplyError
 from memtune.offload.optimizer import native_update
@@ -24,6 +25,7 @@ from memtune.testing import rewritten, train
 from memtune.testing.drift_check import plain_program, target_of
 from memtune.testing.training import SEED, build, config_of, one_step, settings_of
 
+NATIVE = AllocatorSettings()
 DEFAULT = Stronghold(kind="stronghold")
 AT_THE_END = Stronghold(kind="stronghold", window=2, trigger="end_of_step")
 THREE = Stronghold(kind="stronghold", window=3)
@@ -50,6 +52,13 @@ class TestStronghold(LayersSuite):
         batch = total(plain, Resource.HOST_TO_DEVICE)
         outside = sum(int(plain.storages.bytes[p.storage]) for p in plain.parameters if p.block < 0)
         assert total(step, Resource.HOST_TO_DEVICE) - batch - outside == 2 * sum(sizes) - sum(sizes[-3:])
+
+    @pytest.mark.parametrize("technique", [THREE, AT_THE_END], ids=str)
+    def test_allocator_asks_the_driver_for_nothing_in_steady_state(self, technique: Stronghold) -> None:
+        """The paper reserves buffers for the window; the caching allocator's free blocks serve as such."""
+        found = replay(event_stream(rewritten(ZOO["gpt"], technique, micro_batch=64), 4), NATIVE, None)
+        assert found.native.step_device_calls[0] > 0
+        assert found.native.step_device_calls[1:].tolist() == [0, 0, 0]
 
     def test_blocks_are_prefetched(self) -> None:
         """The mechanism: on a stream of their own, two moments before their use."""
