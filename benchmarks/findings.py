@@ -4,7 +4,7 @@ simulated.
     python benchmarks/findings.py [CASE ...] [--json FILE]
 
 Each case is one `memtune plan` over all techniques, then one per published system: its techniques fixed, all
-other slots empty, the micro-batch searched as well. Other cases' rows stay as in the JSON file.
+other slots empty, the micro-batch searched as well. Rows that the JSON file has already stay as they are.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from memtune.autotune.search.plan_report import PlanRow, plan
 from memtune.autotune.space.search_options import PlanOptions
-from memtune.search_spaces import NULL_KINDS, SLOTS
+from memtune.search_spaces import NULL_KINDS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "findings.json"
@@ -29,9 +30,6 @@ OFFLOAD = {
     "ZeRO-Offload, full recomputation": FULL | {"offload.states": "zero_offload"},
     "STRONGHOLD, full recomputation": FULL | {"offload.states": "stronghold"},
     "L2L": {"offload.states": "l2l"},
-    "Elixir, full recomputation": FULL | {"offload.states": "elixir"},
-    "PatrickStar, full recomputation": FULL | {"offload.states": "patrickstar"},
-    "Angel-PTM, full recomputation": FULL | {"offload.states": "angel_ptm"},
     "Harmony": {"offload.states": "harmony"},
     "Mobius": {"offload.states": "mobius"},
 }
@@ -46,12 +44,12 @@ RECOMPUTE = {
     "Checkmate": {"recompute": "checkmate"},
     "DTR": {"recompute": "dtr"},
 }
+FEW = {name: RECOMPUTE[name] for name in ("full recomputation", "Korthikanti et al.", "vDNN")}
 SHARDED = {
     "FSDP, full recomputation": FULL | {"sharding.states": "fsdp"},
     "FSDP, selective recomputation": {"recompute": "selective", "sharding.states": "fsdp"},
-    "MiCS, full recomputation": FULL | {"sharding.states": "mics"},
-    "PaRO, full recomputation": FULL | {"sharding.states": "paro"},
-    "ZeRO-2 and ZeRO-Offload, full": FULL | {"sharding.states": "zero2", "offload.states": "zero_offload"},
+    "FSDP and STRONGHOLD, full": FULL | {"sharding.states": "fsdp", "offload.states": "stronghold"},
+    "FSDP and ZeRO-Offload, full": FULL | {"sharding.states": "fsdp", "offload.states": "zero_offload"},
 }
 
 
@@ -76,14 +74,15 @@ CASES = {
     "7B on one RTX 4090": Case(
         _gpt(SIZE="7b", BATCH=8), _options("rtx-4090", budget_bytes=22 * GIB), OFFLOAD
     ),
-    "32,768 tokens on one H100": Case(
-        _gpt(SIZE="350m", SEQ=32768, BATCH=2), _options("h100-80g", axes=("recompute", "split")), RECOMPUTE
+    "32,768 tokens in 40 GiB of an H100": Case(
+        _gpt(SIZE="350m", SEQ=32768, BATCH=2),
+        _options("h100-80g", budget_bytes=40 * GIB, axes=("recompute", "split")),
+        RECOMPUTE,
     ),
     "1.3B on one A100-40G, 16 bits": Case(
-        _gpt(SIZE="1.3b", BATCH=16, BF16=1), _options("a100-40g", budget_bytes=30 * GIB), RECOMPUTE | OFFLOAD
+        _gpt(SIZE="1.3b", BATCH=16, BF16=1), _options("a100-40g", budget_bytes=30 * GIB), FEW | OFFLOAD
     ),
     "7B on 8 A100-40G": Case(_gpt(SIZE="7b", BATCH=64), _options("a100-40g", ranks=8), SHARDED),
-    "1.3B on 8 RTX 3090": Case(_gpt(SIZE="1.3b", BATCH=64), _options("rtx-3090", ranks=8), SHARDED),
 }
 
 
@@ -96,21 +95,18 @@ def row(name: str, found: PlanRow) -> dict[str, Any]:
     return {"system": name, **facts}
 
 
-def compared(case: Case) -> list[dict[str, Any]]:
-    """Return the first row of the plan, then that of each published system."""
+def compared(case: Case, known: set[str]) -> Iterator[dict[str, Any]]:
+    """Yield the first row of the plan, then that of each published system; without those known already."""
     os.environ.update(case.environment)
-    rows = [row("memtune plan", plan(case.options).rows[0])]
-    print(rows[-1], flush=True)
-    ranks = case.options.ranks
-    for name, techniques in case.published.items():
-        empty = {slot: kind for slot, kind in NULL_KINDS.items() if slot in SLOTS and slot != "allocator"}
-        if ranks > 1:
-            del empty["sharding.states"]
-        report = plan(replace(case.options, axes=(), freeze=empty | techniques))
+    if "memtune plan" not in known:
+        yield row("memtune plan", plan(case.options).rows[0])
+    empty = {slot: kind for slot, kind in NULL_KINDS.items() if slot != "allocator"}
+    if case.options.ranks > 1:
+        del empty["sharding.states"]
+    for name in (each for each in case.published if each not in known):
+        report = plan(replace(case.options, axes=(), freeze=empty | case.published[name]))
         best = next((each for each in report.rows if each.status == "ok"), None)
-        rows.append(row(name, best) if best is not None else {"system": name, "status": "does not fit"})
-        print(rows[-1], flush=True)
-    return rows
+        yield row(name, best) if best is not None else {"system": name, "status": "does not fit"}
 
 
 def main() -> None:
@@ -121,8 +117,11 @@ def main() -> None:
     asked = parser.parse_args()
     found = json.loads(asked.json.read_text())["cases"] if asked.json.exists() else {}
     for name in asked.cases or CASES:
-        found[name] = compared(CASES[name])
-        asked.json.write_text(json.dumps({"schema": 1, "cases": found}, indent=1) + "\n")
+        rows = found.setdefault(name, [])
+        for each in compared(CASES[name], {each["system"] for each in rows}):
+            print(each, flush=True)
+            rows.append(each)
+            asked.json.write_text(json.dumps({"schema": 1, "cases": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -250,15 +250,6 @@ RULES = (
         only=_not_gathered,
         code="MT364",
     ),
-    Rule(
-        "execution.order",
-        _any,
-        "recompute",
-        lambda e: e.calls == "schedule",
-        "a schedule accumulates gradients itself",
-        "recompute: {{kind: full}}",
-        only=_eager,
-    ),
     # Packs of blocks, layer-major
     Rule(
         "offload.states",

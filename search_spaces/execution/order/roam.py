@@ -31,7 +31,8 @@ class Roam(Technique):
     the backward of the last micro-batch as soon as its gradient is complete, and the gradient is then freed.
     Foreach kernels run once per parameter. `Tuned.step` knows the last micro-batch; a custom loop marks it by
     `with tuned.micro_batch(last=...)`. Without either, nothing is updated early, no memory is saved, and one
-    message reports it. Clipping by norm is refused.
+    message reports it. Clipping by norm is refused. Under a frozen schedule (`recompute`) the planner counts
+    each gradient to its update, so it meets budgets that no schedule in program order does.
 
     Same ops on the same values, same bits. Its layout half is `allocator: {kind: planned_layout}`.
 
@@ -72,7 +73,7 @@ class Roam(Technique):
             return Reason(target.optimizer.not_one_by_one, _PLAIN)
         if no_sentinel(program.step):
             return refusals.clipping_unnoticed_in_step(_PLAIN)
-        return conflict(self, target, "recompute", "offload.states")
+        return conflict(self, target, "offload.states")
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Return the program with updates moved into backward if eager; compiled graphs were recorded in

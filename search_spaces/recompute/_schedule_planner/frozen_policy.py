@@ -26,6 +26,7 @@ from memtune.errors import ApplyError
 from memtune.parallel.ranks import require_whole_parameters
 from memtune.program import Program, Step
 from memtune.runtime import Context
+from memtune.search_spaces import active
 from memtune.search_spaces._plan_fields import Bytes
 from memtune.search_spaces.recompute._schedule_planner.block_schedules import (
     BlockSchedules,
@@ -61,7 +62,7 @@ from memtune.search_spaces.recompute._schedule_planner.region_placement import (
     needs_own_budget,
     placement_of,
 )
-from memtune.technique import Plan, Reason, Target, Technique
+from memtune.technique import Facts, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
 _LOOKS = 4
@@ -133,6 +134,8 @@ class DynamicPolicy(Technique):
         if reason is not None:
             return reason
         reason = self._no_budget(target)
+        if reason is None and self._is_online(program.step):
+            reason = _updates_early(target)
         if reason is not None:
             return reason
         place = placement_of(program, target)
@@ -153,6 +156,10 @@ class DynamicPolicy(Technique):
                 program.step, frozen.policy, budget_bytes, target.hardware, place.more_bytes
             )
         return None
+
+    def refuses(self, facts: Facts) -> Reason | None:
+        """Refuse updates inside backward if `online` is set; else `fits` does, which knows the ops."""
+        return _updates_early(facts) if self.online else None
 
     def _no_budget(self, target: Target) -> Reason | None:
         if self.budget_bytes is not None and self.ratio is not None:
@@ -414,3 +421,13 @@ def _check_online(region: OnlineRegion) -> dict[str, Any]:
         "why_online": region.why_online,
         "why_under_mode": region.why_under_mode,
     }
+
+
+def _updates_early(config: Facts | Target) -> Reason | None:
+    """Return why the online runtime, which counts gradients to the end of backward, decides nothing."""
+    if active(config, "execution.order") is None:
+        return None
+    return Reason(
+        "deciding online it counts gradients that updates inside backward have freed",
+        "online: false, or execution: {order: {kind: program}}",
+    )

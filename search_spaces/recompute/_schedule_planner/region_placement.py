@@ -166,8 +166,9 @@ def apply_schedule(step: Step, schedule: Schedule) -> Step:
 
 def placement_of(program: Program, target: Target) -> Placement:
     """Return the context of a schedule of `program`; the same object for equal inputs."""
-    if program.ranks == 1 and not needs_block_schedules(program, target):
-        # On one rank no later pass changes the region's bytes, so that all targets share one Placement.
+    early = active(target, "execution.order") is not None
+    if program.ranks == 1 and not early and not needs_block_schedules(program, target):
+        # On one rank no other pass changes the region's bytes, so that all these targets share one Placement.
         return _placement(program.step, target.hardware, 1, 1, 1, (), NO_PASS_INPUTS)
     later = later_techniques(target)
     run = program.ranks, program.micro_batch, program.accumulate

@@ -1,0 +1,90 @@
+"""Updates at the gradients under frozen schedules: bits of the plain model, peaks as predicted, lower than
+either alone.
+"""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from typing import Any
+
+import pytest
+from support.suites.block_offload_suite import without_gradients
+from support.zoo_paths import ZOO
+
+from memtune import hardware
+from memtune.api import apply
+from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
+from memtune.memory import cpu_allocator
+from memtune.memory.ledger import Ledger
+from memtune.runtime.memory_tiers import HOST, tier
+from memtune.search_spaces.execution.order.roam import Roam
+from memtune.search_spaces.recompute.attention_boundary import AttentionBoundary
+from memtune.search_spaces.recompute.checkmate import Checkmate
+from memtune.search_spaces.recompute.dtr import Dtr
+from memtune.search_spaces.recompute.planned import Planned
+from memtune.technique import Target, Technique
+from memtune.testing import differences, drift, train
+from memtune.testing.drift_check import plain_program, recording_of
+from memtune.testing.training import build, plain
+
+SCHEDULES: list[Technique] = [
+    Dtr(ratio=0.7),
+    Checkmate(share=0.7),
+    Planned(share=0.2, by_schedule=True),
+    AttentionBoundary(),
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda each: each.kind)
+def test_schedules_with_early_updates_train_bitwise_as_predicted(schedule: Technique) -> None:
+    found = train(ZOO["gpt"], schedule, Roam())
+    assert not differences(without_gradients(found), without_gradients(plain(ZOO["gpt"])))
+    assert drift(ZOO["gpt"], schedule, Roam()) == ""
+
+
+def peaks(recompute: dict[str, Any], order: str) -> tuple[int, int]:
+    """Return the peak bytes of the third step by the native ledger, and the predicted ones."""
+    chosen = {"execution": {"micro_batch": 4, "order": {"kind": order}}, "recompute": recompute}
+    found = Rewriter(recording_of(ZOO["gpt"]), Target(hardware.detect("cpu"))).candidate(
+        Choice.from_document(chosen)
+    )
+    assert isinstance(found, Candidate), found
+    plans = {slot: plan.document() for slot, plan in found.plans.items()}
+    with Ledger.open("cpu") as ledger:
+        gc.collect()
+        empty = ledger.live_bytes()
+        workload, model, optimizer = build(ZOO["gpt"])
+        tuned = apply(model, optimizer, {"settings": chosen, "plan": plans}, loss=workload.loss, strict=False)
+        for _ in range(3):
+            with tier(HOST):
+                batches = [workload.make_batch(4)]
+            ledger.reset_peak()
+            tuned.step(batches)
+        assert tuned.audit()["recompute"]["frozen_runs"] == 3
+        return ledger.peak_allocated_bytes() - empty, found.program.step.peak_bytes()
+
+
+@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+def test_schedule_with_early_updates_needs_a_tenth_less() -> None:
+    """The order of an otherwise equal setting, measured."""
+    of_order = partial(peaks, {"kind": "attention_boundary"})
+    (plainly, _), (early, predicted) = of_order("program"), of_order("roam")
+    assert early == pytest.approx(predicted, rel=0.005)
+    assert early <= 0.9 * plainly
+
+
+@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+def test_budget_that_the_policy_misses_in_program_order_is_met() -> None:
+    budget_bytes = 3_900_000
+    missed = Dtr(budget_bytes=budget_bytes).fits(plain_program(ZOO["gpt"], 4), Target(hardware.detect("cpu")))
+    assert "no way to stay within" in str(missed)
+    measured, _ = peaks({"kind": "dtr", "budget_bytes": budget_bytes}, "roam")
+    assert measured <= budget_bytes
+
+
+def test_online_decisions_refuse_early_updates() -> None:
+    program, roam = plain_program(ZOO["gpt"]), {"execution.order": Roam()}
+    here = Target(hardware.detect("cpu"), chosen=roam)
+    assert "deciding online" in str(Dtr(ratio=0.7, online=True).fits(program, here))
+    assert Dtr(ratio=0.7).fits(program, here) is None
