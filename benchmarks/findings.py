@@ -88,7 +88,7 @@ CASES = {
 
 def row(name: str, found: PlanRow) -> dict[str, Any]:
     """Return the figures of one setting."""
-    facts = {"summary": found.summary, "status": found.status}
+    facts: dict[str, Any] = {"summary": found.summary, "status": found.status}
     if found.step_s is not None:
         facts |= {"samples_per_s": round(found.samples_per_s or 0.0, 4), "step_s": round(found.step_s, 3)}
         facts |= {"peak_gib": round((found.peak_allocated_bytes or 0) / GIB, 2)}
