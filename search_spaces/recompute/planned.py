@@ -321,6 +321,8 @@ class Planned(Technique):
         """
         if self.by_schedule is False or not solution.is_within or not solution.has_costly_claims:
             return None
+        if active(target, "execution.order") is not None and self.budget_bytes is None and self.share is None:
+            return None  # as in `fits`: a search would solve for each micro-batch again
         others = tuple(slot for slot in target.chosen if slot != self.slot)
         if needs_block_schedules(program, target) or schedules_nothing(target, *others) is not None:
             return None

@@ -136,6 +136,8 @@ class DynamicPolicy(Technique):
         reason = self._no_budget(target)
         if reason is None and self._is_online(program.step):
             reason = _updates_early(target)
+        if reason is None and self.budget_bytes is None and self.ratio is None:
+            reason = needs_own_budget(program, target, self.kind)
         if reason is not None:
             return reason
         place = placement_of(program, target)

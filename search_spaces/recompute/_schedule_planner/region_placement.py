@@ -224,21 +224,22 @@ def needs_block_schedules(program: Program, target: Target) -> bool:
 
 
 def needs_own_budget(program: Program, target: Target, kind: str) -> Reason | None:
-    """Return a reason if `kind` has no budget of its own but runs with packs, or with offload that follows
-    calls of blocks.
+    """Return a reason if `kind` has no budget of its own but runs with packs, with offload that follows calls
+    of blocks, or with updates inside backward.
 
     A search would solve for the target's budget under each micro-batch and each such technique, which takes
     seconds.
     """
-    offload = (
+    other = (
         layer_major_technique(target)
         or (None if is_gathered(target) else follows_calls(target))
         or active(target, "offload.activations")
+        or active(target, "execution.order")
     )
-    if offload is None:
+    if other is None:
         return None
     fix = f"recompute: {{kind: {kind}, budget_bytes: {target.budget_bytes or 20_000_000_000}}}"
-    return Reason(f"with {offload.kind} it needs a budget of its own", fix)
+    return Reason(f"with {other.kind} it needs a budget of its own", fix)
 
 
 def crosses_blocks(program: Program, target: Target, what: str, otherwise: str) -> Reason:

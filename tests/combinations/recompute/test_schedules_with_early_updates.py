@@ -5,6 +5,7 @@ either alone.
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -88,3 +89,4 @@ def test_online_decisions_refuse_early_updates() -> None:
     here = Target(hardware.detect("cpu"), chosen=roam)
     assert "deciding online" in str(Dtr(ratio=0.7, online=True).fits(program, here))
     assert Dtr(ratio=0.7).fits(program, here) is None
+    assert "needs a budget of its own" in str(Dtr().fits(program, replace(here, budget_bytes=3_900_000)))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 VOCAB, DIM, HEADS, SHARED, HEAD, LAYERS = 48, 24, 4, 2, 6, 2
 WHAT = os.environ.get("IN_CONTEXTS", "")
-SEQ = 10 if WHAT == "odd" else 16
+SEQ = 10 if WHAT == "odd" else 32
 global_batch = 16
 
 
