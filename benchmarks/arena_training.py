@@ -24,7 +24,7 @@ from memtune.workload.workload import Workload
 
 HERE = Path(__file__).parent
 MODELS, KINDS = (
-    ("gpt", "llama", "lora", "resnet", "unet", "vit"),
+    ("gpt", "llama", "resnet", "vit"),
     ("planned_layout", "gmlake", "lifetime_pools"),
 )
 LEARN, COUNT, MICRO_BATCH = 6, 2, 8
