@@ -196,11 +196,38 @@ def uneven_reshard(group: int, degree: int) -> Reason | None:
     )
 
 
+def no_copies(ranks: int, what: str) -> Reason:
+    """Return why `what` has nothing to work on if no two ranks hold the same part of the model."""
+    return Reason(
+        f"all {ranks} ranks share layers: {what} has no copies of a part to work on",
+        "sharding.parallel of a smaller degree, or sharding.states: {kind: none}",
+        "MT321",
+    )
+
+
 def reshard_among_sharers(states: str) -> Reason:
     """Return why groups of neighbouring ranks cannot share a unit if neighbours share layers."""
     return Reason(
         f"sharding.states: {states} keeps units sharded over neighbouring ranks, which share layers here",
         "reshard_after_forward: true",
+    )
+
+
+def hidden_graph(what: str) -> Reason:
+    """Return why DDP cannot find unused parameters under `what`, which makes the graph in backward."""
+    return Reason(
+        f"{what} does not work with find_unused_parameters: true: DDP cannot search for unused parameters in"
+        " a graph that is made in backward",
+        "online: false, or find_unused_parameters: false",
+    )
+
+
+def not_contiguous(parameter: str) -> Reason:
+    """Return why a parameter cannot be divided as a flat row of elements."""
+    return Reason(
+        f"{parameter} has gaps in memory, or shares memory with another tensor",
+        "offload: {states: {kind: zero_infinity}}",
+        "MT318",
     )
 
 
@@ -307,11 +334,18 @@ def no_budget_to_plan(kind: str) -> ApplyError:
     )
 
 
-def plan_of_other_model(kind: str, evidence: str) -> ApplyError:
-    """Return the error for a plan of `sharding.parallel` that was made for another model or degree."""
+def plan_of_other_model(technique: str, evidence: str, fix: str = "") -> ApplyError:
+    """Return the error for a plan that is missing, or was made for another model or other ranks.
+
+    Args:
+        technique: `recompute: {kind: planned}`.
+        evidence: The difference between plan and model.
+        fix: A fix other than a new plan.
+    """
+    search = "memtune search  or  memtune trial --config  makes one"
     return ApplyError(
-        f"the plan of sharding.parallel: {{kind: {kind}}} was made for another model or degree.",
+        f"{technique} needs a plan for this model and its ranks.",
         evidence=evidence,
-        fix="search again",
-        code="MT393",
+        fix=f"{search}; or {fix}" if fix else search,
+        code="MT316",
     )

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
+from memtune import refusals
 from memtune.activations.recompute import Keep, recompute_blocks
 from memtune.effects import DISPATCH_MODE, Effects
 from memtune.program import OpAddresses, Program, Step
@@ -24,7 +25,6 @@ from memtune.search_spaces.recompute._block_planner import (
     frees_saved_tensors,
     is_attention,
     is_matmul_or_attention,
-    missing_plan,
     no_attention,
     no_blocks,
     plan_calls,
@@ -153,7 +153,7 @@ class Selective(Technique):
         if self._by_name:
             return None
         if not isinstance(plan, CallsPlan):
-            raise missing_plan("the config has none")
+            raise refusals.plan_of_other_model("recompute: {kind: selective}", "The config has none.")
         return calls_by_block(plan, blocks)
 
     def record(self, target: Target) -> dict[str, Any]:

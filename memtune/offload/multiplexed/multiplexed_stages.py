@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from memtune.errors import ApplyError
+from memtune import refusals
 from memtune.offload.layer_major import BoundaryTier, PackOffloader, StageLayout, StageUse, discard_saved
 from memtune.offload.multiplexed.host_p2p import HostMessages
 from memtune.offload.optimizer import HostOptimizer
@@ -282,14 +282,10 @@ def apply_multiplexed_stages(
     require_ranks(context, kind)
     names, rank = context.blocks, placement.rank
     if set(layout.ranks) != set(range(placement.world_size)) or layout.stages[-1][1] != len(names):
-        raise ApplyError(
-            f"the plan of offload.states: {{kind: {kind}}} was made for other ranks or for another model.",
-            evidence=(
-                f"{len(layout.stages)} stages of {layout.stages[-1][1]} blocks on {len(set(layout.ranks))}"
-                f" ranks; here are {len(names)} blocks and {placement.world_size} ranks."
-            ),
-            fix="search again",
-            code="MT393",
+        raise refusals.plan_of_other_model(
+            f"offload.states: {{kind: {kind}}}",
+            f"It has {len(layout.stages)} stages of {layout.stages[-1][1]} blocks on {len(set(layout.ranks))}"
+            f" ranks; here are {len(names)} blocks and {placement.world_size} ranks.",
         )
     owners = _Owners(names, layout, first, last)
     everything = {name: owners.of(name) for name in context.model.state_dict(keep_vars=True)}

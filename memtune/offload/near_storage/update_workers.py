@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
+from memtune import refusals
 from memtune.errors import ApplyError
 from memtune.offload.gradients import ExternalWrites, watch_loads
 from memtune.offload.near_storage.storage_domains import (
@@ -557,8 +558,4 @@ def _refuse(each: _Parameter, master: bool) -> None:
         not each.device.is_contiguous()
         and each.device.stride() != torch.empty_like(each.device, device="meta").stride()
     ):
-        raise ApplyError(
-            f"{each.name} has gaps or overlapping elements in memory, so it cannot be divided as a row.",
-            fix="offload: {states: {kind: zero_infinity}}",
-            code="MT318",
-        )
+        raise refusals.error_of(refusals.not_contiguous(each.name))

@@ -259,7 +259,4 @@ def not_contiguous(step: Step) -> Reason | None:
     if not wrong.any():
         return None
     name = columns.names[int(np.argmax(wrong))]
-    return Reason(
-        f"{name} has gaps in memory, or shares memory with another tensor",
-        "offload: {states: {kind: zero_infinity}}",
-    )
+    return refusals.not_contiguous(name)

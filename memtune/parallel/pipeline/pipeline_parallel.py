@@ -402,7 +402,7 @@ def _require_layout(context: Context, layout: Layout) -> None:
             if strange
             else "Its stages do not divide."
         )
-        raise plan_of_other_model("pipeline", odd)
+        raise plan_of_other_model("sharding.parallel: {kind: pipeline}", odd)
 
 
 def _tied_group(context: Context, layout: Layout) -> dist.ProcessGroup | None:

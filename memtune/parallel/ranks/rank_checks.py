@@ -39,11 +39,7 @@ def require_ranks(context: Context, what: str) -> None:
             code="MT320",
         )
     if placement.model_parallel_size > 1 and placement.data_parallel_size == 1:
-        raise ApplyError(
-            f"all {placement.world_size} ranks share layers: {what} has no copies of a part to work on.",
-            fix="sharding.parallel of a smaller degree, or sharding.states: {kind: none}",
-            code="MT321",
-        )
+        raise refusals.error_of(refusals.no_copies(placement.world_size, what))
     if has_real_peers(context.model):
         require_backend(context.device)
     _require_same_weights(context)
@@ -135,12 +131,7 @@ def require_whole_parameters(context: Context, what: str, *, hides_graph: bool =
         raise _moved_by_blocks(what, "offload.activations", "saved tensors are offloaded")
     runner = context.loop.runner
     if hides_graph and isinstance(runner, DistributedDataParallel) and runner.find_unused_parameters:
-        raise ApplyError(
-            f"{what} does not work with find_unused_parameters: true.",
-            evidence="DDP searches the autograd graph after forward; here it exists only in backward.",
-            fix="online: false, or find_unused_parameters: false",
-            code="MT315",
-        )
+        raise refusals.error_of(refusals.hidden_graph(what))
 
 
 def _moved_by_blocks(what: str, slot: str, moved: str) -> ApplyError:

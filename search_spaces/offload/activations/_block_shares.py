@@ -9,7 +9,6 @@ from typing import Annotated
 from pydantic import Field
 
 from memtune.activations.offload import claimable_bytes
-from memtune.errors import ApplyError
 from memtune.program import Program
 
 Runs = tuple[tuple[tuple[Annotated[float, Field(ge=0, le=1)], Annotated[int, Field(ge=1)]], ...], ...]
@@ -111,13 +110,3 @@ def shares_of_blocks(runs: Runs, stages: Sequence[int]) -> list[float]:
         raise ValueError(f"shares of {', '.join(map(str, counts))} blocks")
     of = [[share for share, count in each for _ in range(count)] for each in runs]
     return [of[stage][list(stages[:n]).count(stage)] for n, stage in enumerate(stages)]
-
-
-def wrong_model_error(kind: str, evidence: str) -> ApplyError:
-    """Return the error for a plan that was made for another model."""
-    return ApplyError(
-        f"offload.activations: {{kind: {kind}}} needs a plan with the share of each block to offload.",
-        evidence=evidence,
-        fix="memtune search  writes it with the config",
-        code="MT316",
-    )

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from memtune import refusals
 from memtune.activations.offload import OffloadClaim, PlanResult, Problem, move_activations, solve
 from memtune.activations.tiling import PositionWise, position_wise, split_regions
-from memtune.errors import ApplyError
 from memtune.program import I64, INPUTS, OpAddress, Program, RankClass, Step, memoized
 from memtune.search_spaces._plan_fields import Bytes, CallSetField, Index, require_entries
 from memtune.search_spaces.offload.activations._tsplit_options import (
@@ -304,8 +304,10 @@ class Decided:
             ApplyError: The plan is for another number of blocks.
         """
         if len(plan.blocks) != blocks:
-            raise _wrong_model_error(
-                f"The config's is for {len(plan.blocks)} blocks, the model has {blocks}."
+            raise refusals.plan_of_other_model(
+                "offload.activations: {kind: tsplit}",
+                f"It is for {len(plan.blocks)} blocks, the model has {blocks}.",
+                "offload.activations: {kind: copy_out}",
             )
         return cls([plan.offloaded[i] for i in plan.blocks], plan.split, plan.prefetch)
 
@@ -332,12 +334,3 @@ def _moved(step: Step, offloaded: tuple[frozenset[OpAddress], ...], min_bytes: i
     """Return `step` with the copies; cached, so that equal plans of many budgets give the same object."""
     claims = [OffloadClaim(i, 1.0, min_bytes, calls) for i, calls in enumerate(offloaded) if calls]
     return move_activations(step, claims, prefetch=prefetch)
-
-
-def _wrong_model_error(evidence: str) -> ApplyError:
-    return ApplyError(
-        "offload.activations: {kind: tsplit} needs a plan with the tensors to offload.",
-        evidence=evidence,
-        fix="memtune search  writes it with the config; or choose copy_out",
-        code="MT316",
-    )

@@ -21,7 +21,6 @@ from memtune.search_spaces.offload.activations._block_shares import (
     shares_of,
     shares_of_blocks,
     to_runs,
-    wrong_model_error,
 )
 from memtune.ssd import offload_dir
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
@@ -163,7 +162,9 @@ class CopyOut(Technique):
             try:
                 shares = shares_of_blocks(runs, table.stages or [0] * len(regions))
             except ValueError as error:
-                raise wrong_model_error("copy_out", f"It has {error}.") from error
+                raise refusals.plan_of_other_model(
+                    "offload.activations: {kind: copy_out}", f"It has {error}."
+                ) from error
         for region, share in zip(regions, shares, strict=True):
             if share > 0:
                 table.claim_move(region.index, share, self.min_bytes, policy=self._policy)

@@ -20,7 +20,6 @@ from memtune.search_spaces.offload.activations._block_shares import (
     all_shares,
     shares_of_blocks,
     to_runs,
-    wrong_model_error,
 )
 from memtune.search_spaces.offload.activations._pipeline_ratio import (
     GRAIN,
@@ -37,6 +36,7 @@ from memtune.search_spaces.recompute._block_planner import later_techniques
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_budget, format_bytes
 
+_PIPELINED = "offload.activations: {kind: pipelined}"
 _MOST_PREFETCHED = 4096
 
 
@@ -218,9 +218,9 @@ class Pipelined(Technique):
         try:
             each = shares_of_blocks(plan.shares, table.stages or [0] * len(table.regions))
         except ValueError as error:
-            raise wrong_model_error("pipelined", f"It has {error}.") from error
+            raise refusals.plan_of_other_model(_PIPELINED, f"It has {error}.") from error
         if (context.loop.pipeline is None) != (len(plan.shares) == 1):
-            raise wrong_model_error("pipelined", f"The config's is for {len(plan.shares)} stages.")
+            raise refusals.plan_of_other_model(_PIPELINED, f"It is for {len(plan.shares)} stages.")
         if context.loop.pipeline is None:
             table.prefetcher = Prefetcher(plan.prefetch)
         else:

@@ -306,10 +306,8 @@ class ZeroInfinity(Technique):
             return {}
         names = plan.tiled
         if names is None:
-            raise ApplyError(
-                "zero_infinity with tiles needs a plan with the tiled weights.",
-                fix="memtune search  writes it with the config; or tiles: 1",
-                code="MT316",
+            raise refusals.plan_of_other_model(
+                "offload.states: {kind: zero_infinity}", "It must name the weights in tiles.", "tiles: 1"
             )
         experts = [name for name in names if is_in_expert(name)] if context.placement.world_size > 1 else []
         if experts:

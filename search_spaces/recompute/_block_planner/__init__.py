@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         core_attention,
         frees_saved_tensors,
         inputs_of_products,
-        missing_plan,
         plan_calls,
     )
     from memtune.search_spaces.recompute._block_planner.claims import (
@@ -134,7 +133,6 @@ __all__ = [
     "later_techniques",
     "layer_major_technique",
     "live_bytes",
-    "missing_plan",
     "no_attention",
     "no_blocks",
     "op_seconds",

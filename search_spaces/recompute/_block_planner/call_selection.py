@@ -10,8 +10,8 @@ from typing import Self
 import numpy as np
 from pydantic import model_validator
 
+from memtune import refusals
 from memtune.activations.recompute import spoiled
-from memtune.errors import ApplyError
 from memtune.program import SHAPE_ALONE, Kind, OpAddresses, Phase, Step, calls_of, split_calls
 from memtune.search_spaces._plan_fields import CallsField, Index, require_entries
 from memtune.search_spaces.recompute._block_planner.fits import MATMULS, is_matmul_or_attention
@@ -111,21 +111,12 @@ def calls_by_block(plan: CallsPlan, blocks: int) -> list[OpAddresses]:
         ApplyError: The plan is for another number of blocks.
     """
     if len(plan.blocks) != blocks:
-        raise missing_plan(f"the config's is for {len(plan.blocks)} blocks, the model has {blocks}")
+        raise refusals.plan_of_other_model(
+            "recompute",
+            f"It is for {len(plan.blocks)} blocks, the model has {blocks}.",
+            "recompute: {kind: selective}",
+        )
     return [plan.calls[i] for i in plan.blocks]
-
-
-def missing_plan(
-    evidence: str,
-    fix: str = "memtune search  writes it with the config; or choose recompute: {kind: selective}",
-) -> ApplyError:
-    """Return the error for a config without a usable plan of the tensors that blocks keep."""
-    return ApplyError(
-        "this recompute technique needs a plan of the tensors that each block keeps.",
-        evidence=f"{evidence[0].upper()}{evidence[1:]}.",
-        fix=fix,
-        code="MT316",
-    )
 
 
 def frees_saved_tensors(step: Step, again: Again) -> bool:

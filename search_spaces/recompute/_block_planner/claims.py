@@ -10,21 +10,16 @@ from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from memtune import refusals
 from memtune.activations.offload import Prefetcher, SSDSpill, move_activations
 from memtune.activations.recompute import recompute_blocks
 from memtune.program import OFFLOAD, SPILL, OpAddresses, Program, by_name, memoized
 from memtune.runtime import Context
 from memtune.search_spaces._plan_fields import Bytes, CallSetField, CallsField, Index, require_entries
-from memtune.search_spaces.recompute._block_planner.call_selection import missing_plan
 from memtune.search_spaces.recompute._block_planner.measured_options import Option, offload_claims
 from memtune.ssd import offload_dir
 from memtune.technique import Plan
 from memtune.units import format_bytes, format_seconds
-
-_FIX = (
-    "memtune search  or  memtune trial --config  makes one and says the least budget; or recompute: {kind:"
-    " selective}"
-)
 
 
 class OptionEntry(BaseModel):
@@ -66,7 +61,11 @@ def options_by_block(plan: OptionsPlan, blocks: int) -> list[Option]:
         ApplyError: The plan is for another number of blocks.
     """
     if len(plan.blocks) != blocks:
-        raise missing_plan(f"the config's is for {len(plan.blocks)} blocks, the model has {blocks}", _FIX)
+        raise refusals.plan_of_other_model(
+            "recompute",
+            f"It is for {len(plan.blocks)} blocks, the model has {blocks}.",
+            "recompute: {kind: selective}",
+        )
     entries = [Option(each.calls, each.offloaded) for each in plan.options]
     return [entries[i] for i in plan.blocks]
 

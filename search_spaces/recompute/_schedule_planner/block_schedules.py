@@ -19,6 +19,7 @@ from typing import Any, Self
 import numpy as np
 from pydantic import model_validator
 
+from memtune import refusals
 from memtune.activations.capture import COLLECTIVE_INSIDE
 from memtune.activations.schedules import (
     BlockRegions,
@@ -373,12 +374,7 @@ def rewrite_by_block_schedules(plan: BlockSchedulesPlan, program: Program, kind:
                 "",
             )
     if wrong:
-        raise ApplyError(
-            "the plan's schedules are for another model.",
-            evidence=f"{wrong}.",
-            fix="memtune search  or  memtune trial --config  makes a new plan; or recompute: {kind: full}",
-            code="MT316",
-        )
+        raise refusals.plan_of_other_model("recompute", f"{wrong}.", "recompute: {kind: full}")
     return program.with_step(apply_block_schedules(program.step, ordered))
 
 
@@ -391,10 +387,9 @@ def install_blocks(plan: BlockSchedulesPlan, context: Context, kind: str) -> Non
     """
     schedules = plan.schedules(kind)
     if len(schedules) != len(context.blocks):
-        raise ApplyError(
-            f"the plan is for {len(schedules)} blocks, the model has {len(context.blocks)}.",
-            fix="memtune search  or  memtune trial --config  makes a new plan",
-            code="MT316",
+        raise refusals.plan_of_other_model(
+            f"recompute: {{kind: {kind}}}",
+            f"It is for {len(schedules)} blocks, the model has {len(context.blocks)}.",
         )
     context.events.states_sharded.subscribe(
         partial(require_whole_layers, context, f"recompute: {{kind: {kind}}}")

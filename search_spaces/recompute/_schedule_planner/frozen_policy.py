@@ -281,9 +281,7 @@ class DynamicPolicy(Technique):
         states = target.chosen.get("sharding.states") if program.ranks > 1 else None
         if states is None or not states.effects.finds_unused or not self._is_online(program.step):
             return None
-        return Reason(
-            "DDP cannot search for unused parameters in a graph that is made in backward", "online: false"
-        )
+        return refusals.hidden_graph(f"recompute: {{kind: {self.kind}}}")
 
     def _is_online(self, step: Step) -> bool:
         region = region_of(step)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, product
 
+from memtune import refusals
 from memtune.activations.eviction import COOP, DTR, MEGTAICHI, Policy
 from memtune.activations.schedules import FreeAfterForwardPlanner, region_of
-from memtune.errors import ApplyError
 from memtune.hardware import Hardware, op_costs
 from memtune.program import Program, Schedule, Step, find_schedule_error
 from memtune.runtime import Context
@@ -368,9 +368,7 @@ def rewrite_by_schedule(plan: SchedulePlan, program: Program) -> Program:
     region, schedule = region_of(program.step), plan.schedule
     wrong = region if isinstance(region, str) else find_schedule_error(region.graph, schedule)
     if isinstance(region, str) or wrong:
-        raise ApplyError(
-            "the plan's schedule is for another model.", evidence=f"{wrong}.", fix=_SEARCH, code="MT316"
-        )
+        raise refusals.plan_of_other_model("recompute", f"{wrong}.", "recompute: {kind: full}")
     return program.with_step(apply_schedule(program.step, schedule))
 
 
@@ -394,9 +392,3 @@ def explain_schedule(plan: BudgetSchedulePlan) -> tuple[str, ...]:
             f" {again} a micro-batch"
         ),
     )
-
-
-_SEARCH = (
-    "memtune search  or  memtune trial --config  makes one and says the least budget; or recompute: {kind:"
-    " full}"
-)

@@ -66,7 +66,7 @@ class SharedLayers(Technique):
         """
         degree = self.degree or target.ranks
         if target.ranks < 2:
-            return Reason("there is only one rank to share layers with", "--gpus or --workers 2 and more")
+            return refusals.one_rank(" to share layers with")
         if target.compiled:
             return Reason(self.effects.eager_only, "execution.compile: false")
         if is_differentiated_again(program.step):
@@ -127,11 +127,7 @@ class PartitionedLayers(SharedLayers):
     def _refuse_states(self, states: Technique, target: Target) -> Reason | None:
         degree = self.degree or target.ranks
         if degree == target.ranks:
-            text = (
-                f"all {degree} ranks share layers: sharding.states: {states.kind} has no copies of a part to"
-                " shard"
-            )
-            return Reason(text, "a smaller degree, or sharding.states: {kind: none}")
+            return refusals.no_copies(degree, f"sharding.states: {states.kind}")
         if not states.effects.among_copies:
             return super()._refuse_states(states, target)
         if not isinstance(getattr(states, "reshard_after_forward", True), bool):
@@ -234,7 +230,7 @@ def checked_pairs(kind: str, context: Context, plan: PairsPlan, degree: int) -> 
     unknown = [pair.row for pair in plan.pairs if pair not in known]
     if unknown or plan.degree != degree:
         raise refusals.plan_of_other_model(
-            kind,
+            f"sharding.parallel: {{kind: {kind}}}",
             (
                 f"{unknown[0]} is not a pair here."
                 if unknown

@@ -167,7 +167,7 @@ class HeadContext(MicroBatchRotation):
                 else f"The config has {wanted.heads} × {wanted.contexts}, in rings of {wanted.inner}."
             )
             raise refusals.plan_of_other_model(
-                self.kind,
+                f"sharding.parallel: {{kind: {self.kind}}}",
                 f"It is for {planned.heads} × {planned.contexts} ranks, in rings of {planned.inner}."
                 f" {actual}",
             )

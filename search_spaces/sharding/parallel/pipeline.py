@@ -341,7 +341,8 @@ def _layout(technique: Pipeline, context: Context, plan: PipelinePlan) -> Layout
     degree = technique.degree or context.placement.world_size
     if plan.degree != degree or len(plan.stages) != technique._count(context.placement.world_size):
         raise refusals.plan_of_other_model(
-            "pipeline", f"It is for {len(plan.stages)} stages on {plan.degree} ranks."
+            "sharding.parallel: {kind: pipeline}",
+            f"It is for {len(plan.stages)} stages on {plan.degree} ranks.",
         )
     return Layout(
         plan.stages, frozenset(plan.first), frozenset(plan.last), degree, technique.schedule, plan.outputs

@@ -124,7 +124,8 @@ class Rtp(PartitionedLayers):
         degree = self.degree or context.placement.world_size
         if plan.degree != degree:
             raise refusals.plan_of_other_model(
-                "rtp", f"It is for rings of {plan.degree}, the config has {degree}."
+                "sharding.parallel: {kind: rtp}",
+                f"It is for rings of {plan.degree}, the config has {degree}.",
             )
         rotate(context, plan.layers, degree, in_place=self.in_place)
 

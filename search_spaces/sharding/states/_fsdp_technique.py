@@ -124,7 +124,7 @@ class _FsdpUnits(Technique):
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Require two ranks, and units that FSDP2 can flatten and gather together."""
         if target.ranks < 2:
-            return Reason("there is only one rank to shard over", "--gpus or --workers 2 and more")
+            return refusals.one_rank(" to shard over")
         if (reason := self.refuses(Facts.of(program, target))) is not None:
             return reason
         if is_differentiated_again(program.step):

@@ -478,7 +478,7 @@ def test_apply_refuses_what_fits_refuses() -> None:
     )
     for message in run_ranks(refused_when_applied, 2, str(path), asked):
         assert ["parameters sharded over ranks" in each for each in message] == [True, True, False, False]
-        assert "the plan is for 3 blocks, the model has 4" in message[3]
+        assert "It is for 3 blocks, the model has 4" in message[3]
         assert "dtr} does not work with find_unused_parameters: true" in message[2]
 
 

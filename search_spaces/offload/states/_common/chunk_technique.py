@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
+from memtune import refusals
 from memtune.effects import Effects
 from memtune.errors import ApplyError
 from memtune.offload.chunks import ChunkPlan, GradientsInPlace, as_few_as_used, chunk_sizes
@@ -183,11 +184,9 @@ def sizes_of(context: Context) -> tuple[Units, Units]:
 
 def wrong_model_error(context: Context, kind: str, plan: Plan) -> ApplyError:
     """Return the error for a plan that was made for another model."""
-    return ApplyError(
-        f"{kind} has no plan for this model's {len(context.blocks)} blocks.",
-        evidence=f"The plan says {plan.document()}.",
-        fix="memtune search writes one; memtune trial makes one for itself",
-        code="MT364",
+    return refusals.plan_of_other_model(
+        f"offload.states: {{kind: {kind}}}",
+        f"It is {plan.document()}; the model has {len(context.blocks)} blocks.",
     )
 
 

@@ -237,9 +237,6 @@ def apply_stages(
 def wrong_ranks_error(context: Context, kind: str) -> ApplyError:
     """Return the error for a plan that is for one rank if there are several, or the other way round."""
     many = context.placement.world_size > 1
-    return ApplyError(
-        f"offload.states: {{kind: {kind}}} has no plan for {'several ranks' if many else 'one rank'}.",
-        evidence=f"The plan was made for {'one rank' if many else 'several ranks'}.",
-        fix="memtune search, which writes it with the config; memtune trial makes its own",
-        code="MT364",
+    return refusals.plan_of_other_model(
+        f"offload.states: {{kind: {kind}}}", f"It was made for {'one rank' if many else 'several ranks'}."
     )

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import model_validator
 
-from memtune.errors import ApplyError
+from memtune import refusals
 from memtune.offload.layer_major import (
     BoundaryTier,
     LayerMajor,
@@ -119,11 +119,9 @@ def apply_packs(context: Context, packs: Packs, boundaries: BoundaryTier, kind: 
             `offload.layer_major.layer_major_order` and `offload.layer_major.pack_offloader` raise.
     """
     if packs.blocks != len(context.blocks):
-        raise ApplyError(
-            f"offload.states: {{kind: {kind}}} has no packs for {len(context.blocks)} blocks.",
-            evidence=f"The plan was made for {packs.blocks}.",
-            fix="memtune search, which writes them with the config; memtune trial makes its own",
-            code="MT364",
+        raise refusals.plan_of_other_model(
+            f"offload.states: {{kind: {kind}}}",
+            f"It has packs of {packs.blocks} blocks, the model has {len(context.blocks)}.",
         )
     if context.placement.world_size > 1:
         require_ranks(context, kind)  # each rank keeps all weights on its host, so they must be equal
