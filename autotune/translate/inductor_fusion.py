@@ -89,7 +89,7 @@ def _fused(step: Step, whole_model: bool) -> Step:
     )
     kernel = _kernels(step, generated)
     inner = _intermediates(step, kernel)
-    again = _computed_again(step, kernel, generated, inner)
+    again = _computed_again(step, generated, inner)
     nowhere = inner.copy()
     nowhere[list(again)] = True
     traffic = _traffic(step, kernel, nowhere, again)
@@ -186,7 +186,7 @@ def _kept(step: Step) -> npt.NDArray[np.bool_]:
 
 
 def _computed_again(
-    step: Step, kernel: I32, generated: npt.NDArray[np.bool_], inner: npt.NDArray[np.bool_]
+    step: Step, generated: npt.NDArray[np.bool_], inner: npt.NDArray[np.bool_]
 ) -> dict[int, frozenset[int]]:
     """Return the storages that each reader computes again, so that no kernel writes them, and what it reads.
 

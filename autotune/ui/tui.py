@@ -482,9 +482,7 @@ class SearchApp(App[None]):
         self.push_screen(
             Page(
                 f"trials {numbers[0]} and {numbers[1]}",
-                lambda width: tui_details.comparison(
-                    self.view, [self.view.trials[each] for each in numbers], width
-                ),
+                lambda width: tui_details.comparison([self.view.trials[each] for each in numbers], width),
             )
         )
 

@@ -387,7 +387,7 @@ def _not_used(reasons: dict[str, str]) -> list[tuple[int, str]]:
     return [(len(each), f"{', '.join(each)}: {reason}") for reason, each in names.items()]
 
 
-def comparison(view: SearchView, trials: list[TrialView], width: int) -> Text:
+def comparison(trials: list[TrialView], width: int) -> Text:
     """Return two trials next to each other: clauses that differ, and their measurements."""
     one, two = trials
     own, other = one.sentence.split("; "), two.sentence.split("; ")

@@ -16,6 +16,7 @@ from memtune.hardware import Hardware, op_costs
 from memtune.program import Program, Schedule, Step
 from memtune.runtime import Context
 from memtune.search_spaces._plan_fields import Bytes
+from memtune.search_spaces._support import needs_calls_of_blocks
 from memtune.search_spaces.recompute._block_planner import NO_BLOCKS, no_attention
 from memtune.search_spaces.recompute._schedule_planner import (
     ALTERNATIVE,
@@ -33,7 +34,6 @@ from memtune.search_spaces.recompute._schedule_planner import (
     cannot_schedule_model,
     install_blocks,
     install_schedule,
-    needs_block_schedules,
     placement_of,
     rewrite_by_block_schedules,
     rewrite_by_schedule,
@@ -106,7 +106,7 @@ class AttentionBoundary(Technique):
         """
         if not program.step.blocks:
             return NO_BLOCKS
-        by_blocks = needs_block_schedules(program, target)
+        by_blocks = needs_calls_of_blocks(target)
         cannot_run = cannot_schedule_blocks if by_blocks else cannot_schedule_model
         reason = no_attention(program.step) or cannot_run(program, target)
         if reason is not None:
@@ -119,7 +119,7 @@ class AttentionBoundary(Technique):
 
     def plan(self, program: Program, target: Target) -> BoundaryPlan | BlockBoundariesPlan:
         """Return the schedule, or that of each block, with bytes and seconds."""
-        if needs_block_schedules(program, target):
+        if needs_calls_of_blocks(target):
             return _by_blocks(placement_of(program, target), self.residual_every)
         step, found, region = (
             program.step,

@@ -14,6 +14,7 @@ from memtune.errors import ApplyError
 from memtune.program import Program
 from memtune.runtime import Context
 from memtune.search_spaces._plan_fields import Bytes
+from memtune.search_spaces._support import needs_calls_of_blocks
 from memtune.search_spaces.recompute._schedule_planner import (
     SCHEDULED,
     BlockSchedules,
@@ -25,7 +26,6 @@ from memtune.search_spaces.recompute._schedule_planner import (
     cannot_schedule_model,
     install_blocks,
     install_schedule,
-    needs_block_schedules,
     needs_own_budget,
     placement_of,
     rewrite_by_block_schedules,
@@ -93,7 +93,7 @@ class Checkmate(Technique):
         """Refuse a budget that plain training meets or no schedule meets, and models with
         data-dependent ops.
         """
-        by_blocks = needs_block_schedules(program, target)
+        by_blocks = needs_calls_of_blocks(target)
         reason = (
             cannot_schedule_blocks(program, target) if by_blocks else cannot_schedule_model(program, target)
         )
@@ -107,7 +107,7 @@ class Checkmate(Technique):
         if (
             self.budget_bytes is None
             and self.share is None
-            and (reason := needs_own_budget(program, target, self.kind))
+            and (reason := needs_own_budget(target, self.kind))
         ):
             return reason
         if self.share is None and budget is not None:
@@ -168,7 +168,7 @@ class Checkmate(Technique):
 
     def _found(self, program: Program, target: Target) -> CheckmateSchedule | BlockSchedules | str:
         budget = None if self.share is not None else self.budget_bytes or target.budget_bytes
-        if needs_block_schedules(program, target):
+        if needs_calls_of_blocks(target):
             return solve_block_schedules(
                 placement_of(program, target), self._sources(), budget, self.share or 0.0
             )

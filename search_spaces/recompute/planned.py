@@ -12,7 +12,7 @@ from memtune.effects import DISPATCH_MODE, Effects
 from memtune.program import Program
 from memtune.runtime import Context
 from memtune.search_spaces import active
-from memtune.search_spaces._support import conflict
+from memtune.search_spaces._support import conflict, needs_calls_of_blocks
 from memtune.search_spaces.recompute._block_planner import (
     Budget,
     PlannedPlan,
@@ -43,7 +43,6 @@ from memtune.search_spaces.recompute._schedule_planner import (
     fastest_schedule,
     install_blocks,
     install_schedule,
-    needs_block_schedules,
     needs_own_budget,
     placement_of,
     rewrite_by_block_schedules,
@@ -135,7 +134,7 @@ class Planned(Technique):
         if (
             not asked
             and (self.by_schedule or layer_major_technique(target))
-            and (reason := needs_own_budget(program, target, self.kind))
+            and (reason := needs_own_budget(target, self.kind))
         ):
             return reason
         if self.by_schedule and (reason := self._cannot_schedule(program, target)) is not None:
@@ -170,7 +169,7 @@ class Planned(Technique):
     def _cannot_schedule(self, program: Program, target: Target) -> Reason | None:
         return (
             cannot_schedule_blocks(program, target)
-            if needs_block_schedules(program, target)
+            if needs_calls_of_blocks(target)
             else cannot_schedule_model(program, target)
         )
 
@@ -303,7 +302,7 @@ class Planned(Technique):
 
         If neither meets the budget, return None, or for blocks the smallest schedules.
         """
-        if needs_block_schedules(program, target):
+        if needs_calls_of_blocks(target):
             return fastest_block_schedules(program, target, solution)
         below_s = solution.seconds if solution.is_within else math.inf
         found = fastest_schedule(program, target, solution.budget_bytes, below_s)
@@ -324,7 +323,7 @@ class Planned(Technique):
         if active(target, "execution.order") is not None and self.budget_bytes is None and self.share is None:
             return None  # as in `fits`: a search would solve for each micro-batch again
         others = tuple(slot for slot in target.chosen if slot != self.slot)
-        if needs_block_schedules(program, target) or schedules_nothing(target, *others) is not None:
+        if needs_calls_of_blocks(target) or schedules_nothing(target, *others) is not None:
             return None
         found = fastest_schedule(program, target, solution.budget_bytes, solution.seconds)
         return found if isinstance(found, FastestSchedule) and found.seconds < solution.seconds else None

@@ -76,9 +76,7 @@ def block_regions_of(step: Step) -> BlockRegions | str:
     talks = step.ops.group[rows] > 0
     if talks.any():
         return f"{step.names[step.ops.name[rows[int(talks.argmax())]]]}: ranks exchange data in a block"
-    together = region_with(
-        step.without_donations(rows), rows, len(forward), _carried(step, rows, len(forward))
-    )
+    together = region_with(step.without_donations(rows), rows, len(forward), _carried(rows, len(forward)))
     block_of = step.ops.block[rows]
     return _crosses(step, together, block_of) or _split(step, together, block_of, tuple(order.tolist()))
 
@@ -95,7 +93,7 @@ def _no_regions(step: Step) -> str:
     return ""
 
 
-def _carried(step: Step, rows: I32, n_forward: int) -> dict[int, list[int]]:
+def _carried(rows: I32, n_forward: int) -> dict[int, list[int]]:
     """Return the rows that follow each op before the next op: added gradients, and ops between the blocks."""
     found: dict[int, list[int]] = {}
     for first, end in ((0, n_forward), (n_forward, len(rows))):

@@ -151,11 +151,9 @@ def overlap_optimizer(
     first = int(without_own_update(edit, step, ops)[0])
     # First the order alone, as plain tuples: every later array follows it.
     inserted = _inserted_ops(step, mine, grads, watched, timing, first)
-    rows = insert_ops(
-        edit, step, mine, grads, inserted, watched, first, {UPDATE: update_bytes(step, native, mine)}
-    )
-    gradients, old = host_gradients(edit, step, mine, grads, watched, inserted, rows, timing.delayed)
-    _update(edit, step, native, mine, inserted, rows, gradients, old)
+    rows = insert_ops(edit, step, mine, grads, inserted, watched, {UPDATE: update_bytes(step, native, mine)})
+    _, old = host_gradients(edit, step, mine, grads, watched, inserted, rows, timing.delayed)
+    _update(edit, step, native, mine, inserted, rows, old)
     free_buckets(edit, step, grads, inserted, rows)
     on_device, held = of_first_ops(step, ops)
     on_host(edit, step, (step.ops.phase == Phase.OPTIMIZER) & ~on_device, held)
@@ -269,7 +267,6 @@ def insert_ops(
     grads: ReadyGradients,
     inserted: InsertedOps,
     watched: int,
-    first: int,
     traffic_bytes: dict[int, I64],
 ) -> I32:
     """Insert the ops and return their rows.
@@ -281,7 +278,6 @@ def insert_ops(
         grads: Their gradients in grad-ready order.
         inserted: The ops in their order.
         watched: The sentinel's index in `mine`.
-        first: The optimizer's first op.
         traffic_bytes: By kind of op, (mine,) bytes where they are not the gradient's.
     """
     what, row, anchor = inserted
@@ -382,7 +378,6 @@ def _update(
     mine: Rows,
     inserted: InsertedOps,
     rows: I32,
-    gradients: I32,
     old: I32,
 ) -> None:
     """Add masters, updates from the gradients `old`, and H2D copies of weights."""

@@ -61,7 +61,6 @@ def optimizer_on_host(
     edit = Edit(step)
     down = _copies(
         edit,
-        step,
         "memtune.to_host.default",
         np.full(len(weights), first, np.int32),
         gradients,
@@ -132,9 +131,7 @@ def of_first_ops(step: Step, count: int) -> tuple[npt.NDArray[np.bool_], npt.NDA
     return ops, storages
 
 
-def _copies(
-    edit: Edit, step: Step, name: str, before: I32, storages: I32, sizes: I64, resource: Resource
-) -> I32:
+def _copies(edit: Edit, name: str, before: I32, storages: I32, sizes: I64, resource: Resource) -> I32:
     ops = edit.add_ops(
         name, before=before, phase=Phase.BOUNDARY, resource=resource, traffic_bytes=sizes, prefetch=1
     )

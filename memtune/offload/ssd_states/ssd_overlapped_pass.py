@@ -56,7 +56,7 @@ def optimizer_on_ssd_overlapped(
     in_order = _ops_in_order(step, ready, watched, first)
     pieces = Pieces.on_ssd(edit, step, mine, slots)
     traffic = {READ: pieces.n_bytes, UPDATE: pieces.update_bytes, WRITE: pieces.n_bytes}
-    rows = insert_ops(edit, step, mine, ready, in_order, watched, first, traffic)
+    rows = insert_ops(edit, step, mine, ready, in_order, watched, traffic)
     gradients, _ = host_gradients(edit, step, mine, ready, watched, in_order, rows, False)
 
     what, row, _ = in_order

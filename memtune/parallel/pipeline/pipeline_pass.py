@@ -206,7 +206,7 @@ class Parts:
         # Uploads have rows of their own, once per micro-batch.
         shared[step.storages.producer[uploaded]] = False
         gradient, foreign = _crossing_back(step, chain, stage)
-        tied = tuple(_tied(step, stage, foreign))
+        tied = tuple(_tied(step, foreign))
         held = step.storages.held_until.copy()
         held[
             [part for each in tied for part in (each.part, each.other)]
@@ -314,7 +314,7 @@ def _crossing_back(step: Step, chain: Chain, stage: I32) -> tuple[dict[int, int]
     ]
 
 
-def _tied(step: Step, stage: I32, foreign: Sequence[int]) -> list[_Tied]:
+def _tied(step: Step, foreign: Sequence[int]) -> list[_Tied]:
     """Return the tied weights, in the order in which their parts are made."""
     found = []
     for use in foreign:

@@ -125,7 +125,7 @@ class L2L(Technique):
         if self._is_layer_major:
             apply_packs(context, _of_one_block(len(context.blocks)), self.stash, self.kind)
         else:
-            apply_layers(context, self.kind, 1)
+            apply_layers(context, 1)
 
     def record(self, target: Target) -> dict[str, Any]:
         """Return the tiers of parameters and optimizer, and the trigger; layer-major, in the form of packs of

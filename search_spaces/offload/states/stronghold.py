@@ -156,7 +156,7 @@ class Stronghold(Technique):
                 fix="offload: {states: {kind: stronghold, deferred: []}}, or plan it again",
                 code="MT364",
             )
-        apply_layers(context, self.kind, slots, self._overlap(deferred))
+        apply_layers(context, slots, self._overlap(deferred))
 
     def explain(self, plan: StrongholdPlan) -> tuple[str, ...]:
         """Return the width of the window, and the number of blocks with deferred updates."""

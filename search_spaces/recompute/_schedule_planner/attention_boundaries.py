@@ -111,7 +111,7 @@ def block_boundary_schedules(step: Step, every: int | None) -> BlockBoundaries |
         return Reason(why, f"residual_every: {most}, or omit it")
     found: list[tuple[Schedule, _Mask]] = []
     for sort, graph in enumerate(regions.graphs):
-        local, attentions = local_region(step, regions, sort), _attentions(graph)
+        local, attentions = local_region(regions, sort), _attentions(graph)
         inside = np.ones(graph.n_forward, bool)
         mine = _Regions(local, inside, attentions, every or max(math.isqrt(len(attentions)), 1))
         schedule = build_schedule(graph, range(graph.n_forward), mine.backward(), made_by=_MADE_BY)

@@ -75,7 +75,7 @@ class BlockOption:
         return int(self.bytes.max(initial=0))
 
 
-def local_region(step: Step, regions: BlockRegions, sort: int) -> Region:
+def local_region(regions: BlockRegions, sort: int) -> Region:
     """Return the region of one block of class `sort`; values that others hold as well have 0 bytes."""
     together, graph = regions.together, regions.graphs[sort]
     block = int(np.flatnonzero(regions.sort == sort)[-1])
@@ -111,7 +111,7 @@ def options_of(
         hardware: For the time of ops.
         sources: Policies and planners that propose schedules.
     """
-    region = local_region(step, regions, sort)
+    region = local_region(regions, sort)
     costs = op_costs(step, hardware)
     op_s = costs.op_s.clip(min=costs.issue_s)[region.rows]
     plain = _option(region, op_s, regions.plain[sort])

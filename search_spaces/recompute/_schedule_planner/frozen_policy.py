@@ -28,6 +28,7 @@ from memtune.program import Program, Step
 from memtune.runtime import Context
 from memtune.search_spaces import active
 from memtune.search_spaces._plan_fields import Bytes
+from memtune.search_spaces._support import needs_calls_of_blocks
 from memtune.search_spaces.recompute._schedule_planner.block_schedules import (
     BlockSchedules,
     BudgetBlocksPlan,
@@ -58,7 +59,6 @@ from memtune.search_spaces.recompute._schedule_planner.region_placement import (
     apply_schedule,
     cannot_schedule_model,
     crosses_blocks,
-    needs_block_schedules,
     needs_own_budget,
     placement_of,
 )
@@ -125,7 +125,7 @@ class DynamicPolicy(Technique):
         """Refuse a model that is not whole on every rank or shared with another mechanism, and a budget that
         plain training meets or the policy does not.
         """
-        if needs_block_schedules(program, target):
+        if needs_calls_of_blocks(target):
             return self._fits_by_blocks(program, target)
         online = self.online is not False
         reason = cannot_schedule_model(program, target, online=online) or self._ddp_finds_unused(
@@ -137,7 +137,7 @@ class DynamicPolicy(Technique):
         if reason is None and self._is_online(program.step):
             reason = _updates_early(target)
         if reason is None and self.budget_bytes is None and self.ratio is None:
-            reason = needs_own_budget(program, target, self.kind)
+            reason = needs_own_budget(target, self.kind)
         if reason is not None:
             return reason
         place = placement_of(program, target)
@@ -176,16 +176,14 @@ class DynamicPolicy(Technique):
         move its parameters or gradients.
         """
         if self.online:
-            return crosses_blocks(
-                program, target, "online it evicts and runs ops of all blocks", "online: false"
-            )
+            return crosses_blocks(target, "online it evicts and runs ops of all blocks", "online: false")
         reason = cannot_schedule_blocks(program, target) or self._no_budget(target)
         if reason is not None:
             return reason
         if (
             self.budget_bytes is None
             and self.ratio is None
-            and (reason := needs_own_budget(program, target, self.kind))
+            and (reason := needs_own_budget(target, self.kind))
         ):
             return reason
         place, budget = placement_of(program, target), self._budget_of(target)
@@ -213,7 +211,7 @@ class DynamicPolicy(Technique):
         """Return the schedule that the policy's decisions make, its peak, and the seconds of
         recomputation.
         """
-        if needs_block_schedules(program, target) and not self._has_no_budget(target):
+        if needs_calls_of_blocks(target) and not self._has_no_budget(target):
             return to_block_plan(self._found_by_blocks(program, target))
         frozen = self._frozen(program, target)
         if frozen is None:

@@ -167,7 +167,7 @@ def apply_schedule(step: Step, schedule: Schedule) -> Step:
 def placement_of(program: Program, target: Target) -> Placement:
     """Return the context of a schedule of `program`; the same object for equal inputs."""
     early = active(target, "execution.order") is not None
-    if program.ranks == 1 and not early and not needs_block_schedules(program, target):
+    if program.ranks == 1 and not early and not needs_calls_of_blocks(target):
         # On one rank no other pass changes the region's bytes, so that all these targets share one Placement.
         return _placement(program.step, target.hardware, 1, 1, 1, (), NO_PASS_INPUTS)
     later = later_techniques(target)
@@ -195,9 +195,9 @@ def cannot_schedule_model(program: Program, target: Target, *, online: bool = Fa
     reason = schedules_nothing(target, "split", "sharding.parallel", "sharding.communication")
     if reason is not None:
         return reason
-    if needs_block_schedules(program, target):
+    if needs_calls_of_blocks(target):
         return crosses_blocks(
-            program, target, "a frozen schedule runs ops of all blocks", "recompute: {kind: planned}"
+            target, "a frozen schedule runs ops of all blocks", "recompute: {kind: planned}"
         )
     region = region_of(program.step)
     if isinstance(region, str):
@@ -215,15 +215,7 @@ def schedules_nothing(target: Target, *slots: str) -> Reason | None:
     return effects_conflict("recompute", SCHEDULED, target, *slots)
 
 
-def needs_block_schedules(program: Program, target: Target) -> bool:
-    """Return True if hooks on a block's calls move its parameters, their gradients or what the block keeps.
-
-    Only calls of the block's module run these hooks, so each block has a schedule of its own.
-    """
-    return needs_calls_of_blocks(target)
-
-
-def needs_own_budget(program: Program, target: Target, kind: str) -> Reason | None:
+def needs_own_budget(target: Target, kind: str) -> Reason | None:
     """Return a reason if `kind` has no budget of its own but runs with packs, with offload that follows calls
     of blocks, or with updates inside backward.
 
@@ -242,8 +234,8 @@ def needs_own_budget(program: Program, target: Target, kind: str) -> Reason | No
     return Reason(f"with {other.kind} it needs a budget of its own", fix)
 
 
-def crosses_blocks(program: Program, target: Target, what: str, otherwise: str) -> Reason:
-    """Return the reason that `what` runs ops of several blocks where `needs_block_schedules`; `otherwise` is
+def crosses_blocks(target: Target, what: str, otherwise: str) -> Reason:
+    """Return the reason that `what` runs ops of several blocks where `needs_calls_of_blocks`; `otherwise` is
     the fix.
     """
     if is_gathered(target):
@@ -252,7 +244,7 @@ def crosses_blocks(program: Program, target: Target, what: str, otherwise: str) 
         return Reason(why, f"{otherwise}, or sharding.states: {{kind: zero1}}")
     offload, moves = follows_calls(target), active(target, "offload.activations")
     if offload is None:
-        assert moves is not None, "the caller checked `needs_block_schedules`"
+        assert moves is not None, "the caller checked `needs_calls_of_blocks`"
         return Reason(
             f"{what}, and {moves.kind} moves what each block keeps",
             f"{otherwise}, or offload.activations: {{kind: none}}",

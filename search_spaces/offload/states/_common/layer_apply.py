@@ -15,12 +15,11 @@ from memtune.program import (
 from memtune.runtime import Context
 
 
-def apply_layers(context: Context, kind: str, slots: int, overlap: Overlap | None = None) -> None:
+def apply_layers(context: Context, slots: int, overlap: Overlap | None = None) -> None:
     """Move the optimizer to the host, then the blocks' parameters, with `slots` blocks on the device at once.
 
     Args:
         context: Context of the model.
-        kind: Kind of the technique, for messages.
         slots: Width of the window.
         overlap: As in `stream_parameters`.
     """

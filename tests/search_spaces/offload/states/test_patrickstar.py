@@ -206,8 +206,8 @@ class TestPatrickStar(LayersSuite):
     )
     def test_apply_refuses_a_plan_of_another_model(self, plan: dict[str, Any]) -> None:
         error = refusal(SMALL, plan)
-        assert (type(error), error.code) == (ApplyError, "MT364")
-        assert "no plan for" in str(error)
+        assert (type(error), error.code) == (ApplyError, "MT316")
+        assert "needs a plan for this model" in str(error)
 
     @pytest.mark.parametrize(
         "plan",
