@@ -53,6 +53,8 @@ class Code:
     """
     ready_order: tuple[int, ...]
     """Parameters in the order in which backward completes their gradients."""
+    read_later: tuple[int, ...]
+    """Parameters that backward reads, in repeated ops, after it has yielded their gradients."""
     source: str
     """Both functions, as text."""
 
@@ -86,7 +88,9 @@ def generate(
     namespace = {**writer.namespace, "random_state": random_state, "device": device, "check": _check_layout}
     # The text is made from op names, shapes and numbers of the tape, never from the content of a file.
     exec(compile(text, "<schedule>", "exec"), namespace)
-    return Code(namespace["forward"], namespace["backward"], tuple(writer.ready_order), text)
+    return Code(
+        namespace["forward"], namespace["backward"], tuple(writer.ready_order), writer.read_later(), text
+    )
 
 
 class _Writer(CallText):
@@ -111,6 +115,9 @@ class _Writer(CallText):
         """Names that are bound, in the order of their creation."""
         self._outputs = _by_value(tape.outputs)
         self.ready_order: list[int] = []
+        self._yielded: dict[int, int] = {}
+        """Parameter → step of backward before which its gradient is yielded."""
+        self._at = 0
         self._gradients_after: dict[int, list[tuple[int, Slot]]] = {}
         for parameter, after, gradient in tape.ready_gradients:
             self._gradients_after.setdefault(after, []).append((parameter, gradient))
@@ -132,6 +139,17 @@ class _Writer(CallText):
             f"def forward(p, x, keep=None):\n    {indent.join(forward)}\n\n"
             f"def backward(p, saved, g, ready, back=None):\n    {indent.join(backward)}\n"
         )
+
+    def read_later(self) -> tuple[int, ...]:
+        """Return `Code.read_later`; call it after `text`."""
+        last = {
+            each.number: at
+            for at, step in enumerate(self._schedule.backward)
+            if step.action == Action.COMPUTE
+            for each in self._given_to(step)
+            if each.kind == "parameter"
+        }
+        return tuple(number for number, at in self._yielded.items() if last.get(number, -1) >= at)
 
     def _forward(self) -> list[str]:
         steps = self._schedule.forward
@@ -190,12 +208,14 @@ class _Writer(CallText):
         for at, step in enumerate(steps):
             names = map(self._name, self._claimed.before.get(at, ()))
             self._lines += [f"{name} = back({name})" for name in names]
+            self._at = at
             self._step(step)
             self._lines += [
                 f"del {outside_name(each)}"
                 for each, when in last.items()
                 if when == at and each.kind in ("input", "gradient")
             ]
+        self._at = len(steps)
         self._yield_ready()
         gradients = [self._view(slot) for _, slot in self._tape.input_gradients]
         read = {each for each in self._read_outside(steps) | set(last) if each.kind != "input"}
@@ -304,6 +324,7 @@ class _Writer(CallText):
         for parameter, gradient in due:
             # The caller takes the gradient from the list, which is then empty: no second reference.
             self.ready_order.append(parameter)
+            self._yielded[parameter] = self._at
             self._lines.append(f"ready.append({self._view(gradient)}.detach())")
             if isinstance(gradient.of, int):
                 self._owed[gradient.of] -= 1
@@ -464,6 +485,11 @@ class CheckedCode:
     def ready_order(self) -> tuple[int, ...]:
         """`Code.ready_order`."""
         return self._code.ready_order
+
+    @property
+    def read_later(self) -> tuple[int, ...]:
+        """`Code.read_later`."""
+        return self._code.read_later
 
     def forward(self, *args: Any) -> Any:
         """Run `Code.forward`."""

@@ -433,6 +433,9 @@ class ScheduledRun:
         self.differentiable, self.tape_outputs = tape.differentiable, tape.outputs
         self._numbers = captured.first.ready_order
         self._backward: Generator[int, None, list[Tensor]] | None = None
+        self._read_later: list[Tensor] = []
+        """Parameters that backward reads after it has yielded their gradients, when hooks may update them."""
+        self._read_versions: list[int] = []
         self._ready: list[Tensor] = []
         self._reached: frozenset[int] | None = None
         """Parameters that have a gradient; None: all."""
@@ -540,6 +543,8 @@ class ScheduledRun:
         """Run to the next gradient of a parameter, or to the end."""
         if self._backward is None:
             self._backward = self._begin()
+        if self._read_later and self._read_versions != [each._version for each in self._read_later]:
+            raise self._updated_early()
         try:
             with no_autocast():
                 return next(self._backward)
@@ -551,6 +556,8 @@ class ScheduledRun:
     def _begin(self) -> Generator[int, None, list[Tensor]]:
         self._check()
         coded, self._reached = self.region.code_for(self._captured, self.gradients)
+        self._read_later = [self._state[number] for number in coded.read_later]
+        self._read_versions = [each._version for each in self._read_later]
         flowing = [self.gradients.get(i) for i in range(len(coded.tape.outputs))]
         # The generated code empties its list, so this must not be a second reference.
         self.gradients = {}
@@ -567,6 +574,18 @@ class ScheduledRun:
                 fix="write x = x + y instead of x += y, and step the optimizer after backward",
                 code="MT326",
             )
+
+    def _updated_early(self) -> ApplyError:
+        versions = zip(self._read_later, self._read_versions, strict=True)
+        updated = {id(each) for each, version in versions if each._version != version}
+        names = [name for name, each in self.region.module.named_parameters() if id(each) in updated]
+        return ApplyError(
+            f"{', '.join(names)} was updated inside backward, before the schedule had read it for the last"
+            " time.",
+            evidence="The schedule was planned without such updates; this step is incomplete.",
+            fix="execution: {order: {kind: program}}, or plan again with the updates: memtune search",
+            code="MT326",
+        )
 
     def _require_first_order(self) -> None:
         if torch.is_grad_enabled():

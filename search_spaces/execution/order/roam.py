@@ -32,7 +32,8 @@ class Roam(Technique):
     Foreach kernels run once per parameter. `Tuned.step` knows the last micro-batch; a custom loop marks it by
     `with tuned.micro_batch(last=...)`. Without either, nothing is updated early, no memory is saved, and one
     message reports it. Clipping by norm is refused. Under a frozen schedule (`recompute`) the planner counts
-    each gradient to its update, so it meets budgets that no schedule in program order does.
+    each gradient to its update, so it meets budgets that no schedule in program order does; a schedule that
+    reads a weight after its update is refused, and raises if a config by hand has one.
 
     Same ops on the same values, same bits. Its layout half is `allocator: {kind: planned_layout}`.
 

@@ -134,8 +134,6 @@ class DynamicPolicy(Technique):
         if reason is not None:
             return reason
         reason = self._no_budget(target)
-        if reason is None and self._is_online(program.step):
-            reason = _updates_early(target)
         if reason is None and self.budget_bytes is None and self.ratio is None:
             reason = needs_own_budget(target, self.kind)
         if reason is not None:
@@ -160,8 +158,13 @@ class DynamicPolicy(Technique):
         return None
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Refuse updates inside backward if `online` is set; else `fits` does, which knows the ops."""
-        return _updates_early(facts) if self.online else None
+        """Refuse updates inside backward unless decisions are frozen."""
+        if self.online is False or active(facts, "execution.order") is None or facts.compiled:
+            return None
+        return Reason(
+            "deciding while the model runs it reads weights that updates inside backward have changed",
+            "online: false, or execution: {order: {kind: program}}",
+        )
 
     def _no_budget(self, target: Target) -> Reason | None:
         if self.budget_bytes is not None and self.ratio is not None:
@@ -419,13 +422,3 @@ def _check_online(region: OnlineRegion) -> dict[str, Any]:
         "why_online": region.why_online,
         "why_under_mode": region.why_under_mode,
     }
-
-
-def _updates_early(config: Facts | Target) -> Reason | None:
-    """Return why the online runtime, which counts gradients to the end of backward, decides nothing."""
-    if active(config, "execution.order") is None:
-        return None
-    return Reason(
-        "deciding online it counts gradients that updates inside backward have freed",
-        "online: false, or execution: {order: {kind: program}}",
-    )
