@@ -125,6 +125,8 @@ class DynamicPolicy(Technique):
         """Refuse a model that is not whole on every rank or shared with another mechanism, and a budget that
         plain training meets or the policy does not.
         """
+        if (reason := self.refuses(Facts.of(program, target))) is not None:
+            return reason
         if needs_calls_of_blocks(target):
             return self._fits_by_blocks(program, target)
         online = self.online is not False

@@ -26,7 +26,7 @@ from memtune.search_spaces.recompute.attention_boundary import AttentionBoundary
 from memtune.search_spaces.recompute.checkmate import Checkmate
 from memtune.search_spaces.recompute.dtr import Dtr
 from memtune.search_spaces.recompute.planned import Planned
-from memtune.technique import Facts, Target, Technique
+from memtune.technique import Target, Technique
 from memtune.testing import differences, drift, train
 from memtune.testing.drift_check import plain_program, recording_of
 from memtune.testing.training import build, plain
@@ -91,9 +91,8 @@ def test_fits_refuses_online_decisions_and_the_budget_of_a_search() -> None:
         plain_program(ZOO["gpt"]),
         Target(hardware.detect("cpu"), chosen={"execution.order": Roam()}),
     )
-    assert "deciding while the model runs" in str(Dtr().refuses(Facts.of(program, here)))
+    assert "deciding while the model runs" in str(Dtr().fits(program, here))
     frozen = Dtr(online=False)
-    assert frozen.refuses(Facts.of(program, here)) is None
     assert "needs a budget of its own" in str(frozen.fits(program, replace(here, budget_bytes=3_900_000)))
     assert Dtr(ratio=0.7, online=False).fits(program, here) is None
 
