@@ -51,8 +51,11 @@ micro-batches have the same techniques, so further neighbourhoods repeat those c
 """
 _SLOWER = 1.5
 """The neighbourhood of a technique is not explored if its best candidate is slower than the best of all by
-this factor: no other slot makes up for it. Nor is a setting of a technique by budget solved that is slower by
-this factor without the technique.
+this factor: no other slot makes up for it.
+"""
+_SLOWER_WITHOUT = 1.1
+"""A setting of a technique by budget is not solved if it is slower than the best of all by this factor even
+without the technique.
 """
 _EXPLORE_AGAIN = 0.01
 """Relative improvement of the best candidate with a technique from which its neighbourhood is explored
@@ -358,7 +361,7 @@ class _ScoredSet:
     def _worthwhile(self, waiting: Mapping[Choice, Budgeted]) -> list[Choice]:
         open_ones = self._dominance.undominated(waiting.values())
         fastest = max((each.samples_per_s for each in self._found.values() if self._fits(each)), default=0.0)
-        least = fastest / _SLOWER if self._goal == "throughput" else 0.0
+        least = fastest / _SLOWER_WITHOUT if self._goal == "throughput" else 0.0
         return [
             choice
             for choice, each in waiting.items()
@@ -373,7 +376,7 @@ class _ScoredSet:
     def _score(self, choices: Iterable[Choice]) -> None:
         requests = [ScoreRequest(choice) for choice in choices]
         scores = self._side_by_side.over(
-            requests, lambda done: advance(self.n_scored + done, "settings", len(self.seen))
+            requests, lambda done: advance(self.n_scored + done, "settings", self.n_scored + len(requests))
         )
         self.n_scored += len(requests)
         for (choice, _), scored in zip(requests, scores, strict=True):
