@@ -2,7 +2,8 @@
 
 Such a technique solves, for each setting of the other slots, what to free, in seconds for large models. Of
 two settings that differ only in knobs of other slots, the one whose step *without* the technique takes no
-more time and no more memory has to free no more, so it is no slower with it. The other is *dominated*.
+more time and no more memory (within 1 %) has to free no more, so it is no slower with it. The other is
+*dominated*.
 """
 
 from __future__ import annotations
@@ -13,6 +14,11 @@ from dataclasses import dataclass, field
 
 from memtune.autotune.predict import Prediction
 from memtune.autotune.space.candidates import Choice
+
+_LESS = 0.99
+"""A slower setting is solved only if it needs less than this part of the bytes of the faster ones: a smaller
+difference saves next to no recomputation.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class _Group:
         )
         found, least = list[Choice](), float("inf")
         for choice, prediction in ordered:
-            if prediction.peak_allocated_bytes < least:
+            if prediction.peak_allocated_bytes < _LESS * least:
                 least = prediction.peak_allocated_bytes
                 found.append(choice)
         return found
