@@ -36,15 +36,8 @@ OFFLOAD = {
 RECOMPUTE = {
     "full recomputation": FULL,
     "Korthikanti et al.": {"recompute": "selective"},
-    "LoongTrain": {"recompute": "attention_output"},
-    "DistFlashAttn": {"recompute": "attention_boundary"},
-    "Yuan et al.": {"recompute": "balanced"},
     "vDNN": {"offload.activations": "copy_out"},
-    "TSPLIT": {"offload.activations": "tsplit"},
-    "Checkmate": {"recompute": "checkmate"},
-    "DTR": {"recompute": "dtr"},
 }
-FEW = {name: RECOMPUTE[name] for name in ("full recomputation", "Korthikanti et al.", "vDNN")}
 SHARDED = {
     "FSDP, full recomputation": FULL | {"sharding.states": "fsdp"},
     "FSDP, selective recomputation": {"recompute": "selective", "sharding.states": "fsdp"},
@@ -74,13 +67,8 @@ CASES = {
     "7B on one RTX 4090": Case(
         _gpt(SIZE="7b", BATCH=8), _options("rtx-4090", budget_bytes=22 * GIB), OFFLOAD
     ),
-    "32,768 tokens in 40 GiB of an H100": Case(
-        _gpt(SIZE="350m", SEQ=32768, BATCH=2),
-        _options("h100-80g", budget_bytes=40 * GIB, axes=("recompute", "split")),
-        RECOMPUTE,
-    ),
     "1.3B on one A100-40G, 16 bits": Case(
-        _gpt(SIZE="1.3b", BATCH=16, BF16=1), _options("a100-40g", budget_bytes=30 * GIB), FEW | OFFLOAD
+        _gpt(SIZE="1.3b", BATCH=16, BF16=1), _options("a100-40g", budget_bytes=30 * GIB), RECOMPUTE | OFFLOAD
     ),
     "7B on 8 A100-40G": Case(_gpt(SIZE="7b", BATCH=64), _options("a100-40g", ranks=8), SHARDED),
 }
