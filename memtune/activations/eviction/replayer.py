@@ -216,6 +216,8 @@ class _ReplayedCode:
 
     def __init__(self, region: _ReplayedRegion, route: Route) -> None:
         self.tape, self.ready_order, self._region, self._route = route.tape, route.ready_order, region, route
+        # Not known before it runs; `refuses` of the techniques excludes memtune's own early updates.
+        self.read_later: tuple[int, ...] = ()
 
     def forward(
         self, state: Sequence[Tensor], inputs: Sequence[Any]
