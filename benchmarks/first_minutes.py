@@ -185,8 +185,8 @@ def main() -> None:
             cast = None if options.casts is None else options.casts / file
             found[name][version] = asdict(record(SESSIONS[name], Path(folder), known, cast))
             print(name, version, json.dumps(found[name][version], ensure_ascii=False), flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+        if options.json is not None:  # after each session, so that a killed run keeps those before
+            options.json.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
