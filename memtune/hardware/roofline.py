@@ -60,20 +60,19 @@ class _Roofline(NamedTuple):
     """Share of the shorter of the two times, of products and of memory, that the longer one hides."""
 
 
-_PRODUCTS = _Roofline(1.0, 0.7, hidden=0.5)
-
 # Op class by parts of its name, first match wins; the last class takes the rest. CPU: measured on one core of
 # a server (AVX-512) at sizes of small training runs, overheads with `memtune doctor --calibrate` on two of
 # its cores. CUDA, of large ops: products, and convolutions, which cuDNN computes as products of implicit
-# matrices (arXiv:1410.0759), reach the best shape's rate (`Hardware.matmul_share`), and half of their traffic
-# is not hidden, since a tile is written after its last multiplication; chains of ops bound by memory reach 60
-# to 70 % of the data sheet. The half was chosen with the published step times known
+# matrices (arXiv:1410.0759), reach the best shape's rate (`Hardware.matmul_share`). Loads before a tile's first
+# multiplication and stores after its last are not hidden: of products all traffic counts in addition, of
+# convolutions half, whose implicit matrices are read once and multiplied more often. Chains of ops bound by
+# memory reach 60 to 70 % of the data sheet. These parts were chosen with published step times known
 # (benchmarks/published/gpu_rows.json); `make bench-published` shows the errors by source. Measured
 # curves (`Hardware.curves`) take the place of both; what trials show to be left, by class and size, is a
 # factor on either (`Hardware.residuals`), and of whole steps in Calibration.
 _CLASSES: tuple[tuple[str, tuple[str, ...], _Roofline, _Roofline], ...] = (
     ("attention", ("attention", "flash", "sdpa"), _Roofline(0.40, 0.5, 3.0), _Roofline(1.0, 0.7)),
-    ("convolution", ("convolution", "aten.conv"), _Roofline(0.45, 0.5, 8.0), _PRODUCTS),
+    ("convolution", ("convolution", "aten.conv"), _Roofline(0.45, 0.5, 8.0), _Roofline(1.0, 0.7, hidden=0.5)),
     ("recurrent", ("lstm", "gru", "rnn"), _Roofline(0.40, 0.5, 8.0), _Roofline(0.35, 0.5)),
     (
         "optimizer",
@@ -85,7 +84,7 @@ _CLASSES: tuple[tuple[str, tuple[str, ...], _Roofline, _Roofline], ...] = (
         "matmul",
         ("addmm", "bmm", "aten.mm.", "_scaled_mm", "linear", "matmul", "addmv", "aten.mv.", "_grouped_mm"),
         _Roofline(0.85, 0.9, 1.5),
-        _PRODUCTS,
+        _Roofline(1.0, 0.7, hidden=0.0),
     ),
     (
         "random",
