@@ -63,11 +63,11 @@ class _Roofline(NamedTuple):
 # Op class by parts of its name, first match wins; the last class takes the rest. CPU: measured on one core of
 # a server (AVX-512) at sizes of small training runs, overheads with `memtune doctor --calibrate` on two of
 # its cores. CUDA, of large ops: products, and convolutions, which cuDNN computes as products of implicit
-# matrices (arXiv:1410.0759), reach the best shape's rate (`Hardware.matmul_share`). Loads before a tile's first
-# multiplication and stores after its last are not hidden: of products all traffic counts in addition, of
-# convolutions half, whose implicit matrices are read once and multiplied more often. Chains of ops bound by
-# memory reach 60 to 70 % of the data sheet. These parts were chosen with published step times known
-# (benchmarks/published/gpu_rows.json); `make bench-published` shows the errors by source. Measured
+# matrices (arXiv:1410.0759), reach the best shape's rate (`Hardware.matmul_share`). Loads before the first
+# multiplication of a tile and stores after its last are not hidden: of products all traffic counts in
+# addition, of convolutions half, whose implicit matrices are read once and multiplied more often. Chains of
+# ops bound by memory reach 60 to 70 % of the data sheet. These parts were chosen with published step times
+# known (benchmarks/published/gpu_rows.json); `make bench-published` shows the errors by source. Measured
 # curves (`Hardware.curves`) take the place of both; what trials show to be left, by class and size, is a
 # factor on either (`Hardware.residuals`), and of whole steps in Calibration.
 _CLASSES: tuple[tuple[str, tuple[str, ...], _Roofline, _Roofline], ...] = (
