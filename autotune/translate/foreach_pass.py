@@ -42,6 +42,7 @@ def with_foreach(step: Step, phase: Step) -> Step:
         producer=rows[phase.storages.producer[made]],
         held_until=held,
         owner=owner[made],
+        float_bytes=phase.storages.float_bytes[made],
     )
     known = new_of[phase.uses.storage] >= 0
     for mutates in (False, True):

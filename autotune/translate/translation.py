@@ -265,6 +265,8 @@ class _Kernel:
     saves_inputs: bool
     made_bytes: tuple[int, ...]
     """Bytes of its results besides the output, in the order in which it returns them."""
+    made_float_bytes: tuple[int, ...]
+    """`Storages.float_bytes` of these results."""
     packed: tuple[int, ...]
     """Indices of the results that autograd packs, in its order; `table.OUTPUT` is the output."""
     forward_scratch: int = 0
@@ -284,7 +286,11 @@ def _kernel(call: Call, step: Step, context: _Context) -> _Kernel | None:
     if call.kind == "dropout":
         context.count("native_dropout")
         return _Kernel(
-            *table.DROPOUT, saves_inputs=False, made_bytes=(int(np.prod(call.shapes[0])),), packed=(0,)
+            *table.DROPOUT,
+            saves_inputs=False,
+            made_bytes=(int(np.prod(call.shapes[0])),),
+            made_float_bytes=(0,),
+            packed=(0,),
         )
     if not context.architecture:
         return None
@@ -292,14 +298,22 @@ def _kernel(call: Call, step: Step, context: _Context) -> _Kernel | None:
         return _attention(call, step, context)
     if call.kind == "rms_norm":
         context.count("fused RMS norm")
-        rstd = int(call.options["rows"]) * (8 if call.dtype == "float64" else 4)
-        return _Kernel(*table.RMS_NORM, saves_inputs=True, made_bytes=(rstd,), packed=(0,))
+        size = 8 if call.dtype == "float64" else 4
+        rstd, of_rstd = int(call.options["rows"]) * size, table.float_bytes_of(size)
+        return _Kernel(
+            *table.RMS_NORM, saves_inputs=True, made_bytes=(rstd,), made_float_bytes=(of_rstd,), packed=(0,)
+        )
     entry = table.RECURRENT[call.kind]
     size = 2 if call.dtype in ("float16", "bfloat16") else 4
     reserve = table.reserve_bytes(call.kind, call.options, size, call.shapes[0][-1])
     context.count("cuDNN recurrent layer", estimated=True)
     return _Kernel(
-        entry.forward, entry.backward, saves_inputs=True, made_bytes=(reserve,), packed=(0, table.OUTPUT)
+        entry.forward,
+        entry.backward,
+        saves_inputs=True,
+        made_bytes=(reserve,),
+        made_float_bytes=(0,),
+        packed=(0, table.OUTPUT),
     )
 
 
@@ -323,12 +337,16 @@ def _attention(call: Call, step: Step, context: _Context) -> _Kernel | None:
         if fused_on_cpu or not options["mask_elements"]
         else (int(table.up(int(options["mask_elements"]), 16)) * asked.S,)
     )
-    made = (*kernel.made(asked), *mask)
+    made = kernel.made(asked)
+    floats = (*kernel.float_bytes(asked), *(0,) * len(made))[: len(made)]
+    floats += (table.float_bytes_of(asked.S),) * len(mask)
+    made += mask
     return _Kernel(
         kernel.forward,
         kernel.backward,
         saves_inputs=True,
         made_bytes=made,
+        made_float_bytes=floats,
         packed=(*kernel.packed(len(made) - len(mask)), *range(len(made) - len(mask), len(made))),
         random=bool(asked.dropout),
         padded_mask_bytes=(
@@ -476,7 +494,9 @@ class _Fusion:
     def _scratch(self, op: int, n_bytes: int) -> None:
         if n_bytes or self._empty_scratch:
             self.later.append(
-                lambda edit: _add(edit, np.asarray([n_bytes]), np.asarray([op], np.int32), Kind.WORKSPACE)
+                lambda edit: edit.add_storages(
+                    np.asarray([n_bytes]), producer=np.asarray([op], np.int32), kind=Kind.WORKSPACE
+                )
             )
 
     def _reads(self, edit: Edit, op: int, inputs: I32, mask: int, kernel: _Kernel) -> None:
@@ -490,7 +510,11 @@ class _Fusion:
                 call=int(self.step.ops.call[op]),
                 traffic_bytes=2 * kernel.padded_mask_bytes,
             )
-            padded = _add(edit, np.asarray([kernel.padded_mask_bytes], np.int64), row)
+            padded = edit.add_storages(
+                np.asarray([kernel.padded_mask_bytes], np.int64),
+                producer=row,
+                float_bytes=self.step.storages.float_bytes[mask],
+            )
             edit.add_uses(row, np.asarray([mask], np.int32))
             self.padded[mask, op] = int(padded[0])
             inputs = np.append(inputs[inputs != mask], padded).astype(np.int32)
@@ -561,7 +585,11 @@ class _Fusion:
 
 def _made_by(edit: Edit, kernel: _Kernel, op: int) -> I32:
     """Add the results of `kernel` besides its output."""
-    return _add(edit, np.asarray(kernel.made_bytes, np.int64), np.full(len(kernel.made_bytes), op, np.int32))
+    return edit.add_storages(
+        np.asarray(kernel.made_bytes, np.int64),
+        producer=np.full(len(kernel.made_bytes), op, np.int32),
+        float_bytes=np.asarray(kernel.made_float_bytes, np.uint8),
+    )
 
 
 def _packed(call: Call, inputs: I32) -> list[int]:
@@ -574,10 +602,6 @@ def _packed(call: Call, inputs: I32) -> list[int]:
 
 
 _ROOM = 64  # unpack orders between two recorded ones, for inserted saves; no kernel saves as many tensors
-
-
-def _add(edit: Edit, n_bytes: I64, producer: I32, kind: Kind = Kind.TEMPORARY) -> I32:
-    return edit.add_storages(n_bytes, producer=producer, kind=kind)
 
 
 def _saves_in_order(step: Step) -> Step:

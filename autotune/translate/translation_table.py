@@ -73,6 +73,8 @@ class AttentionKernel:
     """(call, compute capability × 10) → whether the kernel supports the call."""
     made: Callable[[Attention], tuple[int, ...]]
     """Bytes of its results besides the output, in order; padded copies come last."""
+    float_bytes: Callable[[Attention], tuple[int, ...]]
+    """`Storages.float_bytes` of the same results; without the last ones, which have 0."""
     packed: Callable[[int], tuple[int, ...]]
     """(number of results besides the output) → those that autograd packs, in its order; OUTPUT is the
     output.
@@ -110,6 +112,15 @@ def _flash_fits(a: Attention, sm: int) -> bool:
         and a.dense
         and not too_wide
     )
+
+
+def float_bytes_of(size: int) -> int:
+    """Return `Storages.float_bytes` of floating-point numbers of `size` bytes: 0 for those of 64 bits."""
+    return size if size < 8 else 0
+
+
+def _of_log_sum_exp(a: Attention) -> tuple[int, ...]:
+    return (4,)
 
 
 def _flash_made(a: Attention) -> tuple[int, ...]:
@@ -184,6 +195,7 @@ ATTENTION: Mapping[str, AttentionKernel] = {
         "aten._scaled_dot_product_cudnn_attention_backward.default",
         _cudnn_fits,
         made=lambda a: (4 * a.B * a.H * a.Q, 8, 8),
+        float_bytes=_of_log_sum_exp,
         packed=lambda n: (0, OUTPUT, 2, 1),
         forward_scratch=lambda a: 0,
         backward_scratch=lambda a: 4 * a.B * a.H * a.Q * (1 + a.D),
@@ -200,6 +212,7 @@ ATTENTION: Mapping[str, AttentionKernel] = {
         "aten._scaled_dot_product_flash_attention_backward.default",
         _flash_fits,
         made=_flash_made,
+        float_bytes=lambda a: (4, 0, 0, 0, *(a.S,) * 4),
         packed=lambda n: (0, OUTPUT, 1, 2, *range(4, n)),
         forward_scratch=_flash_forward,
         backward_scratch=_flash_backward,
@@ -220,6 +233,7 @@ ATTENTION: Mapping[str, AttentionKernel] = {
             0,
             0,
         ),  # seed and offset are on the host outside of graph capture
+        float_bytes=_of_log_sum_exp,
         packed=lambda n: (0, OUTPUT, 2, 1),
         forward_scratch=lambda a: 4 * a.B * a.Q * a.H * a.E if a.narrow and a.E > 128 else 0,
         backward_scratch=_efficient_backward,
@@ -237,6 +251,7 @@ ATTENTION: Mapping[str, AttentionKernel] = {
         lambda a, sm: True,
         # The weights after softmax, and with dropout the dropped weights and the mask.
         made=lambda a: (a.scores, *((a.scores, a.scores // a.S) if a.dropout else ())),
+        float_bytes=lambda a: (float_bytes_of(a.S),) * 2,
         packed=lambda n: tuple(range(n)),
         forward_scratch=lambda a: a.scores,
         backward_scratch=lambda a: 2 * a.scores,

@@ -251,6 +251,7 @@ class Edit:
             producer=new_op[makers] - np.maximum(spare, 0).astype(np.int32),
             held_until=np.where(held >= 0, new_op[last_copied], -1),
             owner=step.storages.owner[made],
+            float_bytes=step.storages.float_bytes[made],
         )
         self._new_storages[-1].update(tier=step.storages.tier[made], kind=step.storages.kind[made])
         new_storage = np.full(step.storages.n, -1, np.int32)

@@ -161,6 +161,8 @@ class FsdpUnits:
     parameters: Ragged
     """Rows of `step.parameters`, in the order in which FSDP2 lays them out."""
     has_root: bool
+    number: I64
+    """0 for the root, 1 + the unit's place among all groups of blocks for others."""
     first_forward: I32
     """Op before which the unit is unsharded."""
     last_forward: I32
@@ -209,7 +211,7 @@ def units_of(step: Step, blocks_per_unit: int) -> FsdpUnits:
     existing = np.flatnonzero((count > 0) & (last_backward >= 0))
     parameters = Ragged(order, count).picked(existing)
     columns = (column[existing] for column in (first_forward, last_forward, first_backward, last_backward))
-    return FsdpUnits(parameters, bool(count[0]), *columns)
+    return FsdpUnits(parameters, bool(count[0]), existing, *columns)
 
 
 def _unit(block: I32, blocks_per_unit: int) -> I32:

@@ -7,11 +7,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from operator import itemgetter
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memtune.errors import ApplyError
@@ -26,6 +28,48 @@ if TYPE_CHECKING:
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 """Attribute in which DDP looks up the names of parameters to ignore."""
+
+
+class ReplicatedModel(DistributedDataParallel):
+    """DDP's wrapper with the attributes of the model: a loss may call its submodules and methods.
+
+    Pickled or copied, it is the model itself, which needs neither memtune nor a process group to be loaded.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the model where the wrapper has none.
+
+        Raises:
+            ApplyError: It is a submodule, and unused parameters are looked for in what the whole model
+                returns.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "module" not in self._modules:  # before torch's constructor has set it
+                raise
+        found = getattr(self.module, name)
+        if self.training and torch.is_grad_enabled() and isinstance(found, (nn.Module, MethodType)):
+            self._expect_backward(name)
+        return found
+
+    def _expect_backward(self, name: str) -> None:
+        """Prepare the average of gradients, as forward of the wrapper would."""
+        if not self.require_backward_grad_sync or torch._C._current_graph_task_id() >= 0:
+            return
+        if self.find_unused_parameters:
+            raise ApplyError(
+                f"The loss uses {name!r} of the model, and find_unused_parameters: true looks for unused"
+                " parameters in what a call of the whole model returns.",
+                fix="find_unused_parameters: false, or call the model itself in the loss",
+                code="MT315",
+            )
+        self._pre_forward()
+        self.reducer.prepare_for_backward([])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return the model, so that a saved one is loaded anywhere."""
+        return itemgetter(0), ((self.module,),)
 
 
 class Replicas:
@@ -52,7 +96,7 @@ class Replicas:
             self._average_nothing(context)
             return
         with _excluded(context):
-            self.wrapper = DistributedDataParallel(
+            self.wrapper = ReplicatedModel(
                 context.model,
                 bucket_cap_mb=bucket_cap_mb,
                 # Gradients live in the buckets: the model's gradients exist once.

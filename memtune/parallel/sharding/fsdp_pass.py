@@ -17,6 +17,7 @@ from typing import Literal
 
 import numpy as np
 
+from memtune.parallel.sharding.unit_visits import UnitVisits, backward_visits, forward_visits, model_ends
 from memtune.program import (
     I32,
     I64,
@@ -53,7 +54,7 @@ def shard_states(step: Step, how: Sharding) -> Step:
         # Unit 0 is the root if parameters lie outside of the blocks.
         kept[0] |= units.has_root and how.keeps_root
         secondary = _forward(edit, step, how, units, kept, uses)
-        if not kept.all():
+        if not kept.all() or not backward_visits(step, how.blocks_per_unit).is_first.all():
             _backward(edit, step, how, units, kept, secondary, uses)
     reduced = reduce_gradients(edit, step, how)
     # Last: the edits above add uses of full parameters that must not be redirected.
@@ -62,21 +63,39 @@ def shard_states(step: Step, how: Sharding) -> Step:
 
 
 class _Redirect:
-    """Redirects uses of a full parameter to its gathered copies: by op range, before the optimizer."""
+    """Redirects uses of a full parameter before the optimizer to its gathered copies: each to the last one
+    that exists, or to the first one of its pass.
+    """
 
     def __init__(self, step: Step) -> None:
-        self._rows, self._parameter, self._forward = _parameter_uses(step)
-        # (parameters,) the copies that forward and that backward use.
-        self._in_forward = np.full(len(step.parameters), -1, np.int32)
-        self._in_backward = self._in_forward.copy()
+        self._rows, self._parameter, forward = _parameter_uses(step)
+        self._n_ops = step.ops.n + 1
+        self._use = self._key(self._parameter, step.uses.op[self._rows], is_forward=forward)
+        # (copies,) where each begins, and its storage.
+        self._begins: list[I64] = []
+        self._storages: list[I32] = []
 
-    def to(self, parameters: I32, storages: I32, *, forward: bool) -> None:
-        (self._in_forward if forward else self._in_backward)[parameters] = storages
+    def _key(self, parameter: I32, op: I32, *, is_forward: bool | Mask) -> I64:
+        """Return numbers that sort by parameter, pass and op."""
+        found: I64 = (2 * parameter.astype(np.int64) + is_forward) * self._n_ops + op
+        return found
+
+    def to(self, parameters: I32, begins: I32, storages: I32, *, forward: bool) -> None:
+        self._begins.append(self._key(parameters, begins, is_forward=forward))
+        self._storages.append(storages)
 
     def apply(self, use_storage: I32) -> I32:
-        new = np.where(self._forward, self._in_forward[self._parameter], self._in_backward[self._parameter])
+        begins, storages = np.concatenate(self._begins), np.concatenate(self._storages)
+        order = np.argsort(begins, kind="stable")
+        begins, storages = begins[order], storages[order]
+        after = np.searchsorted(begins, self._use, side="right")
+        of = self._use // self._n_ops
+        # A use before the first copy of its pass is of that copy.
+        there = np.append(begins // self._n_ops, -1)
+        place = np.where((after > 0) & (there[after - 1] == of), after - 1, after)
+        found = there[place] == of
         redirected = use_storage.copy()
-        redirected[self._rows[new >= 0]] = new[new >= 0]
+        redirected[self._rows[found]] = storages[place[found]]
         return redirected
 
 
@@ -94,47 +113,72 @@ def _forward(
     edit: Edit, step: Step, how: Sharding, units: FsdpUnits, kept: Mask, uses: _Redirect
 ) -> _Secondary | None:
     """Gather each unit when its forward starts; its buffer is held until the next unit has copied out, the
-    last one to the end.
+    last one until the model's forward ends.
     """
-    whole = _whole(step, how, units.parameters)
-    place = np.arange(len(units))
-    casts = _cast_parameters(step, how, units.parameters)
-    starts = units.first_forward if how.param_itemsize is None else _after_input_casts(step, units)
-    # A gather is issued when the unit `prefetch` places before is copied out.
-    when = GatherTiming(np.maximum(place - (how.prefetch or 0), 0), place, starts)
+    visits = forward_visits(step, how.blocks_per_unit)
+    place = np.flatnonzero(visits.is_first | ~kept[visits.unit])
+    gathered = visits.picked(place)
+    parameters = units.parameters.picked(gathered.unit)
+    whole = _whole(step, how, parameters)
+    casts = _cast_parameters(step, how, parameters)
+    starts = visits.first if how.param_itemsize is None else _after_input_casts(step, visits)
+    # A gather is issued when the unit `prefetch` places before in this call of the model is copied out.
+    issued = np.maximum(place - (how.prefetch or 0), visits.model_call_begins[place])
+    when = GatherTiming(issued, place, starts)
+    again = ~gathered.is_first & ~(units.has_root & (gathered.unit == 0))
     made = gather_units(
         edit,
         whole,
         when,
         Phase.FORWARD,
-        how.degree,
+        np.where(again, how.group_after_forward, how.degree),
         prefetch_distance=how.prefetch_distance(Phase.FORWARD),
         stream=how.gather_stream,
         casts=casts,
     )
-    unit, waiting = _waiting_sources(step, how.blocks_per_unit)
-    edit.hold_through(waiting, _last_at(made, when)[unit])
-    # Units in `kept` remain gathered between forward and backward, the others until their forward ends.
-    edit.hold_through(made.whole, np.where(kept, units.last_backward, units.last_forward)[whole.part])
+    visit, waiting = _waiting_sources(step, how.blocks_per_unit)
+    last_at = _last_at(made, when)[visit]
+    edit.hold_through(waiting[last_at >= 0], last_at[last_at >= 0])
+    # Units in `kept` remain gathered until the end of their first backward, the others until their forward
+    # ends.
+    backward = backward_visits(step, how.blocks_per_unit)
+    until = np.zeros(len(units), np.int32)
+    until[backward.unit[backward.is_first]] = backward.last[backward.is_first]
+    held = np.where(kept[gathered.unit], until[gathered.unit], gathered.last)
+    edit.hold_through(made.whole, held[whole.part])
     # FSDP2 keeps the last all-gather's result until the next copy-out has been issued on its stream.
-    edit.hold_through(made.buffer, np.append(made.copy[1:], step.forward_ends[-1:]))
+    ends = model_ends(step)[gathered.model_call]
+    follows = np.append(gathered.model_call[1:] == gathered.model_call[:-1], False)
+    edit.hold_through(made.buffer, np.where(follows, np.append(made.copy[1:], -1), ends))
     secondary = None
     if how.group_after_forward < how.degree and not kept.all():
         divided = ~kept
         divided[0] &= not units.has_root
-        secondary = _keep(edit, how, made, whole, np.where(divided, units.last_forward, -1).astype(np.int32))
-    uses.to(units.parameters.values, made.whole, forward=True)
+        secondary = _keep(
+            edit, how, made, whole, np.where(divided[gathered.unit], gathered.last, -1).astype(np.int32)
+        )
+        _hold_to_next(edit, gathered, secondary, whole, made.copy)
+    uses.to(parameters.values, gathered.first[whole.part], made.whole, forward=True)
     # Units that stay gathered are used by backward from forward's storages.
-    again = kept[whole.part]
-    uses.to(units.parameters.values[again], made.whole[again], forward=False)
-    return secondary
+    stays = kept[gathered.unit][whole.part]
+    uses.to(parameters.values[stays], np.zeros(int(stays.sum()), np.int32), made.whole[stays], forward=False)
+    return secondary.of_last(gathered, units, whole) if secondary is not None else None
 
 
-def _after_input_casts(step: Step, units: FsdpUnits) -> I32:
-    """Return (units,) the first op of each forward behind the casts of its inputs, which precede the gather
+def _hold_to_next(edit: Edit, gathered: UnitVisits, secondary: _Secondary, whole: Ragged, copy: I32) -> None:
+    """Hold the smaller shards of each visit until the next one of the unit has copied out."""
+    later = np.flatnonzero(~gathered.is_first)
+    for row in later.tolist():
+        before = int(np.flatnonzero(gathered.unit[:row] == gathered.unit[row])[-1])
+        parts = secondary.part[whole.part == before]
+        edit.hold_through(parts[parts >= 0], np.full(int((parts >= 0).sum()), copy[row], np.int32))
+
+
+def _after_input_casts(step: Step, visits: UnitVisits) -> I32:
+    """Return (visits,) the first op of each forward behind the casts of its inputs, which precede the gather
     (torch/distributed/fsdp/_fully_shard/_fsdp_state.py `_pre_forward`).
     """
-    starts = units.first_forward.copy()
+    starts = visits.first.copy()
     if _CAST not in step.names:
         return starts
     casts = step.ops.name == step.names.index(_CAST)
@@ -143,18 +187,19 @@ def _after_input_casts(step: Step, units: FsdpUnits) -> I32:
     produced = np.flatnonzero(step.storages.producer >= 0)
     np.add.at(made, step.storages.producer[produced], step.storages.bytes[produced])
     narrows = casts & (made < read)
-    for unit, start in enumerate(starts.tolist()):
-        while start < units.last_forward[unit] and narrows[start]:
+    for visit, start in enumerate(starts.tolist()):
+        while start < visits.last[visit] and narrows[start]:
             start += 1
-        starts[unit] = start
+        starts[visit] = start
     return starts
 
 
 def _last_at(made: GatheredUnit, when: GatherTiming) -> I32:
-    """Return (units,) the last op inserted before the forward of each: its own copy-out, or the last
-    prefetching gather issued there.
+    """Return (places,) the last op inserted before the forward of each: its own copy-out, or the last
+    prefetching gather issued there; -1 for none.
     """
-    last = made.copy.copy()
+    last = np.full(len(when.op), -1, np.int32)
+    last[when.used] = made.copy
     prefetching = when.issued < when.used
     # Of several gathers issued at one place, numpy's assignment keeps the last one, which is wanted.
     last[when.issued[prefetching]] = made.gather[prefetching]
@@ -185,6 +230,12 @@ class _Secondary:
     part: I32
     """(units, parameters) flattened: the storage of each, -1 where there is none."""
 
+    def of_last(self, visits: UnitVisits, units: FsdpUnits, whole: Ragged) -> _Secondary:
+        """Return those of the last visit of each unit; `self` and `whole` have an entry per visit."""
+        last = np.empty(len(units), np.int64)
+        last[visits.unit[visits.is_last]] = np.flatnonzero(visits.is_last)
+        return _Secondary(Ragged(self.part, whole.count).picked(last).values)
+
 
 def _keep(edit: Edit, how: Sharding, made: GatheredUnit, whole: Ragged, last_forward: I32) -> _Secondary:
     """Copy this rank's shard of each parameter when its unit's forward ends, then free the full parameter."""
@@ -205,10 +256,10 @@ def _keep(edit: Edit, how: Sharding, made: GatheredUnit, whole: Ragged, last_for
 
 @functools.lru_cache(maxsize=8)
 def _waiting_sources(step: Step, blocks_per_unit: int) -> tuple[I32, I32]:
-    """Return units whose forward starts with a copy to the host, and the storages that the copy before it
+    """Return visits whose forward starts with a copy to the host, and the storages that the copy before it
     holds until then, pair by pair.
     """
-    return pending_copy_sources(step, units_of(step, blocks_per_unit).first_forward)
+    return pending_copy_sources(step, forward_visits(step, blocks_per_unit).first)
 
 
 def _backward(
@@ -223,36 +274,53 @@ def _backward(
     """Gather again, by default with a prefetch of one unit: the buffer is filled when the backward of the
     next unit (in forward order) starts.
     """
-    order = np.arange(len(units))[::-1]
-    # Blocks that share weights with a later one have their backward out of order.
-    order = order[np.argsort(units.first_backward[order], kind="stable")]
-    if units.has_root:  # its backward begins where the model's does
-        order = np.concatenate([[0], order[order != 0]])
-    starts, place = units.first_backward[order], np.arange(len(order))
-    order, place = order[~kept[order]], place[~kept[order]]
-    # FSDP2 prefetches one unit in backward by default, none in forward.
-    early = np.maximum(place - (1 if how.prefetch is None else how.prefetch), 0)
-    when = GatherTiming(early, place, starts)
-    parameters = units.parameters.picked(order)
+    visits = backward_visits(step, how.blocks_per_unit)
+    is_root = units.has_root & (visits.unit == 0)
+    place = np.flatnonzero(np.where(visits.is_first, ~kept[visits.unit], ~is_root))
+    gathered = visits.picked(place)
+    parameters = units.parameters.picked(gathered.unit)
     whole = _whole(step, how, parameters)
-    # The root keeps no shards of smaller groups, so all its ranks gather again.
-    groups = np.where((order == 0) & units.has_root, how.degree, how.group_after_forward)
+    # The root keeps no shards of smaller groups, so all its ranks gather again; so do they once a backward
+    # has resharded a unit.
+    groups = np.where(is_root[place] | ~gathered.is_first, how.degree, how.group_after_forward)
     made = gather_units(
         edit,
         whole,
-        when,
+        GatherTiming(_issued(visits, how, bool(units.has_root))[place], place, visits.first),
         Phase.BACKWARD,
         groups,
         prefetch_distance=how.prefetch_distance(Phase.BACKWARD),
         stream=how.gather_stream,
         casts=_cast_parameters(step, how, parameters),
     )
-    edit.hold_through(made.whole, units.last_backward[order][whole.part])
-    uses.to(parameters.values, made.whole, forward=False)
+    edit.hold_through(made.whole, gathered.last[whole.part])
+    uses.to(parameters.values, gathered.first[whole.part], made.whole, forward=False)
     if secondary is not None:
-        parts = Ragged(secondary.part, units.parameters.count).picked(order)
+        copy = np.full(len(units), -1, np.int32)
+        copy[gathered.unit[gathered.is_first]] = made.copy[gathered.is_first]
+        parts = Ragged(secondary.part, units.parameters.count)
         there = parts.values >= 0
-        edit.hold_through(parts.values[there], made.copy[parts.part[there]])
+        edit.hold_through(parts.values[there], copy[parts.part[there]])
+
+
+def _issued(visits: UnitVisits, how: Sharding, has_root: bool) -> I64:
+    """Return (visits,) the place at which the gather of each is issued.
+
+    FSDP2 prefetches one unit in backward by default, none in forward. A model that runs twice has no prefetch
+    from the backward of one call to that of the other where units name what they prefetch, or where the root
+    is between the two.
+    """
+    place = np.arange(len(visits.unit))
+    early = np.maximum(place - (1 if how.prefetch is None else how.prefetch), 0)
+    if how.prefetch is not None or has_root:
+        early = np.maximum(early, visits.model_call_begins)
+    if how.prefetch is None and has_root:
+        # FSDP2's default is given once per backward of a unit, and the root's lasts to the end.
+        root_again = (visits.unit == 0) & ~visits.is_first
+        early = np.where(np.append(False, root_again[:-1]), place, early)
+    # A unit that runs again right after itself is still unsharded when it would be prefetched.
+    follows = np.append(False, visits.unit[1:] == visits.unit[:-1])
+    return np.where(follows, place, early)
 
 
 def _resized(edit: Edit, step: Step, how: Sharding, reduced: ReducedUnit) -> Step:
@@ -581,8 +649,11 @@ def reduce_gradients(edit: Edit, step: Step, how: Sharding) -> ReducedUnit:
     edit.hold_through(
         np.concatenate([raw[mine.starts + mine.count - 1], given]), np.concatenate([rows.last, rows.last])
     )
-    # The input of a reduction is held until the next unit's gradients are ready.
-    edit.hold_through(given[:-1], of.after[1:])
+    # The input of a reduction is held until the next unit's gradients are ready, or until a unit whose
+    # gradients are not complete is resharded.
+    resharded = np.append(np.sort(backward_visits(step, how.blocks_per_unit).last), step.ops.n)
+    follows = resharded[np.searchsorted(resharded, of.after[:-1], side="right")]
+    edit.hold_through(given[:-1], np.minimum(of.after[1:], follows).astype(np.int32))
     end = np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1]
     for op in rows.last[of.after == end].tolist():
         edit.hold_to_the_end_of_backward(op)

@@ -7,11 +7,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import Field
 
 from memtune import refusals
 from memtune.parallel.sharding import Sharding
-from memtune.program import Program
+from memtune.program import Program, Step
 from memtune.search_spaces.sharding.states._fsdp_technique import _FsdpUnits
 from memtune.technique import Reason, Target
 from memtune.units import format_ranks
@@ -85,7 +86,19 @@ class Fsdp(_FsdpUnits):
         if target.ranks < 2:
             return super().fits(program, target)
         wrong = refusals.uneven_groups("degree", self.degree, target.ranks) if self.degree else None
-        return wrong or self._no_such_group(target) or super().fits(program, target)
+        wrong = wrong or self._no_such_group(target) or self._no_order(program.step)
+        return wrong or super().fits(program, target)
+
+    def _no_order(self, step: Step) -> Reason | None:
+        """Return why units cannot name the units that they prefetch."""
+        block = step.calls.block[: len(step.calls.block) // max(step.model_calls, 1)]
+        if self.prefetch and len(np.unique(block)) < len(block):
+            return Reason(
+                f"a block runs several times in a forward, and prefetch={self.prefetch} names the next units"
+                " of each only once",
+                "no prefetch, which is FSDP2's own order",
+            )
+        return None
 
     def _no_such_group(self, target: Target) -> Reason | None:
         """Return why units cannot be sharded over groups of `reshard_after_forward` ranks, or why no gather

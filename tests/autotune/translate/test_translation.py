@@ -152,6 +152,9 @@ def test_translated_attention_and_dropout_save_tensors_of_cuda_ops(
     # Order and lifetimes of saved tensors: plans address tensors by them.
     for column in ("packed_before", "is_output", "call", "held_until", "unpacked_before"):
         assert np.array_equal(getattr(ours.step.saves, column), getattr(truth.step.saves, column)), column
+    # Compression packs floating-point numbers only.
+    floats = [each.storages.float_bytes[each.saves.storage] for each in (ours.step, truth.step)]
+    assert np.array_equal(*floats)
     sizes = [each.storages.bytes[each.saves.storage] for each in (ours.step, truth.step)]
     off = sizes[0] != sizes[1]
     assert set(sizes[0][off]) <= {0}  # seeds again

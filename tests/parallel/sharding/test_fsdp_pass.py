@@ -4,6 +4,7 @@ process group.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -117,7 +118,56 @@ CASES = (
     Case("gpt", param=torch.bfloat16, reduce=torch.float32, micro_batches=2, recompute="full"),
     Case("gpt", param=torch.bfloat16, degree=2, two_hop=True, micro_batches=2, blocks_per_unit=2),
     Case("hf_llama", param=torch.bfloat16, reduce=torch.float32, reshard=2, recompute="selective"),
+    Case("twice"),
+    Case("twice", reshard=False),
+    Case("twice", reshard=2),
+    Case("twice", keeps_root=False, blocks_per_unit=2, micro_batches=2),
+    Case("twice", prefetch=1, recompute="full"),
+    Case("twice", prefetch=0, move=True),
+    Case("shared"),
+    Case("shared", reshard=False, recompute="selective"),
+    Case("shared", reshard=2),
+    Case("rootless"),
+    Case("rootless", prefetch=2),
 )
+_LAYERS = """
+import torch
+from torch import nn
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = (nn.Linear(16, 16) if HAS_ROOT else nn.Identity() for _ in range(2))
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x):
+        x = self.first(x)
+        for index in ORDER:
+            x = self.layers[index](x)
+        return self.last(x)
+
+def model(): return Model()
+def batch(size): return torch.randn(size, 16)
+def loss(model, x): return LOSS
+def blocks(model): return list(model.layers)
+"""
+TEXTS = {
+    name: _LAYERS.replace("HAS_ROOT", str(has_root)).replace("ORDER", str(order)).replace("LOSS", loss)
+    for name, has_root, order, loss in (
+        ("twice", True, (0, 1, 2, 3), "model(x).pow(2).mean() + model(0.5 * x).mean()"),
+        ("shared", True, (0, 1, 1, 2, 3, 0), "model(x).pow(2).mean()"),
+        ("rootless", False, (0, 1, 2, 3), "model(x).pow(2).mean() + model(0.5 * x).mean()"),
+    )
+}
+"""Models that run their layers several times: FSDP2 gathers once per call."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -136,8 +186,14 @@ def narrow(model: str) -> Recording:
 
 @cache
 def recorded(model: str) -> tuple[Workload, Recording]:
-    workload = Workload.load(ZOO[model])
-    return workload, record(workload)
+    if model not in TEXTS:
+        workload = Workload.load(ZOO[model])
+        return workload, record(workload)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"{model}.py")
+        path.write_text(TEXTS[model])
+        workload = Workload.load(path)
+        return workload, record(workload)
 
 
 def predicted(case: Case) -> Step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import numpy as np
@@ -198,3 +199,69 @@ def test_unused_parameters_are_found() -> None:
     assert all(torch.equal(first["moved"][name], second["moved"][name]) for name in first["moved"])
     assert first["moved"]["sometimes.weight"].abs().max() > 0
     assert first["names"] == ["always.weight", "always.bias", "sometimes.weight", "sometimes.bias"]
+
+
+# -- a loss that does not call the model itself --------------------------------------------------------------
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoded(self.encoder(x))
+
+    def decoded(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(x)
+        return out
+
+
+def by_parts(model: Any, x: Tensor) -> Tensor:
+    out: Tensor = model.decoded(model.encoder(x)).square().mean()
+    return out
+
+
+def by_functional_call(model: Any, x: Tensor) -> Tensor:
+    def of_sample(weights: dict[str, Tensor], sample: Tensor) -> Tensor:
+        return torch.func.functional_call(model, weights, (sample,)).square().mean()
+
+    weights = dict(model.named_parameters())
+    return torch.func.vmap(of_sample, in_dims=(None, 0))(weights, x).mean()
+
+
+def trained_in(*losses: Any) -> dict[str, Any]:
+    rank = torch.distributed.get_rank()
+    found: dict[str, Any] = {}
+    for loss in losses:
+        torch.manual_seed(0)
+        model = Parts()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tuned = apply(
+            model, optimizer, {"settings": {"sharding": {"states": {"kind": "ddp"}}}}, loss=loss, strict=False
+        )
+        for number in range(2):
+            torch.manual_seed(10 * number + rank)
+            tuned.step([torch.randn(2, 4), torch.randn(2, 4)])
+            loss(tuned.model, torch.randn(2, 4)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found[loss.__name__] = [p.detach().clone() for p in model.parameters()]
+    saved = io.BytesIO()
+    torch.save(tuned.model, saved)
+    saved.seek(0)
+    found["saved"] = type(torch.load(saved, weights_only=False)).__name__
+    return found
+
+
+def whole(model: Any, x: Tensor) -> Tensor:
+    out: Tensor = model(x).square().mean()
+    return out
+
+
+def test_loss_of_submodules_and_functional_calls_trains_as_that_of_the_model() -> None:
+    first, second = run_ranks(trained_in, 2, whole, by_parts, by_functional_call)
+    assert first["saved"] == "Parts"
+    for name in ("by_parts", "by_functional_call"):
+        for each in (first[name], second[name]):
+            torch.testing.assert_close(each, first["whole"])

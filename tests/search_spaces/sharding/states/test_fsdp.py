@@ -49,6 +49,17 @@ def test_fits_refuses_scalar_parameters() -> None:
     assert "has no dimension to divide" in str(found)
 
 
+def test_fits_refuses_prefetch_of_units_that_run_several_times() -> None:
+    plain = program()
+    calls = plain.step.calls
+    again = replace(
+        calls, block=np.append(calls.block, calls.block[:1]), grad_enabled=np.append(calls.grad_enabled, 1)
+    )
+    twice = plain.with_step(replace(plain.step, calls=again))
+    assert "several times in a forward" in str(Fsdp(prefetch=1).fits(twice, target(2)))
+    assert Fsdp(prefetch=0).fits(twice, target(2)) is None
+
+
 def test_fits_refuses_two_types_in_one_unit() -> None:
     assert "another type" in str(Fsdp().fits(with_parameter(5, itemsize=2), target(2)))
     assert Fsdp().fits(with_parameter(5, itemsize=2, trainable=False), target(2)) is None
