@@ -126,7 +126,8 @@ def _move_calls(
         if in_slots
         else _first_asked(step, moved_save, len(storage))
     )
-    last = np.full(min(look.out, len(storage)), step.ops.n, np.int32)
+    # Beyond all ends, so that a copy that only backward completes is not taken for one with a later copy.
+    last = np.full(min(look.out, len(storage)), step.ops.n + 1, np.int32)
     # Whichever comes first completes a copy: a later copy, or the end of the next call.
     by_next = np.append(out.before[look.out :], last) <= ends_after[block]
     copy_ends = _CopyEnds(ends_after[block], by_next, int(first.min(initial=step.ops.n)), look.out)
@@ -263,8 +264,9 @@ def _free_sources(edit: Edit, storage: I32, d2h: I32, write: I32, copy_ends: _Co
     completed_by = np.where(write[:-n] >= 0, write[:-n], d2h[n:])
     edit.release_before(storage[:-n][by_next[:-n]], completed_by[by_next[:-n]])
     by_call = ~by_next
-    # No copy follows in time: the hook at the end of the next call waits for it.
-    edit.hold_through(storage[by_call], copy_ends.after[by_call])
+    # No copy follows in time: the hook at the end of the next call waits for it, or the first read of
+    # backward.
+    edit.hold_through(storage[by_call], np.minimum(copy_ends.after[by_call], copy_ends.first_asked - 1))
 
 
 def _end_without(step: Step, moved: _Offloaded) -> I32:

@@ -210,6 +210,10 @@ def magnitude(tensor: Tensor) -> Tensor | float | None:
     """
     if type(tensor) is not Tensor or tensor.grad_fn is None or not tensor.numel():
         return None
+    # A view of a parameter: both runs read the same weights, and numpy would fix the size of their storage,
+    # which offloading frees and allocates again.
+    if tensor._base is not None and tensor._base.grad_fn is None:
+        return None
     if not tensor.is_contiguous() and not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return None
     # A strided view of every `step`-th element: no copy, whatever the size.

@@ -148,6 +148,12 @@ class _FsdpUnits(Technique):
             return Reason(
                 "without blocks there is one unit, which always stays gathered", "reshard_after_forward: true"
             )
+        if self.blocks_per_unit > 1 and not _runs_as_one(step, self.blocks_per_unit):
+            return Reason(
+                "some blocks of a unit run more often than others, or in turns, and a unit is freed once all"
+                " its blocks have run",
+                "blocks_per_unit: 1",
+            )
         scalar = next((p.name for p in step.parameters if not p.shape), None)
         if scalar is not None:
             return refusals.no_dimension(scalar)
@@ -235,6 +241,19 @@ def in_stages(target: Target) -> bool:
 
 
 @functools.lru_cache(maxsize=8)
+def _runs_as_one(step: Step, blocks_per_unit: int) -> bool:
+    """Return whether between two calls of a block all other blocks of its unit run once."""
+    block = step.calls.block
+    for first in range(0, len(step.blocks), blocks_per_unit):
+        members = np.arange(first, min(first + blocks_per_unit, len(step.blocks)))
+        calls = block[np.isin(block, members)]
+        if len(calls) % len(members):
+            return False
+        if (np.sort(calls.reshape(-1, len(members)), axis=1) != members).any():
+            return False
+    return True
+
+
 def _mixed_unit(step: Step, blocks_per_unit: int) -> str | None:
     """Return a trainable parameter whose item size differs from that of the others in its unit, if there is
     one.
