@@ -244,7 +244,7 @@ def test_block_that_returns_its_input_is_skipped() -> None:
         ONE,
         TWO,
         Elixir(kind="elixir"),
-        CHUNKS,
+        PatrickStar(kind="patrickstar", chunk_bytes=80_000),
         PAGES,
         ZeroInfinity(kind="zero_infinity", parameters="host", optimizer="host"),
     ],
