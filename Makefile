@@ -73,6 +73,8 @@ test: setup test-native  ## all tests but the slow ones and those that need a GP
 SPEEDS := 0.1 10
 SCALE := 100
 KILLS ?= 100
+SEED ?= 0
+TRIALS ?= 500
 
 test-rates: setup  ## all tests for a CPU a tenth and ten times as fast: no assertion may depend on its speed
 	for speed in $(SPEEDS); do MEMTUNE_TEST_SPEED=$$speed $(BIN)/pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS) || exit; done
@@ -88,8 +90,8 @@ test-triton: setup  ## the Triton kernels against the native ones, in Triton's i
 	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/triton triton==3.4.0
 	PYTHONPATH=$(abspath $(VENV))/triton TRITON_INTERPRET=1 $(BIN)/pytest -n 0 -m slow -k interpreted tests/parallel/collectives/test_quantization.py tests/activations/offload/test_compression.py $(PYTEST_ARGS)
 
-test-chaos: setup  ## faults of disks, files and processes: tests/chaos at SCALE times the cases of `make test`, KILLS kills of each kind, with counts
-	MEMTUNE_CHAOS=$(SCALE) MEMTUNE_KILLS=$(KILLS) $(BIN)/pytest -rP --timeout 7200 -m "not gpu and not device" $(PYTEST_ARGS) tests/chaos
+test-chaos: setup  ## faults of disks, files and processes: tests/chaos at SCALE times the cases of `make test`, KILLS kills of each kind, TRIALS trials in one driver, with counts; another SEED draws other ones
+	MEMTUNE_CHAOS=$(SCALE) MEMTUNE_KILLS=$(KILLS) MEMTUNE_TRIALS=$(TRIALS) MEMTUNE_SEED=$(SEED) $(BIN)/pytest -rP --timeout 7200 -m "not gpu and not device" $(PYTEST_ARGS) tests/chaos
 
 audit: setup  ## known weaknesses of the pinned dependencies; needs an index and a database of weaknesses that can be reached
 	$(BIN)/python -m pip install -q pip-audit

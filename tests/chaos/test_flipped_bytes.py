@@ -22,6 +22,8 @@ from memtune.search_spaces.execution import Execution
 from memtune.ssd.last_step import Manifest
 
 SCALE = int(os.environ.get("MEMTUNE_CHAOS", "1"))
+SEED = int(os.environ.get("MEMTUNE_SEED", "0"))
+"""Other cases for each: a long run may be cut into several."""
 
 
 def flipped(path: Path, draw: random.Random) -> None:
@@ -42,7 +44,7 @@ def tuned(seed: int) -> Tuned:
 
 def test_flipped_bytes_of_a_checkpoint_are_noticed(tmp_path: Path) -> None:
     tuned(1).save(tmp_path)
-    draw, found = random.Random(1), tuned(2)
+    draw, found = random.Random(1 + SEED), tuned(2)
     for index in range(40 * SCALE):
         path = tmp_path / (".metadata" if index % 4 == 0 else "__0_0.distcp")
         whole = path.read_bytes()
@@ -54,7 +56,7 @@ def test_flipped_bytes_of_a_checkpoint_are_noticed(tmp_path: Path) -> None:
 
 
 def test_flipped_bytes_of_a_log_are_noticed(tmp_path: Path) -> None:
-    path, draw = tmp_path / "log", random.Random(2)
+    path, draw = tmp_path / "log", random.Random(2 + SEED)
     with EventLog(path) as log:
         for number in range(5):
             log.write(Note(text=f"step {number} took 25 ms"))
@@ -68,7 +70,7 @@ def test_flipped_bytes_of_a_log_are_noticed(tmp_path: Path) -> None:
 
 def test_flipped_bytes_of_a_manifest_are_noticed(tmp_path: Path) -> None:
     Manifest("key" * 20, 4, [], [1.0], {"buffer": torch.arange(4.0)}).write(tmp_path)
-    (path,), draw = tmp_path.iterdir(), random.Random(3)
+    (path,), draw = tmp_path.iterdir(), random.Random(3 + SEED)
     whole = path.read_bytes()
     for _ in range(100 * SCALE):
         flipped(path, draw)
@@ -89,7 +91,7 @@ def test_flipped_bytes_of_a_study_are_noticed(tmp_path: Path) -> None:
         told[number] = choice.dump(), result
         sampler.tell(number, result, 1.0)
     sampler.close()
-    whole, draw, noticed = path.read_bytes(), random.Random(4), 0
+    whole, draw, noticed = path.read_bytes(), random.Random(4 + SEED), 0
     for _ in range(6 * SCALE):
         flipped(path, draw)
         try:

@@ -31,6 +31,8 @@ from memtune.autotune.search.search_events import read_events
 from memtune.autotune.space.search_options import SearchOptions
 
 KILLS = int(os.environ.get("MEMTUNE_KILLS", "2"))
+SEED = int(os.environ.get("MEMTUNE_SEED", "0"))
+"""Other cases for each: a long run may be cut into several."""
 ACTS = 160
 """Durable acts among which a training is killed; a resumed one does fewer."""
 
@@ -39,7 +41,7 @@ ACTS = 160
 @pytest.mark.parametrize("tier", ["last_step", *(f"last_step,{each}" for each in OTHERS)])
 def test_killed_trainings_resume_bitwise(tier: str, tmp_path: Path) -> None:
     """Kill each training again and again, at a durable act or at any moment, until it ends."""
-    moments, plain = random.Random(tier), tmp_path / "plain"
+    moments, plain = random.Random(f"{tier}{SEED}"), tmp_path / "plain"
     (tmp_path / "dir").mkdir()
     assert trained(tmp_path / "dir", tier, plain) == 0  # the first one starts the fork server
     began = time.monotonic()
@@ -94,7 +96,7 @@ def test_killed_searches_lose_no_told_trial(tmp_path: Path, monkeypatch: pytest.
     shutil.rmtree(tmp_path / "study")
     search(options)
     alone_s = time.monotonic() - began
-    moments, kills, searches = random.Random(0), 0, 0
+    moments, kills, searches = random.Random(0 + SEED), 0, 0
     while kills < KILLS:
         shutil.rmtree(tmp_path / "study")
         (tmp_path / "tuned.yaml").unlink()
@@ -182,7 +184,7 @@ while True:
 @pytest.mark.timeout(30 * KILLS + 300)
 def test_killed_processes_of_trials_leave_nothing(ground: Any) -> None:
     """Kill a rank, a supervisor or the driver at any moment after its start, then the driver."""
-    moments, kills = random.Random(1), {"driver": 0, "supervisor": 0, "rank": 0}
+    moments, kills = random.Random(1 + SEED), {"driver": 0, "supervisor": 0, "rank": 0}
     trials = [ground.trial("sleep_long", 1), ground.trial("sleep_long", 2, ranks=2)]
     command = [sys.executable, "-c", DRIVER, str(ground.logs), *ground.command]
     while sum(kills.values()) < KILLS:

@@ -17,6 +17,8 @@ from memtune.errors import MemtuneError
 from memtune.safe_pickle import load
 
 SCALE = int(os.environ.get("MEMTUNE_CHAOS", "1"))
+SEED = int(os.environ.get("MEMTUNE_SEED", "0"))
+"""Other cases for each: a long run may be cut into several."""
 CONFIG = b"""memtune: 1
 settings:
   execution: {micro_batch: 8, accumulate: 4, order: {kind: program}, compile: false}
@@ -56,7 +58,7 @@ def mutated(data: bytes, draw: random.Random) -> bytes:
 
 
 def test_mutated_configs_load_or_raise_one_error(tmp_path: Path) -> None:
-    draw, file, loaded = random.Random(5), tmp_path / "tuned.yaml", 0
+    draw, file, loaded = random.Random(5 + SEED), tmp_path / "tuned.yaml", 0
     for _ in range(150 * SCALE):
         file.write_bytes(mutated(CONFIG, draw))
         with contextlib.suppress(MemtuneError):
@@ -66,7 +68,7 @@ def test_mutated_configs_load_or_raise_one_error(tmp_path: Path) -> None:
 
 
 def test_mutated_snapshots_load_or_raise_one_error() -> None:
-    draw, whole = random.Random(6), [pickle.dumps(SNAPSHOT, protocol=each) for each in (2, 4)]
+    draw, whole = random.Random(6 + SEED), [pickle.dumps(SNAPSHOT, protocol=each) for each in (2, 4)]
     for index in range(500 * SCALE):
         with contextlib.suppress(MemtuneError):
             load(mutated(whole[index % 2], draw), "snapshot", fix="write it again")
@@ -76,7 +78,7 @@ def test_mutated_snapshots_load_or_raise_one_error() -> None:
 def test_mutated_checkpoints_load_or_raise_one_error(tmp_path: Path) -> None:
     """Without checksums, as other scripts write them."""
     dcp.save({"model": {"weight": torch.ones(3, 4)}, "lr": 0.1}, checkpoint_id=str(tmp_path), no_dist=True)
-    draw, file = random.Random(7), tmp_path / ".metadata"
+    draw, file = random.Random(7 + SEED), tmp_path / ".metadata"
     whole = file.read_bytes()
     for _ in range(300 * SCALE):
         file.write_bytes(mutated(whole, draw))
