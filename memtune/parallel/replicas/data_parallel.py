@@ -49,7 +49,7 @@ class ReplicatedModel(DistributedDataParallel):
             if "module" not in self._modules:  # before torch's constructor has set it
                 raise
         found = getattr(self.module, name)
-        if self.training and torch.is_grad_enabled() and isinstance(found, (nn.Module, MethodType)):
+        if torch.is_grad_enabled() and isinstance(found, (nn.Module, Tensor, MethodType)):
             self._expect_backward(name)
         return found
 
