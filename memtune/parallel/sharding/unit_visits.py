@@ -7,6 +7,7 @@ root unit stays unsharded from its first backward to the end, as no gradient of 
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -62,20 +63,18 @@ class UnitVisits:
 @functools.lru_cache(maxsize=8)
 def forward_visits(step: Step, blocks_per_unit: int) -> UnitVisits:
     """Return the visits of forward; the root unit has one per call of the model."""
-    units, ends = units_of(step, blocks_per_unit), model_ends(step)
-    once = UnitVisits(
-        np.arange(len(units)), units.first_forward, units.last_forward, np.zeros(len(units), np.int64)
-    )
+    units = units_of(step, blocks_per_unit)
+    if _runs_once(step):
+        nth = np.arange(len(units))
+        return UnitVisits(nth, units.first_forward, units.last_forward, np.zeros_like(nth))
     unit, model_call, first, last = _of_calls(step, units, blocks_per_unit, (Phase.FORWARD,))
-    if len(unit) == len(units) - units.has_root and len(ends) == 1:
-        return once
     # Ops that an earlier pass inserted around a block's first and last forward run inside FSDP2's hooks.
     found = UnitVisits(unit, first, last, model_call)
     first[found.is_first] = units.first_forward[unit[found.is_first]]
     last[found.is_last] = units.last_forward[unit[found.is_last]]
     if not units.has_root:
         return found
-    starts = np.append(step.forward_starts[-1:], _model_starts(step))
+    starts, ends = np.append(step.forward_starts[-1:], _model_starts(step)), model_ends(step)
     return _in_time(UnitVisits(np.zeros(len(ends), np.int64), starts, ends, np.arange(len(ends))), found)
 
 
@@ -87,29 +86,35 @@ def backward_visits(step: Step, blocks_per_unit: int) -> UnitVisits:
     per call of the model.
     """
     units = units_of(step, blocks_per_unit)
-    unit, model_call, first, last = _of_calls(step, units, blocks_per_unit, (Phase.BACKWARD, Phase.RECOMPUTE))
-    root = int(units.has_root)
-    if len(unit) == len(units) - root:
+    if _runs_once(step):
         order = np.arange(len(units))[::-1]
         # Blocks that share weights with a later one have their backward out of order.
         order = order[np.argsort(units.first_backward[order], kind="stable")]
-        if root:  # its backward begins where the model's does
+        if units.has_root:  # its backward begins where the model's does
             order = np.concatenate([[0], order[order != 0]])
         first, last = units.first_backward[order], units.last_backward[order]
         return UnitVisits(order, first, last, np.zeros(len(order), np.int64))
+    unit, model_call, first, last = _of_calls(step, units, blocks_per_unit, (Phase.BACKWARD, Phase.RECOMPUTE))
     found = _without_returns(step, units, blocks_per_unit, UnitVisits(unit, first, last, model_call))
-    if not root:
+    if not units.has_root:
         return found
-    starts, calls = [int(units.first_backward[0])], np.arange(int(found.model_call.max(initial=0)), -1, -1)
-    for call in calls[:-1]:
+    # Calls without gradients have no backward.
+    calls = np.unique(found.model_call)[::-1] if len(found.unit) else np.zeros(1, np.int64)
+    starts = [int(units.first_backward[0])]
+    for call, following in itertools.pairwise(calls):
         begin = int(found.last[found.model_call == call].max()) + 1
-        end = int(found.first[found.model_call == call - 1].min())
+        end = int(found.first[found.model_call == following].min())
         # Between the two is the backward of the user's loss.
         outside = begin + np.flatnonzero(step.ops.module[begin:end] == 0)
         starts.append(int(outside[-1]) + 1 if len(outside) else end)
     ends = np.repeat(units.last_backward[:1], len(starts))
     of_root = UnitVisits(np.zeros(len(starts), np.int64), np.asarray(starts, np.int32), ends, calls)
     return _in_time(of_root, found)
+
+
+def _runs_once(step: Step) -> bool:
+    """Return whether each block, and the model, has one call at most."""
+    return step.model_calls <= 1 and len(step.calls.block) <= len(step.blocks)
 
 
 def _in_time(root: UnitVisits, others: UnitVisits) -> UnitVisits:
@@ -193,11 +198,16 @@ def _repeats(block: I32) -> I64:
     return found
 
 
+@functools.lru_cache(maxsize=8)
 def _model_call(step: Step) -> I64:
-    """Return (calls,) the call of the model that each call of a block is in; each has the same calls."""
+    """Return (calls,) the call of the model that each call of a block is in: each has as many, or there is
+    one.
+    """
     n = len(step.calls.block)
-    each = n // step.model_calls if step.model_calls > 1 and n % step.model_calls == 0 else n
-    return np.arange(n) // max(each, 1)
+    found = np.arange(n) // max(n // max(step.model_calls, 1), 1)
+    in_forward = step.ops.call[(step.ops.phase == Phase.FORWARD) & (step.ops.call >= 0)]
+    even = n % max(step.model_calls, 1) == 0 and len(np.unique(found[in_forward])) == step.model_calls
+    return found if even else np.zeros(n, np.int64)
 
 
 @functools.lru_cache(maxsize=8)

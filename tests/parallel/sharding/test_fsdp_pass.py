@@ -127,6 +127,7 @@ CASES = (
     Case("shared"),
     Case("shared", reshard=False, recompute="selective"),
     Case("shared", reshard=2),
+    Case("teacher"),
     Case("rootless"),
     Case("rootless", prefetch=2),
 )
@@ -164,6 +165,12 @@ TEXTS = {
     for name, has_root, order, loss in (
         ("twice", True, (0, 1, 2, 3), "model(x).pow(2).mean() + model(0.5 * x).mean()"),
         ("shared", True, (0, 1, 1, 2, 3, 0), "model(x).pow(2).mean()"),
+        (
+            "teacher",
+            True,
+            (0, 1, 2, 3),
+            "(model(x) - torch.no_grad()(lambda: model(0.5 * x))()).pow(2).mean()",
+        ),
         ("rootless", False, (0, 1, 2, 3), "model(x).pow(2).mean() + model(0.5 * x).mean()"),
     )
 }
