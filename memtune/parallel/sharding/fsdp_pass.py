@@ -160,8 +160,13 @@ def _forward(
         _hold_to_next(edit, gathered, secondary, whole, made.copy)
     uses.to(parameters.values, gathered.first[whole.part], made.whole, forward=True)
     # Units that stay gathered are used by backward from forward's storages.
-    stays = kept[gathered.unit][whole.part]
-    uses.to(parameters.values[stays], np.zeros(int(stays.sum()), np.int32), made.whole[stays], forward=False)
+    resident = kept[gathered.unit][whole.part]
+    uses.to(
+        parameters.values[resident],
+        np.zeros(int(resident.sum()), np.int32),
+        made.whole[resident],
+        forward=False,
+    )
     return secondary.of_last(gathered, units, whole) if secondary is not None else None
 
 

@@ -158,18 +158,18 @@ def _without_returns(step: Step, units: FsdpUnits, blocks_per_unit: int, visits:
     """Join visits of a unit to the one before from which FSDP2 does not return: it reshards a unit when the
     gradients of its inputs are there, and without such gradients when the whole backward ends.
     """
-    stays = np.zeros(len(units), bool)
+    resident = np.zeros(len(units), bool)
     reached = _reached_by_parameters(step)
     for call in range(len(step.calls.block)):
         inputs = step.calls.inputs.storage[step.calls.inputs.call == call]
         if not reached[inputs].any():
             unit = np.flatnonzero(units.number == 1 + step.calls.block[call] // blocks_per_unit)
-            stays[unit] = True
-    if not stays.any():
+            resident[unit] = True
+    if not resident.any():
         return visits
-    kept = visits.is_first | ~stays[visits.unit]
+    kept = visits.is_first | ~resident[visits.unit]
     last = visits.last.copy()
-    for row in np.flatnonzero(visits.is_first & stays[visits.unit]).tolist():
+    for row in np.flatnonzero(visits.is_first & resident[visits.unit]).tolist():
         last[row] = visits.last[visits.unit == visits.unit[row]].max()
     return UnitVisits(visits.unit, visits.first, last, visits.model_call).picked(np.flatnonzero(kept))
 
