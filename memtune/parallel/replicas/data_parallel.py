@@ -64,7 +64,7 @@ class ReplicatedModel(DistributedDataParallel):
                 fix="find_unused_parameters: false, or call the model itself in the loss",
                 code="MT315",
             )
-        self._pre_forward()
+        self._pre_forward()  # type: ignore[no-untyped-call]
         self.reducer.prepare_for_backward([])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
