@@ -205,22 +205,22 @@ WHY = {
         "batches, LoHan waits for the drives as well."
     ),
     "stronghold": (
-        "Over L2L 1.51 to 2.00 and over ZeRO-Offload 1.10 to 1.23, in or just below the published range; "
-        "over ZeRO-Infinity 2.9 to 5.5, and with parameters on SSD up to 7.7, above it at small batches: its"
+        "Over L2L 1.54 to 1.95 and over ZeRO-Offload 1.10 to 1.21, in or just below the published range; "
+        "over ZeRO-Infinity 3.0 to 5.4, and with parameters on SSD up to 7.6, above it at small batches: its"
         " optimizer state is on a drive here. A step is as long as its longest link until compute is longer "
-        "(batch 16: 4 % idle). Before gradients were offloaded block by block and updates overlapped "
+        "(batch 16: 5 % idle). Before gradients were offloaded block by block and updates overlapped "
         "backward, the ratio over L2L was 1.10 to 1.17. This host's updates fit into backward, so none is "
         "deferred to the next step's forward; with a host half as fast they are at batch 4, which saves a "
         "fifth of the step. Not in memtune: several streams."
     ),
     "mobius": (
-        "3.9 and 4.3 if all four GPUs share a root, 2.9 and 3.2 if two do; published are 3.8 to 5.1. "
+        "3.9 and 4.4 if all four GPUs share a root, 2.9 and 3.3 if two do; published are 3.8 to 5.1. "
         "Expected were 4.6 and 4.9, 3.4 and 3.4; earlier rows had 2.2 to 2.8, for these reasons: ZeRO-3's "
         "gathers were not modelled through the host, over the root that its copies use (its steps are 16 to "
         "19 % longer with that); the input of a Mobius stage waited for the next stage's weights, which are "
         "now loaded in parts; gradients were offloaded while nothing was loaded, and now overlap the next "
         "stage; updates that backward would wait for now overlap the next forward. The host limits the rest:"
-        " with two and two GPUs, a Mobius step is as long as its updates, 1.7 of 2.2 s and 5.0 of 6.2 s, so "
+        " with two and two GPUs, a Mobius step is as long as its updates, 1.7 of 2.2 s and 5.0 of 6.0 s, so "
         "a faster link helps it less than ZeRO-3. Its end waits for the update of the first stage and of the"
         " embedding and the head, by one rank with a quarter of the host's rate while the others are idle: "
         "the simulator always divides the host evenly among ranks. In 32 bits, the dtype of memtune's "
