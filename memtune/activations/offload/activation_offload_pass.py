@@ -130,7 +130,9 @@ def _move_calls(
     last = np.full(min(look.out, len(storage)), step.ops.n + 1, np.int32)
     # Whichever comes first completes a copy: a later copy, or the end of the next call.
     by_next = np.append(out.before[look.out :], last) <= ends_after[block]
-    copy_ends = _CopyEnds(ends_after[block], by_next, int(first.min(initial=step.ops.n)), look.out)
+    # Of each its own: a backward inside the loss has read others before.
+    reads = np.append(np.unique(first), np.int32(step.ops.n))
+    copy_ends = _CopyEnds(ends_after[block], by_next, reads[np.searchsorted(reads, out.before)], look.out)
     spilled = [claim.block for claim in claims if claim.policy.spills]
     on = np.isin(block, spilled)
     traffic = hop.pack_traffic(out.n_bytes, packed)
@@ -180,7 +182,7 @@ class _CopyEnds:
 
     after: I32  # (moved,) op after which each is complete unless a later copy completes it
     by_next: npt.NDArray[np.bool_]  # (moved,) a later copy completes it
-    first_asked: int
+    first_asked: I32  # (moved,) op of the first reload that follows each copy
     at_once: int = 1
 
 
@@ -266,7 +268,8 @@ def _free_sources(edit: Edit, storage: I32, d2h: I32, write: I32, copy_ends: _Co
     by_call = ~by_next
     # No copy follows in time: the hook at the end of the next call waits for it, or the first read of
     # backward.
-    edit.hold_through(storage[by_call], np.minimum(copy_ends.after[by_call], copy_ends.first_asked - 1))
+    first_read = copy_ends.first_asked[by_call]
+    edit.hold_through(storage[by_call], np.minimum(copy_ends.after[by_call], first_read - 1))
 
 
 def _end_without(step: Step, moved: _Offloaded) -> I32:

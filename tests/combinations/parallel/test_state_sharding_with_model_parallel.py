@@ -254,7 +254,7 @@ def test_edited_configs_are_refused() -> None:
     )
     by_node = {"kind": "hierarchical", "ranks_per_node": 2}
     cases = {
-        "all 4 ranks share layers: zero1 has no copies": (four, {"sharding": {"states": {"kind": "zero1"}}}),
+        "All 4 ranks share layers: zero1 has no copies": (four, {"sharding": {"states": {"kind": "zero1"}}}),
         "offload.states: optimizer_cpu does not work on layers that ranks share": (
             two,
             {"offload": {"states": {"kind": "optimizer_cpu"}}},
