@@ -196,7 +196,7 @@ def judge(measured: Sequence[Measured], goal: Goal) -> Verdict | None:
             f"{_name(winner)} is the best: nothing that was measured beats it by more than the spread{equal}",
         )
     # A gain within the noise is no reason to change the user's setting.
-    unbeaten = [each for each in baselines if not beats(winner, each, goal, measured)]
+    unbeaten = [each for each in baselines if not (_left_rounds(each) or beats(winner, each, goal, measured))]
     if unbeaten:
         simplest = _simplest_of_the_best(baselines, goal)
         return Verdict(
@@ -422,11 +422,19 @@ def _simplest_of_the_best(measured: Sequence[Measured], goal: Goal) -> Measured:
         for each in measured
         if each is best
         or (
-            gain(best, each, goal, measured).log <= _WORTH_SIMPLICITY
+            not _left_rounds(each)
+            and gain(best, each, goal, measured).log <= _WORTH_SIMPLICITY
             and not any(beats(other, each, goal, measured) for other in measured)
         )
     ]
     return min(ties, key=lambda each: _order_of_equals(each, goal))
+
+
+def _left_rounds(measured: Measured) -> bool:
+    """Return whether a finalist was beaten in earlier rounds than the last: noise that later rounds of others
+    show does not bring it back.
+    """
+    return bool(measured.rounds) and measured.rounds[-1] is None
 
 
 def _order_of_equals(measured: Measured, goal: Goal) -> tuple[float, ...]:

@@ -82,6 +82,19 @@ def test_verdict_of_equals_is_the_one_with_the_lower_peak_whichever_is_faster():
     assert "the one with the lower peak is taken" in verdict.text
 
 
+def test_verdict_of_rounds_stands_for_a_finalist_that_was_beaten_and_left():
+    """Later rounds of the others may be noisier, which would make it one of those not told apart."""
+    full = alternating(1, [[2.00], [2.00]], FULL, baseline="full recompute")
+    full = replace(full, rounds=(*full.rounds, None, None))
+    fast = alternating(2, [[1.70], [1.68], [1.2], [2.4]], EVERY)
+    other = alternating(3, [[1.72], [1.71], [2.3], [1.1]], HOST)
+    finalists_ = [full, fast, other]
+    assert not beats(fast, full, "throughput", finalists_)
+    verdict = judge(finalists_, "throughput")
+    assert verdict is not None
+    assert verdict.winner is not full
+
+
 def test_verdict_gives_up_little_for_simplicity():
     """The noise hides a difference of a tenth, which is too much to take the simpler one regardless."""
     simple = alternating(1, [[1.1], [1.3], [0.95]], FULL)
