@@ -88,9 +88,9 @@ def test_verdict_of_rounds_stands_for_a_finalist_that_was_beaten_and_left():
     full = replace(full, rounds=(*full.rounds, None, None))
     fast = alternating(2, [[1.70], [1.68], [1.2], [2.4]], EVERY)
     other = alternating(3, [[1.72], [1.71], [2.3], [1.1]], HOST)
-    finalists_ = [full, fast, other]
-    assert not beats(fast, full, "throughput", finalists_)
-    verdict = judge(finalists_, "throughput")
+    racers = [full, fast, other]
+    assert not beats(fast, full, "throughput", racers)
+    verdict = judge(racers, "throughput")
     assert verdict is not None
     assert verdict.winner is not full
 
@@ -274,7 +274,7 @@ def test_contenders_include_what_other_load_made_slow():
     assert contenders([near, best, disturbed], "throughput", expected=certain) == [best, near]
 
 
-def test_finalists_include_what_one_doubtful_trial_made_slow() -> None:
+def test_racersinclude_what_one_doubtful_trial_made_slow() -> None:
     best, full = measured(1, [1.0] * 5, EVERY), measured(2, [1.3] * 5, FULL, baseline="full recompute")
     doubtful, slow = measured(3, [2.0] * 5, HOST), measured(4, [2.0] * 5, EVERY, HOST)
     everything = [best, full, doubtful, slow]
