@@ -82,7 +82,7 @@ def test_verdict_of_equals_is_the_one_with_the_lower_peak_whichever_is_faster():
     assert "the one with the lower peak is taken" in verdict.text
 
 
-def test_verdict_of_rounds_stands_for_a_finalist_that_was_beaten_and_left():
+def test_verdict_never_ships_a_finalist_that_was_beaten_and_left():
     """Later rounds of the others may be noisier, which would make it one of those not told apart."""
     full = alternating(1, [[2.00], [2.00]], FULL, baseline="full recompute")
     full = replace(full, rounds=(*full.rounds, None, None))
@@ -274,7 +274,7 @@ def test_contenders_include_what_other_load_made_slow():
     assert contenders([near, best, disturbed], "throughput", expected=certain) == [best, near]
 
 
-def test_racersinclude_what_one_doubtful_trial_made_slow() -> None:
+def test_finalists_include_what_one_doubtful_trial_made_slow() -> None:
     best, full = measured(1, [1.0] * 5, EVERY), measured(2, [1.3] * 5, FULL, baseline="full recompute")
     doubtful, slow = measured(3, [2.0] * 5, HOST), measured(4, [2.0] * 5, EVERY, HOST)
     everything = [best, full, doubtful, slow]
