@@ -280,8 +280,8 @@ def run_here(spec: dict[str, Any], report_end: int) -> None:
     # As in a fresh process; Python's own generator is reseeded by os.fork.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
-    module = module_of(spec["argv"])
-    assert module is not None
+    # The driver has checked the command. `sys.executable` of this process may spell the same path otherwise.
+    module = spec["argv"][-1]
     sys.argv = [module]
     # Preloaded under its own name; as `__main__` it must run again.
     sys.modules.pop(module, None)

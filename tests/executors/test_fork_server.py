@@ -156,6 +156,15 @@ def test_fork_server_declines_ranks_that_must_be_executed(ground, server, monkey
     assert module_of(WORKER) == "memtune.executors.worker"
 
 
+def test_fork_server_runs_ranks_where_python_was_started_by_a_relative_path(ground, server, monkeypatch):
+    folder = Path(sys.executable).parent
+    monkeypatch.setattr(sys, "executable", f"{folder}/../{folder.name}/{Path(sys.executable).name}")
+    trial = ground.trial("well")
+    module = (sys.executable, *MODULE[1:])
+    assert run_group(trial, module, log_dir=ground.logs, server=server).status == "ok"
+    assert server.pid is not None
+
+
 def test_failed_fork_server_falls_back_to_execution(ground, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support" / "processes"))
     with ForkServer(preload="no_such_module") as server:
