@@ -294,19 +294,20 @@ def _step(rank: _Rank, workload: Workload, tuned: Tuned, step: int, measured: _M
 
 
 def _batches(rank: _Rank, workload: Workload, tuned: Tuned, step: int) -> list[Any]:
-    """Return this rank's samples of the step, equal for all configs, split into micro-batches."""
+    """Return this rank's samples of the step, equal for all configs, split into micro-batches.
+
+    The last warm-up step has the largest batch that the user declares: its peak counts, its time does not.
+    """
     execution = tuned.config.settings.execution
     micro = _micro_batch(rank, workload, tuned)
+    worst = workload.has_worst_batch and step == rank.trial.warmup_steps - 1
+    make = workload.make_worst_batch if worst else workload.make_batch
     torch.manual_seed((rank.trial.seed + 1) * 7919 + step * 104_729 + rank.rank)
     with tier(HOST):
         if execution.accumulate == 1:
-            return [workload.make_batch(micro)]
-        parts = split_batch(workload.make_batch(micro * execution.accumulate), execution.accumulate)
-        return (
-            parts
-            if isinstance(parts, list)
-            else [workload.make_batch(micro) for _ in range(execution.accumulate)]
-        )
+            return [make(micro)]
+        parts = split_batch(make(micro * execution.accumulate), execution.accumulate)
+        return parts if isinstance(parts, list) else [make(micro) for _ in range(execution.accumulate)]
 
 
 def _micro_batch(rank: _Rank, workload: Workload, tuned: Tuned) -> int:

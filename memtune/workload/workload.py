@@ -125,6 +125,19 @@ class Workload:
         """
         return self._batch("batch", size)
 
+    @property
+    def has_worst_batch(self) -> bool:
+        """Return whether the user declares the largest batch."""
+        return self._file.function("worst_batch") is not None
+
+    def make_worst_batch(self, size: int) -> Any:
+        """Return the user's largest batch of `size` samples.
+
+        Raises:
+            WorkloadError: As `make_batch`.
+        """
+        return self._batch("worst_batch", size)
+
     def _batch(self, name: str, size: int) -> Any:
         """Return the checked result of `name(size)`."""
         with _disable_current_modes(), torch.device("cpu"):
@@ -149,8 +162,8 @@ class Workload:
         Raises:
             WorkloadError: As `make_batch`.
         """
-        if self._file.function("worst_batch") is not None:
-            return self._batch("worst_batch", size), None
+        if self.has_worst_batch:
+            return self.make_worst_batch(size), None
         first = self.make_batch(size)
         if not self._varies():
             return first, None

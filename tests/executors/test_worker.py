@@ -99,6 +99,21 @@ def test_worker_builds_large_model_in_shards(tmp_path: Path) -> None:
     assert plain.status == "oom"
 
 
+def test_worker_measures_the_peak_of_the_declared_worst_batch(tmp_path: Path) -> None:
+    short, declared = tmp_path / "short.py", tmp_path / "declared.py"
+    short.write_text(LARGE)
+    declared.write_text(LARGE + "\ndef worst_batch(size): return torch.randn(50 * size, 64)\n")
+    document = {"settings": {"execution": EXECUTION}}
+    plain, worst = (
+        run_trial(str(each), document, executor="local", steps=1, warmup_steps=2)
+        for each in (short, declared)
+    )
+    assert worst.status == "ok", worst.log_tail
+    assert worst.losses[0] == plain.losses[0]
+    hidden_bytes = 16 * 4 * 512 * EXECUTION["micro_batch"]
+    assert worst.peak_allocated_bytes - plain.peak_allocated_bytes > 49 * hidden_bytes
+
+
 def test_worker_reports_a_lost_device_as_a_crash_with_its_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
