@@ -84,7 +84,7 @@ def largest_batch(
 ) -> Moment | Reason | None:
     """Return the steady step on the largest of `DRAWS` batches.
 
-    None if sizes do not vary, a Reason if unknown.
+    None if sizes do not vary or the user declares `worst_batch`, which was recorded; a Reason if unknown.
 
     Args:
         workload: Its `batch` is called.
@@ -94,6 +94,8 @@ def largest_batch(
         choice: The settings to apply.
         workspace: Table of CPU kernels' scratch.
     """
+    if workload.has_worst_batch:
+        return None
     size = choice.execution.micro_batch
     assert size is not None
     try:

@@ -191,6 +191,8 @@ def test_lifecycle_peaks_have_largest_batch_if_sizes_vary(tmp_path: Path) -> Non
     # Tokens are cut from one storage a position longer; that aside it is the step at the longest length, or
     # one close to it.
     assert 0.9 * program.step.peak_bytes() <= largest.peak_bytes <= program.step.peak_bytes()
+    file.write_text(file.read_text() + "\n\ndef worst_batch(size: int):\n    return batch(size)\n")
+    assert largest_batch(Workload.load(file), recording, target, choice) is None
 
 
 def test_lifecycle_peaks_have_no_largest_batch_if_sizes_are_equal() -> None:
