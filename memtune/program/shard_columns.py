@@ -13,7 +13,7 @@ import numpy.typing as npt
 from memtune.program.edit import Edit
 from memtune.program.memo import memoized
 from memtune.program.parameter_columns import ParameterColumns, columns_of, numel_of
-from memtune.program.step import I32, I64, Kind, Phase, Step
+from memtune.program.step import F64, I32, I64, Kind, Phase, Resource, Step
 
 Mask = npt.NDArray[np.bool_]
 
@@ -98,6 +98,44 @@ def sharded_storages(step: Step) -> tuple[I32, I32]:
         & ~raw[mine]
     )
     return mine[whole], owner[whole]
+
+
+def shard_updates(edit: Edit, step: Step, ratio: F64) -> None:
+    """Scale flops and traffic of the update's ops to the shards that they work on.
+
+    Args:
+        edit: The edit that resizes the tensors.
+        step: The step that it edits.
+        ratio: (parameters,) elements of the shard over those of the whole.
+    """
+    rows, share = _shares_of_updates(step, ratio)
+    flops, traffic = step.ops.flops.copy(), step.ops.traffic_bytes.copy()
+    flops[rows] *= share
+    traffic[rows] = np.round(traffic[rows] * share).astype(np.int64)
+    edit.set_ops(flops=flops, traffic_bytes=traffic)
+
+
+def _shares_of_updates(step: Step, ratio: F64) -> tuple[I32, F64]:
+    """Return the ops of the update that use parameters, gradients or state, and for each the bytes that it
+    uses sharded over those that it uses whole.
+    """
+    columns = columns_of(step.parameters)
+    # A bucket holds gradients of several parameters: its share is theirs together.
+    storage, owner = sharded_storages(step)
+    for tensors in (columns.storage, columns.gradient):
+        there = np.flatnonzero(tensors >= 0).astype(np.int32)
+        storage, owner = np.append(storage, tensors[there]), np.append(owner, there)
+    numel = columns.numel[owner].astype(np.float64)
+    whole = np.bincount(storage, numel, step.storages.n)
+    share = np.bincount(storage, numel * ratio[owner], step.storages.n) / np.maximum(whole, 1)
+    computes = (step.ops.phase == Phase.OPTIMIZER) & (step.ops.resource == Resource.COMPUTE)
+    uses = np.flatnonzero(computes[step.uses.op] & (whole[step.uses.storage] > 0))
+    used = step.uses.storage[uses]
+    n_bytes = step.storages.bytes[used].astype(np.float64)
+    before = np.bincount(step.uses.op[uses], n_bytes, step.ops.n)
+    after = np.bincount(step.uses.op[uses], n_bytes * share[used], step.ops.n)
+    rows = np.flatnonzero(before > 0).astype(np.int32)
+    return rows, np.asarray(after[rows] / before[rows], np.float64)
 
 
 @dataclass(frozen=True, eq=False)

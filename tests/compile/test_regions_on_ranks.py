@@ -96,7 +96,7 @@ def check(cases: dict[str, dict[str, Any]]) -> None:
     configs = {
         f"{name} {kind}": settings_of(name, axes, compiled=kind == "compiled")
         for name, axes in cases.items()
-        # The compiled run first: what its processes hold then is its own, nothing that a run before left behind.
+        # The compiled run comes first, while nothing of another run is live in its processes.
         for kind in ("compiled", "eager")
     }
     for rank in run_ranks(trained, RANKS, str(ZOO["gpt"]), configs, deadline_s=300):

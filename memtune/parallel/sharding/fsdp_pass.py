@@ -36,6 +36,7 @@ from memtune.program import (
     columns_of,
     pending_copy_sources,
     raw_gradients,
+    shard_updates,
     sharded_storages,
     shards_of,
     units_of,
@@ -329,8 +330,8 @@ def _issued(visits: UnitVisits, how: Sharding, has_root: bool) -> I64:
 
 
 def _resized(edit: Edit, step: Step, how: Sharding, reduced: ReducedUnit) -> Step:
-    """Resize parameters, state and the optimizer's temporaries to shards; the optimizer reads the sharded
-    gradients.
+    """Resize parameters, state, the optimizer's temporaries and its work to shards; the optimizer reads the
+    sharded gradients.
     """
     columns, mine = columns_of(step.parameters), reduced.of.parameters
     shards = shards_of(columns, how.degree)
@@ -344,6 +345,7 @@ def _resized(edit: Edit, step: Step, how: Sharding, reduced: ReducedUnit) -> Ste
     rows, owner = sharded_storages(step)
     ratio = shards.numel / np.maximum(columns.numel, 1)
     edit.storages.bytes[rows] = np.round(edit.storages.bytes[rows] * ratio[owner]).astype(np.int64)
+    shard_updates(edit, step, ratio)
     if how.param_itemsize is not None:  # sums of narrow gradients are as wide as the shards
         sums = step.storages.kind[rows] == Kind.GRADIENT
         edit.storages.bytes[rows[sums]] = shards.n_bytes[owner[sums]]
@@ -595,6 +597,8 @@ class _Messages:
     """(units,) bytes of a shard in the gradients' own dtype."""
     sent: I64
     """(units,) bytes of a shard in the dtype of the message."""
+    exchanged: I64
+    """(units,) bytes of a shard, or of the sums that it was added to, in the all-reduce between replicas."""
     averaged: I64
     """Units at whose reduction an all-reduce between replicas runs."""
     cast: I64
@@ -629,7 +633,11 @@ def reduce_gradients(edit: Edit, step: Step, how: Sharding) -> ReducedUnit:
     mine = of.parameters
     n_bytes = replace(mine, values=shards.n_bytes[mine.values]).sums()
     sent = _in_type(step, mine, n_bytes, how)
-    messages = _Messages(n_bytes, sent, _averaged(how, len(of.after)), _cast_units(step, mine, how))
+    # In two hops the all-reduce is over the sums, which are as wide as the parameters.
+    exchanged = np.where((of.sums.count > 0) & how.two_hop, n_bytes, sent)
+    messages = _Messages(
+        n_bytes, sent, exchanged, _averaged(how, len(of.after)), _cast_units(step, mine, how)
+    )
     rows = _insert(edit, how, of, shards, messages)
     given, taken = _reduction_buffers(edit, how, shards, mine, sent, rows)
     raw, averaged = of.raw[mine.values], messages.averaged
@@ -663,7 +671,7 @@ def reduce_gradients(edit: Edit, step: Step, how: Sharding) -> ReducedUnit:
     for op in rows.last[of.after == end].tolist():
         edit.hold_to_the_end_of_backward(op)
     if how.replicas > 1 and how.two_hop:
-        _average_the_last(edit, step, how, int(sent[-1]), _averages(step, of, taken, how)[-1:])
+        _average_the_last(edit, step, how, int(exchanged[-1]), _averages(step, of, taken, how)[-1:])
     return ReducedUnit(of, taken)
 
 
@@ -710,7 +718,7 @@ def _insert(edit: Edit, how: Sharding, of: Reductions, shards: Shards, messages:
             np.int64,
             (pack, (n_bytes + sent) * how.degree),
             (reduce, sent * how.degree),
-            (exchange, sent[averaged - how.two_hop]),
+            (exchange, messages.exchanged[averaged - how.two_hop]),
             (cast, (n_bytes + sent)[messages.cast]),
             (add, 3 * shards.n_bytes[of.sums.values]),
         ),

@@ -35,6 +35,7 @@ from memtune.program import (
     columns_of,
     held_in_backward,
     raw_gradients,
+    shard_updates,
     sharded_storages,
     shards_of,
 )
@@ -359,11 +360,12 @@ def _buffers(
 
 
 def _resize(edit: Edit, step: Step, how: Partitioning) -> None:
-    """Resize state and the optimizer's temporaries to the shard of their parameter."""
+    """Resize state, the optimizer's temporaries and its work to the shard of their parameter."""
     columns = columns_of(step.parameters)
     ratio = shards_of(columns, how.ranks).numel / np.maximum(columns.numel, 1)
     rows, owner = _optimizer_rows(step)
     edit.storages.bytes[rows] = np.round(edit.storages.bytes[rows] * ratio[owner]).astype(np.int64)
+    shard_updates(edit, step, ratio)
 
 
 @functools.lru_cache(maxsize=16)

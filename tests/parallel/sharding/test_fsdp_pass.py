@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.zoo_paths import ZOO
@@ -28,7 +29,7 @@ from memtune.offload.optimizer.host_optimizer_pass import optimizer_on_host
 from memtune.parallel.sharding import fsdp_sharding
 from memtune.parallel.sharding.fsdp_pass import Sharding, shard_states
 from memtune.program.edit import accumulate_gradients
-from memtune.program.step import Kind, Recording, Step, Tier
+from memtune.program.step import Kind, Phase, Recording, Step, Tier
 from memtune.runtime.context import Context
 from memtune.technique import ComputePrecision
 from memtune.workload.workload import Workload
@@ -277,6 +278,14 @@ def timeline(step: Step) -> list[tuple[str, int]]:
     return [(step.names[name], int(live[op])) for op, name in enumerate(step.ops.name)]
 
 
+def traffic_of_updates(step: Step, case: Case) -> list[int]:
+    """Return the traffic of the ops of the optimizer itself, without copies to and from the host."""
+    plain = recorded(case.model)[1].at(2)
+    names = {plain.names[name] for name in plain.ops.name[plain.ops.phase == Phase.OPTIMIZER]}
+    rows = np.flatnonzero(step.ops.phase == Phase.OPTIMIZER)
+    return [int(step.ops.traffic_bytes[row]) for row in rows if step.names[step.ops.name[row]] in names]
+
+
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_fsdp_pass_equals_recording(case: Case) -> None:
@@ -288,6 +297,7 @@ def test_fsdp_pass_equals_recording(case: Case) -> None:
     assert len(timeline(ours)) == len(timeline(theirs))
     assert ours.peak_bytes() == theirs.peak_bytes()
     assert collectives(ours) == collectives(theirs)
+    np.testing.assert_allclose(*(traffic_of_updates(step, case) for step in (ours, theirs)), atol=64)
 
 
 def collectives(step: Step) -> list[tuple[str, int, int]]:
