@@ -14,11 +14,12 @@ parameters, it adds the gradient of one parameter to that of another, silently i
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,20 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Optimizer
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune import refusals
@@ -48,16 +62,18 @@ from memtune.parallel.ranks import (
     shard_meshes,
     unwrap_dtensors,
 )
-from memtune.parallel.sharding.local_update import is_elementwise, update_locally
 from memtune.runtime import (
     HOST,
     BackwardEnd,
     Context,
     UncopiedHook,
     all_gather_single,
+    is_own_step,
     local,
     reduce_scatter_single,
+    replace_step,
     tier,
+    with_hooks,
 )
 from memtune.workload import experts_of
 
@@ -295,7 +311,7 @@ def require_real_weights(context: Context, kind: str) -> None:
         ApplyError: There is one.
     """
     # Both update plain tensors.
-    if context.placement.offload.host_share >= 1 or is_elementwise(context.optimizer):
+    if context.placement.offload.host_share >= 1 or _is_elementwise(context.optimizer):
         return
     found = [name for name, p in context.model.named_parameters() if p.requires_grad and p.is_complex()]
     if found:
@@ -422,6 +438,103 @@ def units_of(model: nn.Module) -> Iterator[tuple[FSDPModule, tuple[nn.Parameter,
             yield module, tuple(each.sharded_param for each in group.fsdp_params) if group is not None else ()
 
 
+# The optimizer updates local tensors, and users see DTensors: an op on DTensors works out its sharding in
+# Python, which for a model of small tensors costs more than the update. An optimizer that treats every
+# element alone gives the same numbers on local tensors.
+_ELEMENTWISE: Final = frozenset(
+    {Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD}
+)
+"""Optimizers none of whose elements depends on another one; subclasses may differ."""
+
+
+def _is_elementwise(optimizer: Optimizer) -> bool:
+    """Return whether `optimizer` treats every element alone."""
+    return type(optimizer) in _ELEMENTWISE
+
+
+def _update_locally(optimizer: Optimizer) -> None:
+    """Make `optimizer.step()` work on the local tensors of its DTensors, if it treats elements alone.
+
+    Its hooks see DTensors. A step that the user has replaced is not changed.
+    """
+    update = getattr(type(optimizer).step, "__wrapped__", None)  # below the wrapper that runs the hooks
+    if _is_elementwise(optimizer) and update is not None and is_own_step(optimizer):
+        replace_step(optimizer, with_hooks(optimizer, partial(_step_on_local_tensors, optimizer, update)))
+
+
+def _step_on_local_tensors(
+    optimizer: Optimizer, update: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    with _local_tensors(optimizer):
+        return update(optimizer, *args, **kwargs)
+
+
+@contextmanager
+def _local_tensors(optimizer: Optimizer) -> Iterator[None]:
+    """Replace the DTensors in parameter groups and state by their local tensors."""
+    groups, state = optimizer.param_groups, optimizer.state
+    whole = [group["params"] for group in groups]
+    rows = [[_local_tensor(each) for each in parameters] for parameters in whole]
+    pairs = [pair for each in zip(whole, rows, strict=True) for pair in zip(*each, strict=True)]
+    if not all(_has_own_placements(each) for each, _ in pairs):
+        # Rows of a gradient that is divided in another way belong to other rows of the parameter.
+        yield
+        return
+    inside = defaultdict[Any, Any](dict)
+    for each, mine in pairs:
+        values = state.get(each)
+        if values is not None:
+            inside[mine] = values if mine is each else {name: _local_tensor(v) for name, v in values.items()}
+        if mine is not each:
+            mine.grad = _local_tensor(each.grad)
+    optimizer.state = inside
+    for group, parameters in zip(groups, rows, strict=True):
+        group["params"] = parameters
+    try:
+        yield
+    finally:
+        optimizer.state = state
+        for group, parameters in zip(groups, whole, strict=True):
+            group["params"] = parameters
+        for each, mine in pairs:
+            if isinstance(each, DTensor):
+                mine.grad = None
+            if mine in inside:
+                # Optimizers make state in their first step, and replace tensors in later ones.
+                _write_back(state[each], inside[mine], mine, each)
+
+
+def _has_own_placements(parameter: Tensor) -> bool:
+    """Return True unless a DTensor's gradient is divided in another way than itself."""
+    gradient = parameter.grad
+    if gradient is None or not isinstance(parameter, DTensor):
+        return True
+    return isinstance(gradient, DTensor) and gradient.placements == parameter.placements
+
+
+def _local_tensor(value: Any) -> Any:
+    # Not `local`, whose result is a new object while autograd is on: these are compared by identity.
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def _write_back(state: dict[str, Any], values: dict[str, Any], rows: Tensor, shard: Tensor) -> None:
+    """Write the values that a step has made or replaced into the state, as DTensors where they are rows."""
+    for name, value in values.items():
+        if _local_tensor(state.get(name)) is not value or name not in state:
+            is_rows = isinstance(value, Tensor) and value.dim() > 0 and value.shape == rows.shape
+            state[name] = _dtensor_like(value, shard) if is_rows and isinstance(shard, DTensor) else value
+
+
+def _dtensor_like(rows: Tensor, shard: DTensor) -> DTensor:
+    """Return `rows` as a DTensor that is divided like `shard`."""
+    if rows.dtype == shard.dtype:
+        return DTensor(rows, shard._spec, requires_grad=False)
+    shape, stride = shard.shape, shard.stride()
+    return DTensor.from_local(
+        rows, shard.device_mesh, shard.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
 def rebind(optimizer: Optimizer, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> None:
     """Make the same optimizer object update `after` instead of `before`, with its state sharded in the same
     way.
@@ -434,7 +547,7 @@ def rebind(optimizer: Optimizer, before: dict[str, nn.Parameter], after: dict[st
         if state is not None:
             optimizer.state[new] = {name: _sharded_like(value, old, new) for name, value in state.items()}
     if any(isinstance(each, DTensor) for each in after.values()):
-        update_locally(optimizer)
+        _update_locally(optimizer)
 
 
 def _sharded_like(value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
