@@ -15,7 +15,7 @@ from memtune.autotune.report.study_data import StudyData, read_study
 from memtune.autotune.report.svg import Picture
 from memtune.autotune.ui import SearchView
 from memtune.config import load_config, save_text
-from memtune.units import format_bytes, format_seconds
+from memtune.units import format_bytes, format_rate, format_seconds
 
 Cells = Sequence[str]
 _ENDS = {
@@ -97,8 +97,13 @@ def _opening(study: StudyData) -> Iterable[str]:
         )
     elif finished.message:
         yield f'<p class="lead">{escape(finished.message)}</p>'
+    best = view.best.result if view.best is not None else None
+    facts = []
+    if best is not None and view.best_rate:
+        peak = f", peak {format_bytes(best.peak_allocated_bytes)}" if best.peak_allocated_bytes else ""
+        facts = [("measured", f"{format_rate(view.best_rate)} samples/s{peak}")]
     where = f"{started.ranks} × {started.hardware or started.device}"
-    facts = [
+    facts += [
         ("machine", where),
         ("goal", started.goal),
         ("limit", f"{format_bytes(started.budget_bytes)} per rank" if started.budget_bytes else "none"),
@@ -235,10 +240,11 @@ def _trials(view: SearchView) -> Iterable[str]:
                 format_bytes(result.peak_allocated_bytes)
                 if ok and result and result.peak_allocated_bytes
                 else "",
+                each.micro_batches,
                 each.sentence or each.summary,
             )
         )
-    head = ("trial", "role", "result", "step", "peak", "setting")
+    head = ("trial", "role", "result", "step", "peak", "batch", "setting")
     yield f"<section><h2>All trials</h2>{_table(head, rows)}</section>"
 
 

@@ -135,8 +135,9 @@ def more_memory(hardware: Hardware, n_bytes: int) -> str:
     """Return the advice for a need of `n_bytes`: no limit helps above the GPU's memory."""
     if hardware.device != "cpu" and n_bytes > hardware.memory_bytes:
         return f"a card with {rounded_up(n_bytes)} of memory"
-    most = hardware.memory_bytes if hardware.device != "cpu" else None
-    return f"--max-memory {rounded_up(n_bytes, most)} or a card with more memory"
+    if hardware.device == "cpu":
+        return f"--max-memory {rounded_up(n_bytes)}"
+    return f"--max-memory {rounded_up(n_bytes, hardware.memory_bytes)} or a card with more memory"
 
 
 def rounded_up(n_bytes: int, most_bytes: int | None = None) -> str:

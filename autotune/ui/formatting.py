@@ -9,8 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from memtune.autotune.ui.view import STATUS_TEXT, SearchView, TrialView
+from memtune.config import UNCHANGED
 from memtune.executors import TrialResult
 from memtune.search_spaces import SLOTS, kinds
+from memtune.search_spaces.execution import Execution
 from memtune.units import format_bytes, format_rate, format_seconds, parse_bytes
 
 STATUS_COLOR = {
@@ -102,6 +104,12 @@ def outcome(trial: TrialView) -> str:
     if trial.status == "ok" and trial.result is not None:
         return f"{rate(trial.result.samples_per_s)} samples/s"
     return trial.stage if trial.status == "running" else STATUS_TEXT[trial.status]
+
+
+def with_batches(sentence: str, micro_batch: int | None, accumulate: int) -> str:
+    """Return the clauses of a setting after that of its micro-batches, if these are known."""
+    batches = Execution(micro_batch=micro_batch, accumulate=accumulate).sentence()
+    return "; ".join(each for each in (batches, sentence) if each and each != UNCHANGED) or UNCHANGED
 
 
 def differing(sentence: str, own: Collection[str]) -> str:

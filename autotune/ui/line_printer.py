@@ -16,6 +16,7 @@ from memtune.autotune.search import (
     CandidatesScored,
     Control,
     Event,
+    LogOpened,
     LogTail,
     Note,
     Paused,
@@ -93,11 +94,14 @@ class LinePrinter:
 
     def apply(self, event: Event | Unknown) -> None:
         """Apply the next event, and print its line if it has one."""
+        ended = self.view.unfinished if isinstance(event, LogOpened) else ()
         self.view.apply(event)
         if isinstance(event, TrialPruned):
             self._pruned.append(event)
             return
         self._flush_pruned()
+        for trial in ended:
+            self._trial(trial)
         match event:
             case SearchStarted():
                 workload, facts = formatting.title(self.view)
@@ -247,7 +251,7 @@ def with_lines(
     The first Ctrl-C or SIGTERM asks `control` for an orderly end, the second raises KeyboardInterrupt.
     """
     printer, tail, over = printer or LinePrinter(), LogTail(log_path), threading.Event()
-    progress = printer.progress or Progress()
+    progress, printer.view.writer = printer.progress or Progress(), os.getpid()
 
     def follow() -> None:
         while True:
@@ -309,7 +313,9 @@ def summary_lines(
     facts += ["checked in a fresh process"] if finished.confirmed else []
     lines = _folded(f"{sign} {_partly(view)} {out} is the best so far", width, 2) if partial else []
     lines += _folded(f"{' ' if partial else sign} {' · '.join(facts)}", width, 2)
-    lines += _folded(f"  setting    {best.sentence}", width, 13)
+    execution = best.settings.get("execution") or {}
+    batches = execution.get("micro_batch"), execution.get("accumulate", 1)
+    lines += _folded(f"  setting    {formatting.with_batches(best.sentence, *batches)}", width, 13)
     lines += [f"  go on      {go_on}"] if go_on and partial else []
     lines += _folded(f"  {finished.message}", width, 2) if finished.message and not partial else []
     lines.append(f'  use it     model, optimizer = memtune.apply(model, optimizer, "{out}")')

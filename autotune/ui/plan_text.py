@@ -111,7 +111,7 @@ def _advice(report: PlanReport, command: Sequence[str]) -> Iterator[Text]:
         )
         yield _labelled("it has", Text(f"{_rate_and_peak(plain, facts['budget_bytes'])} (predicted)"))
     else:
-        yield _labelled("do this", Text(first.sentence, "bold green"))
+        yield _labelled("do this", Text(_with_batches(first, plain), "bold green"))
         yield _labelled("gains", Text(_gains(first, plain, report.baselines, facts["budget_bytes"])))
         yield _labelled("costs", Text(_costs(first)))
     if report.out is not None:
@@ -128,6 +128,13 @@ def _advice(report: PlanReport, command: Sequence[str]) -> Iterator[Text]:
         "measure",
         Text(shlex.join(_as_search(command)), "cyan").append("   finds the fastest by real trials", "dim"),
     )
+
+
+def _with_batches(first: PlanRow, plain: PlanRow | None) -> str:
+    """Return the setting as clauses, with its micro-batches where they are not those of the user's own."""
+    if plain is not None and (first.micro_batch, first.accumulate) == (plain.micro_batch, plain.accumulate):
+        return first.sentence
+    return formatting.with_batches(first.sentence, first.micro_batch, first.accumulate)
 
 
 def _written(report: PlanReport, command: Sequence[str]) -> Iterator[Text]:
@@ -365,6 +372,8 @@ def _peak(report: PlanReport) -> Iterator[RenderableType]:
 
 
 def _place(row: PeakRow) -> str:
+    if row.module == "*":
+        return "the blocks"
     return row.module.replace("(outside)", "modules outside the blocks,") or "the model"
 
 

@@ -8,6 +8,7 @@ The search runs in a thread, the display in the main thread; a search without a 
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -34,9 +35,9 @@ T = TypeVar("T")
 _UNWIND_S = 5.0
 """Seconds that a search gets to end after Ctrl-C; a native call is not interrupted."""
 REDRAW_S = 0.25
-_COLUMNS = (("#", 3), ("samples/s", 13), ("step", 8), ("peak", 8))
+_COLUMNS = (("#", 3), ("samples/s", 13), ("batch", 5), ("step", 8), ("peak", 8))
 _WIDE_COLUMNS = (("#", 3), ("samples/s", 13), ("batch", 5), ("step", 8), ("predicted", 9), ("peak", 17))
-_NARROW_COLUMNS = (("#", 3), ("samples/s", 13), ("peak", 8))
+_NARROW_COLUMNS = (("#", 3), ("samples/s", 13), ("batch", 5), ("peak", 8))
 _WIDE = 140
 _LEAST_SCATTER, _SCATTER_SHARE = 36, 0.36
 _PEAK_BAR = 8
@@ -192,7 +193,10 @@ class SearchApp(App[None]):
     ) -> None:
         super().__init__()
         self._progress = progress
-        self.view = SearchView(heading=progress.heading if progress is not None else "")
+        self.view = SearchView(
+            heading=progress.heading if progress is not None else "",
+            writer=os.getpid() if over is not None else 0,
+        )
         self._tail, self._control, self._over = LogTail(log_path), control, over
         self._drawn: tuple[object, ...] = ()
         self._parts: dict[str, Text] = {}

@@ -247,7 +247,8 @@ def _best(view: SearchView, width: int) -> Text:
 
 def _baselines(view: SearchView, width: int) -> list[Text]:
     if not view.baselines:
-        return [_label("baseline").append("not measured yet", DIM)]
+        measured = "not measured yet" if view.finished is None else "none was measured"
+        return [_label("baseline").append(measured, DIM)]
     parts = []
     for baseline in view.baselines:
         part = Text(f"{baseline.name}: ", DIM).append(formatting.outcome(baseline))

@@ -152,6 +152,9 @@ class SearchView:
     heading: str = field(default="", compare=False)
     """Model, devices, limit and goal, known before the log is."""
     pid: int = 0
+    """Process that wrote the last part of the log; 0 if unknown."""
+    writer: int = field(default=0, compare=False)
+    """Process of the search that the display belongs to; 0 for any, as in `memtune watch`."""
     changes: int = 0
     """Incremented by every event with an effect, so that a display can skip redrawing."""
 
@@ -223,7 +226,7 @@ class SearchView:
     def _reopen(self, event: LogOpened) -> None:
         """Handle a resumed search: trials that ran when the last process ended have no result."""
         self.pid, self.finished, self.paused = event.pid, None, False
-        for trial in self.running:
+        for trial in self.unfinished:
             trial.status, trial.reason, trial.finished_s = (
                 "cancelled",
                 "the search ended before it did",
@@ -238,6 +241,13 @@ class SearchView:
 
     @property
     def running(self) -> list[TrialView]:
+        """Return trials that run, oldest first."""
+        # A resumed search writes to the log after it has recorded the step; until then the log is that of the
+        # process before, whose trials ended with it.
+        return [] if self.writer and self.pid not in (0, self.writer) else self.unfinished
+
+    @property
+    def unfinished(self) -> list[TrialView]:
         """Return trials without a result, oldest first."""
         return [trial for trial in self.trials.values() if trial.status == "running"]
 

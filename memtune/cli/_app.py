@@ -66,11 +66,21 @@ Device = Annotated[
         help="Device to compute on: cpu, cuda, xpu, …; default: the accelerator if present.",
     ),
 ]
-Gpus = Annotated[int | None, typer.Option(min=1, help="Number of GPUs that train together.")]
-Workers = Annotated[int | None, typer.Option(min=1, help="Number of ranks on CPU (with --device cpu).")]
+Gpus = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Number of GPUs that train together; default: for trials all visible ones, else one."
+    ),
+]
+Workers = Annotated[
+    int | None, typer.Option(min=1, help="Number of ranks on CPU (with --device cpu); default: one.")
+]
 GpuType = Annotated[str | None, typer.Option(help="Predict for this GPU: h100-80g, a100-40g, …")]
 Memory = Annotated[
-    str | None, typer.Option("--max-memory", metavar="SIZE", help="Device memory per rank, like 24GiB.")
+    str | None,
+    typer.Option(
+        "--max-memory", metavar="SIZE", help="Device memory per rank, like 24GiB; default: all of it."
+    ),
 ]
 Nodes = Annotated[
     int | None, typer.Option(min=1, help="Number of machines; default: as few as hold the GPUs.")
@@ -82,7 +92,10 @@ Goal = Annotated[
         help="Maximize samples/s, minimize the peak, or maximize the micro-batch.",
     ),
 ]
-GlobalBatch = Annotated[int | None, typer.Option(min=1, help="Samples per optimizer step over all ranks.")]
+GlobalBatch = Annotated[
+    int | None,
+    typer.Option(min=1, help="Samples per optimizer step over all ranks; default: global_batch of MODEL.PY."),
+]
 Axes = Annotated[
     str | None, typer.Option(help="Search only these axes: recompute,sharding,offload,allocator,execution.")
 ]
@@ -105,7 +118,7 @@ MicroBatch = Annotated[
 ]
 
 
-@app.command()
+@app.command(epilog="Example: memtune init my_package.my_module:MyModel --out model.py")
 def init(
     target: Annotated[
         str,
@@ -127,7 +140,7 @@ def init(
     return _commands.init(target, out, force, as_json)
 
 
-@app.command()
+@app.command(epilog="Example: memtune search model.py --gpus 8 --max-memory 60GiB --time 30m")
 def search(
     context: typer.Context,
     model: Model,
@@ -186,7 +199,7 @@ def search(
     return _search.search(given)
 
 
-@app.command()
+@app.command(epilog="Example: memtune plan model.py --gpus 8 --gpu-type h100-80g --out tuned.yaml")
 def plan(
     context: typer.Context,
     model: Model,
@@ -230,7 +243,7 @@ def plan(
     return _search.plan(given)
 
 
-@app.command()
+@app.command(epilog="Example: memtune trial model.py --config tuned.yaml --gpus 8")
 def trial(
     model: Model,
     config: Annotated[Path, typer.Option(help="Config to run; only `settings` is required.")],
@@ -253,7 +266,10 @@ def trial(
     return _commands.trial(given)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    epilog="Example: memtune run tuned.yaml -- torchrun --standalone --nproc-per-node=8 train.py",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
 def run(context: typer.Context, config: ConfigPath) -> int:
     """Run a training command, given after --, with the environment that the config needs."""
     from memtune.cli import _commands

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from memtune.cli import _options
 from memtune.cli._crash_report import report_crashes
 from memtune.cli._output import emit, results, say
-from memtune.errors import Interrupted
+from memtune.errors import Interrupted, UsageError
 from memtune.progress import Progress, columns, shown
 from memtune.search_spaces import matching
 
@@ -136,6 +136,12 @@ def plan(given: dict[str, Any]) -> int:
     common = _options.common(given, for_trials=False)
     if given["config"] is not None:
         _options.config_file(given["config"])
+    elif given["micro_batch"] is not None:
+        raise UsageError(
+            "--micro-batch changes the config of --config, and there is none.",
+            fix=f"--freeze micro_batch={given['micro_batch']} plans with this micro-batch",
+            code="MT100",
+        )
     if given["why_not"] is not None:
         matching(given["why_not"])
     if given["out"] is not None:

@@ -9,6 +9,7 @@ from memtune._door import open_door
 if TYPE_CHECKING:
     from memtune.config.json_schema import schema
     from memtune.config.tuned_config import (
+        UNCHANGED,
         MadeFor,
         Settings,
         TunedConfig,
@@ -28,6 +29,7 @@ else:
     __getattr__ = open_door(__name__)
 
 __all__ = [
+    "UNCHANGED",
     "MadeFor",
     "Settings",
     "TunedConfig",

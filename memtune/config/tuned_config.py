@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 SCHEMA = 1
+UNCHANGED = "changes nothing"
+"""Sentence of settings under which a step is that of the user's script."""
 _ALIASES = {("sharding.communication", "plain"): "none"}
 """Other names of a technique that configs may use, by slot."""
 _EXECUTION = tuple(Execution.model_fields)
@@ -106,7 +108,7 @@ class Settings:
         plain = Settings(
             self.execution.model_copy(update={"micro_batch": None, "accumulate": 1}), self.techniques
         )
-        return "; ".join(plain.sentences().values()) or "changes nothing"
+        return "; ".join(plain.sentences().values()) or UNCHANGED
 
     def env(self) -> dict[str, str]:
         """Return environment variables that must be set before the device starts."""

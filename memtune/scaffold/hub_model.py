@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import os
 from pathlib import Path
 from pprint import pformat
@@ -164,6 +165,9 @@ def _config(transformers: Any, target: str) -> Any:
 
 def _downloaded(transformers: Any, target: str) -> Any:
     """Return the config of an id from the cache or the hub; only `config.json` is downloaded."""
+    log = logging.getLogger("huggingface_hub")
+    level = log.level
+    log.setLevel(logging.ERROR)  # it warns of each retry; the error below says the same once
     try:
         return transformers.AutoConfig.from_pretrained(target)
     except (OSError, ValueError) as error:
@@ -177,6 +181,8 @@ def _downloaded(transformers: Any, target: str) -> Any:
             ),
             code="MT152",
         ) from error
+    finally:
+        log.setLevel(level)
 
 
 def _architecture(transformers: Any, config: Any, target: str) -> tuple[str, bool]:

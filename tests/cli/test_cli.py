@@ -76,6 +76,7 @@ BAD = [
     ("search nope.py --device cpu", 2, "no file nope.py"),
     ("plan modle.py", 2, "Here: model.py"),
     ("plan broken.py", 2, "does not parse, line 1"),
+    ("plan model.py --micro-batch 2", 2, "--freeze micro_batch=2"),
     ("init Llama --out model.py", 2, "model.py exists"),
     ("search model.py --device tpu", 2, "--device cpu or cuda"),
     ("search model.py --device cpu --gpus 2", 2, "--device cpu --workers 2"),

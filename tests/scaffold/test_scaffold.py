@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import sys
 from pathlib import Path
 
@@ -221,6 +222,22 @@ def test_unusable_hub_target_is_one_message(target, kind, words, folder):
             hub_draft(target)
         assert words in str(caught.value)
         assert isinstance(caught.value, MemtuneError)
+
+
+def test_failed_download_prints_no_retries_and_resets_the_log(monkeypatch, caplog):
+    transformers = pytest.importorskip("transformers")
+    log = logging.getLogger("huggingface_hub.utils")
+
+    def unreachable(name: str) -> None:
+        log.warning("Retrying in 1s [Retry 1/5].")
+        raise OSError("no network")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", unreachable)
+    before = log.getEffectiveLevel()
+    with pytest.raises(EnvironmentFault, match="cannot be downloaded"):
+        hub_draft("someone/model")
+    assert caplog.text == ""
+    assert log.getEffectiveLevel() == before
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,8 @@ def test_page_is_complete_offline_small_and_well_formed(tmp_path):
         assert each["role"] == "img"
         assert set(each["aria-labelledby"].split()) <= set(ids)
     for words in (
+        "measured18.9 samples/s, peak 571 MiB",
+        "peakbatchsetting",
         "recompute every_nth(2) · fsdp · micro-batch 8",
         "memtune run tuned.yaml -- torchrun --nproc-per-node=2 train.py",
         "Time against memory, measured",

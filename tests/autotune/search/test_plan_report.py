@@ -105,6 +105,17 @@ def test_plan_answers_before_it_lists(ranking: PlanReport):
     assert "refused     " in shown(ranking, why=True)
 
 
+def test_plan_advice_names_micro_batches_other_than_the_users(ranking: PlanReport):
+    plain = replace(ranking.baselines[0], micro_batch=8, accumulate=1)
+    smaller = replace(ranking.front[0], micro_batch=2, accumulate=4)
+    for sentence, advice in (
+        ("changes nothing", "runs 4 micro-batches of 2 samples a step\n"),
+        ("shards", "runs 4 micro-batches of 2 samples a step; shards\n"),
+    ):
+        first = replace(smaller, sentence=sentence)
+        assert f"do this   {advice}" in shown(replace(ranking, baselines=(plain,), front=(first,)))
+
+
 def test_plan_keeps_its_numbers_on_a_narrow_terminal(ranking: PlanReport):
     wide, narrow = shown(ranking), shown(ranking, width=40)
     assert all(len(line) <= 40 for line in narrow.splitlines())

@@ -5,6 +5,7 @@ one.
 from __future__ import annotations
 
 import pytest
+from fixed_cpu import CPU
 from support.zoo_paths import ZOO
 
 from memtune import hardware
@@ -67,6 +68,7 @@ def test_suggestions_never_exceed_device_memory() -> None:
     gpu = hardware.find("h100-80g")
     assert more_memory(gpu, 70 * 2**30) == "--max-memory 70GiB or a card with more memory"
     assert more_memory(gpu, 90 * 2**30) == "a card with 90GiB of memory"
+    assert more_memory(CPU, 70 * 2**30) == "--max-memory 70GiB"  # no card on a CPU
 
 
 def test_suggested_limit_is_rounded_up() -> None:

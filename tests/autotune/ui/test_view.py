@@ -122,6 +122,19 @@ def test_view_of_resumed_search_has_no_stale_running_trial():
     assert len(view.running) == 1
 
 
+def test_printer_of_resumed_search_shows_the_trial_that_its_process_left():
+    out = io.StringIO()
+    printer = LinePrinter(out, False)
+    printer.view.writer = 8
+    for event in (LogOpened(pid=7), *stream.opening(), TrialStarted(number=5)):
+        printer.apply(event)
+    assert printer.view.running == []  # process 8 is still recording the step
+    printer.apply(LogOpened(pid=8))
+    assert out.getvalue().splitlines()[-1].split()[:3] == ["5", "search", "ended"]
+    printer.apply(TrialStarted(number=6))
+    assert [each.number for each in printer.view.running] == [6]
+
+
 def test_view_ignores_unknown_events():
     view = SearchView()
     view.apply(Unknown(event="from the future", raw="{}"))
@@ -241,8 +254,8 @@ def test_printer_ends_with_result_against_plain_and_usage():
             "✔ tuned.yaml  18.9 samples/s (plain: out of memory) · peak 571 MiB of 600 MiB · checked in a"
             " fresh process"
         ),
-        "  setting    recomputes one block in 2 in backward (Chen et al. 2016); divides weights, gradients"
-        " and optimizer state over 2 ranks (FSDP)",
+        "  setting    runs 2 micro-batches of 8 samples a step; recomputes one block in 2 in backward (Chen et"
+        " al. 2016); divides weights, gradients and optimizer state over 2 ranks (FSDP)",
         '  use it     model, optimizer = memtune.apply(model, optimizer, "tuned.yaml")',
         "  see why    memtune report gpt-7f3a",
     ]
