@@ -254,8 +254,8 @@ def test_printer_ends_with_result_against_plain_and_usage():
             "✔ tuned.yaml  18.9 samples/s (plain: out of memory) · peak 571 MiB of 600 MiB · checked in a"
             " fresh process"
         ),
-        "  setting    runs 2 micro-batches of 8 samples a step; recomputes one block in 2 in backward (Chen et"
-        " al. 2016); divides weights, gradients and optimizer state over 2 ranks (FSDP)",
+        "  setting    runs 2 micro-batches of 8 samples a step; recomputes one block in 2 in backward (Chen"
+        " et al. 2016); divides weights, gradients and optimizer state over 2 ranks (FSDP)",
         '  use it     model, optimizer = memtune.apply(model, optimizer, "tuned.yaml")',
         "  see why    memtune report gpt-7f3a",
     ]
