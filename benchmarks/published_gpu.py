@@ -3,11 +3,12 @@
     python benchmarks/published_gpu.py [--only ID …] [--json FILE] [--markdown FILE] [--plot FILE]
 
 Cases: `published/gpu_rows.json`, and `cases.json` of the folder that MEMTUNE_GPU_PUBLISHED names (default:
-../shared/data/gpu-published next to the checkout), which is skipped with a reason if it is absent. Each case
-is predicted as `memtune plan --config` does, from a model file in `published/gpu_models`. Measured: allocated
-and reserved bytes as torch counts them, the device's total as nvidia-smi or NVML shows it, seconds of a
-step. No case is removed because its error is large; a case whose measurement is of something else than a
-training step has the reason in its row (`excluded`) and is listed apart.
+../shared/data/gpu-published next to the checkout), which is skipped with a reason if it is absent. Results
+that hold rows of an absent folder are not replaced: the run ends with exit code 2. Each case is predicted as
+`memtune plan --config` does, from a model file in `published/gpu_models`. Measured: allocated and reserved
+bytes as torch counts them, the device's total as nvidia-smi or NVML shows it, seconds of a step. No case is
+removed because its error is large; a case whose measurement is of something else than a training step has the
+reason in its row (`excluded`) and is listed apart.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def cases() -> tuple[list[Case], str]:
     folder = Path(os.environ.get(FOLDER, ROOT / "../shared/data/gpu-published")).resolve()
     path = folder / "cases.json"
     if not path.exists():
-        return own, f"there is no {path.name} in {FOLDER}"
+        return own, f"there is no {path.name} in {folder} ({FOLDER})"
     return own + [_from_folder(each) for each in json.loads(path.read_text())], ""
 
 
@@ -319,14 +320,28 @@ def _is_missing(case: Case, row: Row | None) -> bool:
     return row is None or bool(set(case.measured) - set(row.predicted) and not row.reason)
 
 
+def _rows_of_absent(outputs: Sequence[Path], every: Sequence[Case]) -> list[str]:
+    """Return the rows of the results at `outputs` that are no case of this run."""
+    known = {case.id for case in every}
+    documents = dict.fromkeys(path.with_suffix(".json") for path in outputs)
+    return [row.case.id for path in documents for row in _read(path) if row.case.id not in known]
+
+
 def main(arguments: Sequence[str] | None = None, *, say: Callable[[str], None] = print) -> int:
-    """Predict, compare, write; return 0."""
+    """Predict, compare, write; return 0, or 2 if results would lose the rows of an absent folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", help="cases to predict; the others keep their results in --json")
     for name in ("--json", "--markdown", "--plot"):
         parser.add_argument(name, type=Path)
     args = parser.parse_args(arguments)
     every, missing = cases()
+    outputs = [path for path in (args.json, args.markdown, args.plot) if path]
+    if missing and (lost := _rows_of_absent(outputs, every)):
+        say(
+            f"{len(lost)} rows of {outputs[0].with_suffix('.json')} would be lost: {missing}. Set {FOLDER}"
+            " to the folder that holds cases.json, or write to other files"
+        )
+        return 2
     if missing:
         say(f"skipped: {missing}")
     kept = {row.case.id: row for row in _read(args.json)} if args.only is not None and args.json else {}

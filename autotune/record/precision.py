@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memtune.program import CHANNELS_FIRST, UNALIGNED, Precision
+from memtune.program import CHANNELS_FIRST, COMPLEX, UNALIGNED, Precision
 
 _PRECISIONS = {
     torch.float16: Precision.FLOAT16,
@@ -26,8 +26,10 @@ Matrix Multiplication Background User's Guide, "Tensor Core Requirements").
 
 def precision_of(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
     """Return the `Precision` of op `name`, plus UNALIGNED if a 16-bit matrix has rows of other lengths, or
-    CHANNELS_FIRST.
+    CHANNELS_FIRST, or COMPLEX alone.
     """
+    if any(each.is_complex() for each in (*inputs, *outputs)):
+        return COMPLEX
     floating = next((each.dtype for each in inputs if each.is_floating_point()), None)
     if floating is None:
         return Precision.UNKNOWN

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune.program import (
+    COMPLEX,
     FOREVER,
     I32,
     I64,
@@ -121,10 +122,12 @@ def _padding_bytes(step: Step, inside: npt.NDArray[np.bool_]) -> I64:
 def _calls_library(step: Step) -> npt.NDArray[np.bool_]:
     """Return (n,) which ops are kernels of libraries.
 
-    A scatter of a constant into a constant, as the gradient of a cross-entropy has it, is generated code
-    (torch/_inductor/fx_passes/joint_graph.py `scatter_upon_const_tensor`).
+    So are ops on complex numbers that its decompositions leave (torch/_inductor/lowering.py
+    `fallback_node_due_to_unsupported_type`). A scatter of a constant into a constant, as the gradient of a
+    cross-entropy has it, is generated code (fx_passes/joint_graph.py `scatter_upon_const_tensor`).
     """
     found = np.array([any(part in name for part in _LIBRARY) for name in step.names], bool)[step.ops.name]
+    found |= step.ops.precision & COMPLEX > 0
     if _SCATTER in step.names and _FILL in step.names:
         scatters = step.ops.name[step.uses.op] == step.names.index(_SCATTER)
         by = step.storages.producer[step.uses.storage]

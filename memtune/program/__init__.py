@@ -113,6 +113,7 @@ if TYPE_CHECKING:
     from memtune.program.step import (
         APART,
         CHANNELS_FIRST,
+        COMPLEX,
         DONATES,
         F64,
         FOREVER,
@@ -157,6 +158,7 @@ __all__ = [
     "APART",
     "BATCH_NORMS",
     "CHANNELS_FIRST",
+    "COMPLEX",
     "DECAY",
     "DONATES",
     "EMPTY",

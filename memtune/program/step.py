@@ -108,6 +108,8 @@ UNALIGNED = 16
 """Flag in `Ops.precision`: rows of a 16-bit matrix are no multiples of 16 bytes, so loads are narrower."""
 CHANNELS_FIRST = 32
 """Flag in `Ops.precision`: images of a dense convolution have channels before rows and columns."""
+COMPLEX = 64
+"""Flag in `Ops.precision`: the op reads or writes complex numbers."""
 
 ON_GPU_ONLY = 128
 """Flag in `Ops.elementwise_bytes`: running the op in tiles is bitwise exact on a GPU, but not on this device.
@@ -199,7 +201,7 @@ class Ops(Table):
     elementwise_bytes: U8
     """(n,) bytes per output element if the op is elementwise with one output, else 0; plus ON_GPU_ONLY."""
     precision: U8
-    """(n,) Precision of its matrix products; plus UNALIGNED or CHANNELS_FIRST."""
+    """(n,) Precision of its matrix products; plus UNALIGNED, CHANNELS_FIRST or COMPLEX."""
     calls: Calls = field(default=_NO_CALLS, repr=False)
     """The table that `call` indexes; the Step sets it."""
 

@@ -109,3 +109,20 @@ def test_cases_without_a_predicted_measurement_are_named() -> None:
     assert published_gpu._is_missing(row.case, None)
     assert published_gpu._is_missing(timed, row)
     assert not published_gpu._is_missing(timed, replace(row, predicted={}, reason="no setting expresses it"))
+
+
+def test_results_with_rows_of_an_absent_folder_are_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import published_gpu
+
+    monkeypatch.setenv(published_gpu.FOLDER, str(tmp_path / "absent"))
+    results, said = tmp_path / "results.json", list[str]()
+    theirs = replace(row_of("theirs", 1.0), low={"allocated": 9.0}, high={"allocated": 11.0})
+    published_gpu._write(results, [theirs], "")
+    before = results.read_text()
+    for output in (["--json", str(results)], ["--plot", str(results.with_suffix(".svg"))]):
+        assert published_gpu.main(["--only", *output], say=said.append) == 2
+    assert results.read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+    assert all("1 rows" in each and published_gpu.FOLDER in each for each in said)

@@ -12,7 +12,7 @@ from memtune.autotune.record.precision import precision_of
 from memtune.autotune.record.recorder import record
 from memtune.hardware.roofline import op_costs
 from memtune.hardware.spec import find
-from memtune.program.step import CHANNELS_FIRST, UNALIGNED, Precision
+from memtune.program.step import CHANNELS_FIRST, COMPLEX, UNALIGNED, Precision
 from memtune.workload.workload import Workload
 
 MODEL = """
@@ -45,6 +45,14 @@ def test_products_use_tf32_on_request_and_convolutions_by_default() -> None:
     assert precision_of("aten.convolution.default", [matrix], [matrix]) == Precision.TF32
     torch.set_float32_matmul_precision("high")
     assert precision_of("aten.mm.default", [matrix, matrix], [matrix]) == Precision.TF32
+
+
+def test_ops_that_read_or_write_complex_numbers_are_marked() -> None:
+    real = torch.empty(4, 2)
+    turned = torch.view_as_complex(real)
+    assert precision_of("aten.mul.Tensor", [turned, turned], [turned]) == COMPLEX
+    assert precision_of("aten.polar.default", [real, real], [turned]) == COMPLEX
+    assert precision_of("aten.mul.Tensor", [real, real], [real]) == Precision.FLOAT32
 
 
 @pytest.mark.parametrize(("columns", "flag"), [(50304, 0), (50257, UNALIGNED)])

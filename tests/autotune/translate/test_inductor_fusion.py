@@ -12,7 +12,7 @@ from memtune.autotune.translate import inductor_fusion
 from memtune.autotune.translate.translation import translate
 from memtune.compile import Compiling
 from memtune.hardware.spec import find
-from memtune.program.step import UNALIGNED, Phase, Precision, Recording, Resource, Step
+from memtune.program.step import COMPLEX, UNALIGNED, Phase, Precision, Recording, Resource, Step
 from memtune.workload.workload import Workload
 
 MODEL = """
@@ -87,6 +87,12 @@ def test_elementwise_results_are_computed_again_instead_of_written() -> None:
     reduced = fused_step(tuple(name.replace("exp", "amax") for name in NAMES))
     assert reduced.storages.bytes[1] == 200
     assert reduced.ops.traffic_bytes[4] == 200 + 100 + 50
+
+
+def test_ops_on_complex_numbers_are_kernels_of_their_own() -> None:
+    step = fused_step(ops_precision=[COMPLEX if op == 4 else 0 for op in range(len(OPS))])
+    assert step.storages.bytes[1] == 200  # the complex op reads the exponential from memory
+    assert step.ops.traffic_bytes[3] == 100 + 200 + 50
 
 
 def test_constants_scattered_into_constants_are_generated_code() -> None:
