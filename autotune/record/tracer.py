@@ -277,7 +277,7 @@ class Tracer(WatchingMode):
             traffic = _seam_traffic_bytes(seam, inputs, fresh, written)
         else:
             in_place = donated >= 0 or bool(written)
-            traffic = kernel_traffic_bytes(name, inputs, outputs, in_place=in_place)
+            traffic = kernel_traffic_bytes(name, inputs, outputs, in_place=in_place, on_cpu=self._on_cpu)
         has_generator = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
         rng = OWN_GENERATOR if has_generator else int(draws(func, args, kwargs))
         n_flops = flops.count(func, args, kwargs, out)

@@ -26,7 +26,7 @@ class Traffic(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         in_place = func._schema.is_mutable
         self.n_bytes += kernel_traffic_bytes(
-            str(func), tensors_in(args), tensors_in((out,)), in_place=in_place
+            str(func), tensors_in(args), tensors_in((out,)), in_place=in_place, on_cpu=True
         )
         return out
 
@@ -48,3 +48,21 @@ def test_kernels_move_what_they_touch(call: Callable[[], Any], expected: int) ->
     with Traffic() as traffic:
         call()
     assert traffic.n_bytes == expected
+
+
+def test_second_kernel_of_a_norm_reads_its_inputs_again_on_a_gpu() -> None:
+    slope, image, weight, sums = TABLE, torch.zeros_like(TABLE), torch.zeros(8), torch.zeros(1000)
+
+    def passes(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], on_cpu: bool) -> int:
+        found = kernel_traffic_bytes(name, inputs, outputs, in_place=False, on_cpu=on_cpu)
+        return round(found / TABLE_BYTES)
+
+    backward = [slope, image, sums, weight]
+    for name in ("native_layer_norm_backward", "_fused_rms_norm_backward", "native_group_norm_backward"):
+        both = (f"aten.{name}.default", backward, [image, weight])
+        assert passes(*both, on_cpu=False) == 5
+        assert passes(*both, on_cpu=True) == 3
+        assert passes(*both[:2], [image], on_cpu=False) == 3  # frozen weights
+        assert passes(*both[:2], [weight], on_cpu=False) == 2
+    assert passes("aten.native_group_norm.default", [image, weight], [image, sums], on_cpu=False) == 3
+    assert passes("aten.native_layer_norm.default", [image, weight], [image, sums], on_cpu=False) == 2
