@@ -175,6 +175,10 @@ _GA102 = (
     " docslib.org/doc/759549"
 )
 
+_CAPPED = (
+    "products, which such a limit of power slows down, are not measured: rate per multiprocessor at the limit"
+    " per multiprocessor, between H100 PCIe (350 W, 114) and H100 SXM (700 W, 132) in log-log"
+)
 _GPU_MODELS = {
     "h200": _GpuModel(
         "NVIDIA H200 SXM",
@@ -329,7 +333,9 @@ _GPU_MODELS = {
         60,
         3.9,
         _PCIE5._replace(link=300),
-        f"{_NV}/h100: half its sparse figures; pairs share an NVLink bridge of 600 GB/s",
+        f"{_NV}/h100: half its sparse figures; pairs share an NVLink bridge of 600 GB/s; 400 W: {_CAPPED}",
+        matmul=0.682,
+        matmul_fp32=0.71,
     ),
     "h100-96g": _GpuModel(
         "NVIDIA H100 SXM 96 GB HBM2e",
@@ -341,9 +347,9 @@ _GPU_MODELS = {
         2.4,
         _HGX5,
         "96 GB of HBM2e, 2.4 TB/s, 500 W: https://github.com/pytorch/torchtitan, benchmarks; rates of the"
-        " H100 SXM data sheet, which a limit of 500 W does not sustain: dynamic power grows with the cube of"
-        " the clock, since voltage follows it, so products reach (500 / 700) ** (1/3) of H100's share",
-        matmul=0.718,
+        f" H100 SXM data sheet; {_CAPPED}",
+        matmul=0.658,
+        matmul_fp32=0.684,
     ),
     "h20": _GpuModel(
         "NVIDIA H20",

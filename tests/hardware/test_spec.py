@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -155,3 +156,16 @@ def test_a_plain_card_is_not_taken_for_its_ti_super() -> None:
     gib = 2**30
     assert known_devices.match("NVIDIA GeForce RTX 4070 Ti SUPER", 16 * gib) == "rtx-4070-ti-super"
     assert known_devices.match("NVIDIA GeForce RTX 4070", 12 * gib) is None
+
+
+@pytest.mark.parametrize(("name", "watts"), [("h100-96g", 500), ("h100-nvl", 400)])
+def test_products_of_power_capped_cards_lie_between_those_of_measured_cards(name: str, watts: float) -> None:
+    def per_unit(card: str, dtype: str, units: int) -> float:
+        found = hardware.find(card)
+        return found.matmul_flops_per_s(dtype) * found.matmul_share(dtype) / units
+
+    for dtype in ("bfloat16", "float32"):
+        low, high = per_unit("h100-pcie", dtype, 114), per_unit("h100-80g", dtype, 132)
+        slope = math.log(high / low) / math.log(700 / 132 * 114 / 350)
+        expected = high * (watts / 700) ** slope
+        assert per_unit(name, dtype, 132) == pytest.approx(expected, rel=5e-3)
