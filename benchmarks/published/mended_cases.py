@@ -130,7 +130,7 @@ RESERVED = (
     " no freed block: a reserved peak of twice the allocated one was predicted, and measured, for"
     " gpumemnet-cnn-pyramid-4-61-32-102.",
     "The snapshots of Stone-ResearchLife/xMem (experiments_llm/…/snapshot/*.pickle) were not replayed: only"
-    " their names are in the public index that was searched.",
+    " their names are in the public index that was searched, which has no copy of the repository.",
 )
 """Causes of differences between reserved and allocated bytes."""
 
