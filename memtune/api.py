@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from torch.optim import Optimizer
 
 from memtune import refusals
 from memtune.activations.recompute import ActivationTable
-from memtune.audit import audit
+from memtune.audit import audit, audit_claims
 from memtune.checkpointer import distributed, export, full_state_dict, load_full_state_dict
 from memtune.compile import compile_regions
 from memtune.config import (
+    BUCKET_SLOTS,
     TunedConfig,
     check_blocks,
     check_environment,
@@ -47,9 +49,9 @@ from memtune.parallel.ranks import (
 )
 from memtune.parallel.sharding import rebind
 from memtune.refusals import error_of, one_graph
-from memtune.runtime import Context, LossFunction, Snapshot, prepare_model
+from memtune.runtime import Context, ForwardSwitch, LossFunction, Snapshot, prepare_model
 from memtune.search_spaces import is_null
-from memtune.search_spaces._support import refusal
+from memtune.search_spaces._support import one_for_all_buckets, refusal
 from memtune.technique import Facts, Technique
 from memtune.workload import expand, find_blocks
 
@@ -368,6 +370,7 @@ def _agreement_text(config: TunedConfig, model: nn.Module) -> str:
         for name, value in sorted(config.settings.dump().items())
     ]
     plans = [f"plan of {slot}: sha256:{plan.sha256[:16]}" for slot, plan in sorted(config.plan.items())]
+    plans += [f"bucket {index}: sha256:{each.sha256[:16]}" for index, each in enumerate(config.buckets)]
     return "\n".join([*settings, *plans, f"model: {fingerprint(model)}", *agreed_state(model)])
 
 
@@ -413,11 +416,10 @@ def _apply_axes(context: Context, config: TunedConfig) -> None:
     if not _states_divide_parameters(config, context.placement.world_size):
         fill(context.model, context.optimizer, rebind)
     _apply_slot(context, config, "split")
-    _apply_slot(context, config, "recompute")
-    _apply_slot(context, config, "offload.activations")
-    _require_eager_blocks(context)
-    # After all claims, before states are sharded: FSDP2's hooks must run outside of a block's second forward.
-    context.activations.install()
+    if config.buckets:
+        _apply_buckets(context, config)
+    else:
+        _apply_to_saved_tensors(context, config)
     _apply_slot(context, config, "sharding.states")
     # Checks of whole parameters wait for this: only now is known what is sharded.
     context.events.states_sharded.emit()
@@ -429,6 +431,43 @@ def _apply_axes(context: Context, config: TunedConfig) -> None:
         clip_everywhere(context, unscale_everywhere(context))
     # Last: it counts from here on, and what was made before stays in torch's allocator.
     _apply_slot(context, config, "allocator")
+
+
+def _apply_to_saved_tensors(context: Context, config: TunedConfig) -> None:
+    for slot in BUCKET_SLOTS:
+        _apply_slot(context, config, slot)
+    _require_eager_blocks(context)
+    # After all claims, before states are sharded: FSDP2's hooks must run outside of a block's second forward.
+    context.activations.install()
+
+
+def _apply_buckets(context: Context, config: TunedConfig) -> None:
+    """Apply each length bucket's techniques, then the config's own, and switch between their forwards."""
+    technique, reason = one_for_all_buckets(config.settings.chosen, config.settings.execution.compile)
+    if reason is not None:
+        raise error_of(
+            reason, f"{technique} is set, and the config has {len(config.buckets)} length buckets."
+        )
+    switch, parts = ForwardSwitch(context.model), []
+    for bucket in config.buckets:
+        part = replace(context, activations=ActivationTable(context.model, context.blocks), checks={})
+        own = config.in_bucket(bucket)
+        _require_fitting(part, own)
+        _apply_to_saved_tensors(part, own)
+        switch.take()
+        parts.append(part)
+    _apply_to_saved_tensors(context, config)
+    switch.take()
+
+    def bucket_of(shapes: Sequence[tuple[int, ...]]) -> int:
+        held = (index for index, each in enumerate(config.buckets) if each.holds(shapes))
+        return next(held, len(config.buckets))
+
+    switch.install(bucket_of)
+    context.checks["buckets"] = lambda: {
+        "forwards": [switch.calls[index] for index in range(len(parts) + 1)],
+        "claims": [audit_claims(part) for part in parts],
+    }
 
 
 def _execution(context: Context, config: TunedConfig) -> None:

@@ -17,10 +17,16 @@ def audit(context: Context) -> dict[str, Any]:
         ApplyError: A trainable parameter is in no parameter group, a claimed block is not wrapped, or a
             technique's own check failed.
     """
-    facts: dict[str, Any] = {
-        "parameters": _check_parameters(context),
-        "activations": _activations(context),
-    }
+    return {"parameters": _check_parameters(context), **audit_claims(context)}
+
+
+def audit_claims(context: Context) -> dict[str, Any]:
+    """Return the facts of the activation table and of the techniques' own checks.
+
+    Raises:
+        ApplyError: As `audit`.
+    """
+    facts = {"activations": _activations(context)}
     for slot, check in context.checks.items():
         facts[slot] = check()
     return facts

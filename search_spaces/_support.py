@@ -66,6 +66,26 @@ def needs_calls_of_blocks(config: Config) -> bool:
     )
 
 
+def one_for_all_buckets(chosen: Mapping[str, Technique], compiled: CompileScope) -> tuple[str, Reason | None]:
+    """Return the setting under which length buckets cannot have plans of their own, and why; no setting and
+    None if they can.
+    """
+    if compiled:
+        text = "a length bucket has no plan of its own under torch.compile, which decides what is saved"
+        return f"execution: {{compile: {compiled}}}", Reason(text, "compile: false, or remove buckets")
+    for technique in chosen.values():
+        effects, name = technique.effects, f"{technique.slot}: {{kind: {technique.kind}}}"
+        if effects.layers == "stages" or effects.layer_major or technique.slot == "execution.order":
+            text = "micro-batches of all length buckets run in one order, and so follow one plan"
+            return name, Reason(
+                text, f"{technique.slot}: {{kind: {null(technique.slot).kind}}}, or remove buckets"
+            )
+        if technique.slot == "allocator" and technique.plan_types:
+            text = "addresses are planned for one length of batches"
+            return name, Reason(text, "another allocator, or remove buckets")
+    return "", None
+
+
 def _always(config: Config) -> bool:
     return True
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
+    from memtune.autotune.search.bucket_plans import plan_buckets
     from memtune.autotune.search.control import Control
     from memtune.autotune.search.dry_runs import traced_under
     from memtune.autotune.search.outcome import SearchOutcome
@@ -70,6 +71,7 @@ __all__ = [
     "check_writable",
     "named_study",
     "plan",
+    "plan_buckets",
     "prepare",
     "read_events",
     "run_trial",

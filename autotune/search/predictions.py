@@ -9,10 +9,11 @@ from typing import Any
 
 from memtune.autotune.predict import Calibration, oom_probability, step_timeline
 from memtune.autotune.search.baselines import baselines
+from memtune.autotune.search.bucket_plans import plan_buckets
 from memtune.autotune.search.preparation import Setup
 from memtune.autotune.space import Choice, Scored, ablate, python_work
 from memtune.config import TunedConfig
-from memtune.technique import Plan, Reason
+from memtune.technique import Reason
 
 SCHEMA = 1
 
@@ -20,8 +21,14 @@ SCHEMA = 1
 def trial_config(setup: Setup, choice: Choice) -> TunedConfig:
     """Return the config of `choice` with its plans, as known before a trial."""
     candidate = setup.scorer.rewriter.candidate(choice)
-    plans: dict[str, Plan] = {} if isinstance(candidate, Reason) else dict(candidate.plans)
-    return TunedConfig(settings=choice, made_for=setup.made_for, plan=plans)
+    if isinstance(candidate, Reason):
+        return TunedConfig(settings=choice, made_for=setup.made_for)
+    return TunedConfig(
+        settings=choice,
+        made_for=setup.made_for,
+        plan=dict(candidate.plans),
+        buckets=plan_buckets(setup, candidate),
+    )
 
 
 def predicted_config(setup: Setup, scored: Scored) -> TunedConfig:

@@ -26,6 +26,7 @@ from memtune.autotune.record import (
     takes_too_long,
 )
 from memtune.autotune.record_parallel import CutRecordings
+from memtune.autotune.search.bucket_recordings import BucketRecording, record_buckets
 from memtune.autotune.space import (
     Choice,
     Goal,
@@ -87,6 +88,8 @@ class Setup:
     made_for: MadeFor
     recorded: Recording
     """The recording before its translation to the device."""
+    buckets: tuple[BucketRecording, ...] = ()
+    """The length buckets below the recorded batch, smallest first."""
     workspace: WorkspaceTable | None = None
     """Table of CPU kernels' scratch; None if not measured."""
     only: Choice | None = None
@@ -165,6 +168,12 @@ def prepare(
         return translate(each, machine, workspace=scratch)
 
     recording = to_device(recorded)
+    buckets = record_buckets(
+        workload,
+        recorded.rung,
+        lambda each: to_device(record(each, sizes=sizes, between=used, workspace=workspace, target=device)),
+        say,
+    )
     frozen, adds_up = None, False
     if options.goal != "batch" and only is None:
         recording, frozen, adds_up = _check_batch(workload, recorded, recording, options.ranks, say)
@@ -198,6 +207,7 @@ def prepare(
         space,
         _made_for(workload, recording, machine, options.ranks, global_batch),
         recorded,
+        buckets,
         workspace,
         only,
         calibration,

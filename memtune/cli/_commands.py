@@ -115,7 +115,7 @@ def _planned(tuned: TunedConfig, given: dict[str, Any], device: Any, ranks: int)
     """Return `tuned`, which has no plan, with the plans that its techniques make for the workload; or the
     reason why one does not fit.
     """
-    from memtune.autotune.search import prepare
+    from memtune.autotune.search import plan_buckets, prepare
     from memtune.autotune.space import PlanOptions
     from memtune.cli import _options
     from memtune.technique import Reason
@@ -136,7 +136,9 @@ def _planned(tuned: TunedConfig, given: dict[str, Any], device: Any, ranks: int)
         )
     assert setup.only is not None  # because `config` is given
     found = setup.scorer.rewriter.candidate(setup.only)
-    return found if isinstance(found, Reason) else tuned.model_copy(update={"plan": dict(found.plans)})
+    if isinstance(found, Reason):
+        return found
+    return tuned.model_copy(update={"plan": dict(found.plans), "buckets": plan_buckets(setup, found)})
 
 
 def init(target: str, out: Path, force: bool, as_json: bool) -> int:

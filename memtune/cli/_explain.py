@@ -55,6 +55,7 @@ def explain(given: dict[str, Any]) -> int:
             return 0
         lines = (
             *_setting_lines(tuned, rows, found, origin, budget, verbose=given["verbose"]),
+            *_bucket_lines(tuned),
             *(_number_lines(tuned) if given["verbose"] else _figures(tuned, budget)),
             *_over_budget(tuned.certificate),
             *(f"{each.technique}: {each.reason}" for each in absent),
@@ -202,6 +203,7 @@ def _document(
         "measured": tuned.measured,
         "predicted": tuned.predicted,
         "certificate": tuned.certificate,
+        "buckets": [{**each.document(), "sentences": each.settings.sentences()} for each in tuned.buckets],
     }
 
 
@@ -227,6 +229,15 @@ def _setting_lines(
         yield from _trade_lines(found, _of(found, row["slot"]), budget)
         yield from (f"  {line}" for line in row["plan"] if verbose)
     yield f"{'costs and savings':<{_INDENT}}{origin}"
+
+
+def _bucket_lines(tuned: TunedConfig) -> Iterator[str]:
+    """Yield a line for each length bucket: its inputs' shapes, its techniques and its predicted peak."""
+    for each in tuned.buckets:
+        shapes = ", ".join("×".join(map(str, shape)) for shape in each.inputs)
+        clauses = "; ".join(each.settings.sentences().values()) or "keeps all activations"
+        numbers = f" ({_numbers(each.predicted)})" if each.predicted else ""
+        yield f"{'up to ' + shapes:<{_INDENT}}{clauses}{numbers}"
 
 
 def _trade_lines(found: Ablation | None, row: AblatedSetting | None, budget: int | None) -> Iterator[str]:

@@ -9,7 +9,9 @@ from memtune._door import open_door
 if TYPE_CHECKING:
     from memtune.config.json_schema import schema
     from memtune.config.tuned_config import (
+        BUCKET_SLOTS,
         UNCHANGED,
+        Bucket,
         MadeFor,
         Settings,
         TunedConfig,
@@ -29,7 +31,9 @@ else:
     __getattr__ = open_door(__name__)
 
 __all__ = [
+    "BUCKET_SLOTS",
     "UNCHANGED",
+    "Bucket",
     "MadeFor",
     "Settings",
     "TunedConfig",

@@ -17,7 +17,7 @@ from memtune.config.yaml_io import Document, flow
 from memtune.errors import ConfigError
 from memtune.units import format_bytes, format_seconds
 
-SECTIONS = ("measured", "predicted", "certificate", "plan", "study")
+SECTIONS = ("measured", "predicted", "certificate", "plan", "buckets", "study")
 """Sections of a config that the evidence holds."""
 _SUFFIX = ".evidence.json"
 _MAX_BYTES = 2**26
@@ -49,6 +49,8 @@ def people_text(
             lines.append(f"{name}: {flow(_round(document[name], budget))}  # {note}")
     if "made_for" in document:
         lines.append(f"made_for: {flow(document['made_for'])}")
+    if count := len(document.get("buckets", ())):
+        lines.append(f"# shorter batches, in {count} length bucket{'s' * (count > 1)}: plans in the evidence")
     if evidence:
         digest = hashlib.sha256(evidence.encode()).hexdigest()
         lines.append(f"evidence: {{file: {flow(evidence_name)}, sha256: {flow(digest)}}}")

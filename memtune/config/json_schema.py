@@ -22,6 +22,7 @@ _SECTIONS = {
     "certificate": "Peaks of the chosen setting when it was confirmed, and the check of its losses.",
     "made_for": "Model, device, ranks, batch and versions of the search; `apply` compares them with its own.",
     "plan": "Decisions of the techniques that plan, by slot; solved in the search, checked when loaded.",
+    "buckets": "Shapes of shorter batches, with techniques and plans of their own, smallest first.",
     "study": "The search: its name, the trial, seed and time.",
     "evidence": "The file with plan, certificate and measurements in full, and its hash.",
 }
@@ -69,6 +70,7 @@ def schema() -> dict[str, Any]:
                 "certificate": anything,
                 "made_for": refs[(MadeFor, "validation")],
                 "plan": _mapping(dict.fromkeys(SLOTS, anything)),
+                "buckets": {"type": "array", "items": anything},
                 "study": anything,
                 "evidence": _mapping({"file": {"type": "string"}, "sha256": {"type": "string"}}),
             }

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -42,9 +43,12 @@ _SECTIONS = (
     "certificate",
     "made_for",
     "plan",
+    "buckets",
     "study",
     "evidence",
 )
+BUCKET_SLOTS = ("recompute", "offload.activations")
+"""Slots that a length bucket decides for itself: they act on what one forward saves for its backward."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,44 @@ class MadeFor(BaseModel):
     memtune: str = ""
 
 
+class Bucket(BaseModel):
+    """A length bucket: batches up to some shapes, and the techniques on their saved tensors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    inputs: tuple[tuple[Annotated[int, Field(ge=0, strict=True)], ...], ...]
+    """Shapes of the tensors that the model's forward gets, in order; those of a batch of this bucket are not
+    larger.
+    """
+    settings: Settings = Settings()
+    """Techniques in `BUCKET_SLOTS`, instead of the config's own; omitted slots hold the null technique."""
+    plan: dict[str, Plan] = Field(default_factory=dict)
+    """Plans by slot, without empty plans."""
+    predicted: dict[str, Any] = {}
+
+    def document(self) -> dict[str, Any]:
+        """Return the bucket as plain data, without empty sections."""
+        document: dict[str, Any] = {"inputs": [list(each) for each in self.inputs]}
+        if self.settings.techniques:
+            document["settings"] = self.settings.dump()
+            del document["settings"]["execution"]
+        plans = {slot: plan.document() for slot, plan in self.plan.items() if not plan.is_empty}
+        rest = {"plan": plans, "predicted": self.predicted}
+        return document | {name: each for name, each in rest.items() if each}
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the document; all ranks compare it before training."""
+        return hashlib.sha256(json.dumps(self.document(), sort_keys=True).encode()).hexdigest()
+
+    def holds(self, shapes: Sequence[tuple[int, ...]]) -> bool:
+        """Return whether inputs of these shapes are not larger than `inputs`."""
+        return len(shapes) == len(self.inputs) and all(
+            len(shape) == len(most) and all(map(operator.le, shape, most))
+            for shape, most in zip(shapes, self.inputs, strict=True)
+        )
+
+
 class TunedConfig(BaseModel):
     """A whole config: settings, measurements, predictions, origin, and the plans of its techniques."""
 
@@ -151,12 +193,23 @@ class TunedConfig(BaseModel):
     made_for: MadeFor | None = None
     plan: dict[str, Plan] = Field(default_factory=dict)
     """Plans by slot, without empty plans."""
+    buckets: tuple[Bucket, ...] = ()
+    """Length buckets, smallest first; a batch belongs to the first that holds it. Larger batches follow the
+    settings and plans above.
+    """
     study: dict[str, Any] = {}
+
+    def in_bucket(self, bucket: Bucket) -> TunedConfig:
+        """Return the config that batches of `bucket` follow."""
+        techniques = {slot: each for slot, each in self.settings.chosen.items() if slot not in BUCKET_SLOTS}
+        plans = {slot: each for slot, each in self.plan.items() if slot not in BUCKET_SLOTS}
+        settings = Settings.of(self.settings.execution, techniques | bucket.settings.chosen)
+        return self.model_copy(update={"settings": settings, "plan": plans | bucket.plan, "buckets": ()})
 
     def document(self) -> dict[str, Any]:
         """Return the config as plain data, without empty sections."""
         document: dict[str, Any] = {"memtune": self.memtune, "settings": self.settings.dump()}
-        sections = {
+        sections: dict[str, Any] = {
             "measured": self.measured,
             "predicted": self.predicted,
             "certificate": self.certificate,
@@ -165,6 +218,7 @@ class TunedConfig(BaseModel):
         if self.made_for is not None:
             sections["made_for"] = self.made_for.model_dump(mode="json", exclude_defaults=True)
         sections["plan"] = {slot: plan.document() for slot, plan in self.plan.items() if not plan.is_empty}
+        sections["buckets"] = [each.document() for each in self.buckets]
         document.update({name: sections[name] for name in _SECTIONS if sections.get(name)})
         return document
 
@@ -219,9 +273,8 @@ def _validated(document: Document) -> TunedConfig:
             code="MT204",
         )
     _known(document, (), data, _SECTIONS)
-    rest = {name: value for name, value in data.items() if name not in ("settings", "plan", "evidence")}
-    plan = _mapping(document, ("plan",), data.get("plan"))
-    _known(document, ("plan",), plan, SLOTS)
+    own = ("settings", "plan", "buckets", "evidence")
+    rest = {name: value for name, value in data.items() if name not in own}
     _known(
         document,
         ("made_for",),
@@ -229,14 +282,59 @@ def _validated(document: Document) -> TunedConfig:
         tuple(MadeFor.model_fields),
     )
     settings = _settings(document, _mapping(document, ("settings",), data.get("settings")))
-    decided = {slot: _mapping(document, ("plan", slot), fields) for slot, fields in plan.items()}
-    plans = {
-        slot: _plan(document, settings.technique(slot), fields) for slot, fields in decided.items() if fields
-    }
+    plans = _plans(document, settings, SLOTS)
+    buckets = _buckets(document, data.get("buckets"))
     try:
-        return TunedConfig(settings=settings, plan=plans, **rest)
+        return TunedConfig(settings=settings, plan=plans, buckets=buckets, **rest)
     except ValidationError as error:
         raise _explained(document, (), data, error) from None
+
+
+def _buckets(document: Document, data: Any) -> tuple[Bucket, ...]:
+    if data is not None and not isinstance(data, list):
+        raise ConfigError(
+            f"{document.where(('buckets',))}  buckets is a list, not {_abbreviated(data)}.",
+            fix="buckets: [{inputs: [[8, 128]]}]",
+            code="MT202",
+        )
+    return tuple(_bucket(document, index) for index in range(len(data or ())))
+
+
+def _bucket(document: Document, index: int) -> Bucket:
+    """Return one bucket; its settings and plan are read as those of a config."""
+    path: tuple[str | int, ...] = ("buckets", index)
+    part = document.part(path)
+    if not isinstance(part.data, dict):
+        raise ConfigError(
+            f"{document.where(path)}  a bucket is a mapping, not {_abbreviated(part.data)}.",
+            fix="buckets: [{inputs: [[8, 128]]}]",
+            code="MT202",
+        )
+    _known(part, (), part.data, tuple(Bucket.model_fields))
+    settings = _settings(part, _mapping(part, ("settings",), part.data.get("settings")))
+    other = [each for each in settings.chosen if each not in BUCKET_SLOTS]
+    if other or settings.execution != Execution():
+        raise ConfigError(
+            f"{part.where(('settings',))}  {(other or ['execution'])[0]} cannot differ between buckets.",
+            evidence=f"A bucket decides {' and '.join(BUCKET_SLOTS)}.",
+            fix="set it under the config's own settings",
+            code="MT202",
+        )
+    rest = {name: value for name, value in part.data.items() if name in ("inputs", "predicted")}
+    try:
+        return Bucket(settings=settings, plan=_plans(part, settings, BUCKET_SLOTS), **rest)
+    except ValidationError as error:
+        raise _explained(part, (), part.data, error) from None
+
+
+def _plans(document: Document, settings: Settings, slots: Sequence[str]) -> dict[str, Plan]:
+    """Return the plans of the techniques in `slots`, without empty ones."""
+    plan = _mapping(document, ("plan",), document.data.get("plan"))
+    _known(document, ("plan",), plan, list(slots))
+    decided = {slot: _mapping(document, ("plan", slot), fields) for slot, fields in plan.items()}
+    return {
+        slot: _plan(document, settings.technique(slot), fields) for slot, fields in decided.items() if fields
+    }
 
 
 def _settings(document: Document, data: dict[str, Any]) -> Settings:
@@ -400,6 +498,7 @@ _COMMENTS = {
     "certificate": "checks that passed",
     "made_for": "apply compares this with your model and ranks",
     "plan": "decisions of the search",
+    "buckets": "shorter batches, with techniques and plans of their own",
     "study": "origin",
 }
 
@@ -411,6 +510,9 @@ def dump_yaml(config: TunedConfig) -> str:
         if isinstance(value, Mapping):
             lines.append(f"{name}:  # {_COMMENTS[name]}" if name in _COMMENTS else f"{name}:")
             lines.extend(_block(value, "  "))
+        elif name in _COMMENTS:
+            lines.append(f"{name}:  # {_COMMENTS[name]}")
+            lines.extend(f"- {flow(each)}" for each in value)
         else:
             lines.append(f"{name}: {flow(value)}  # schema of this file")
     return "\n".join(lines) + "\n"
@@ -510,7 +612,8 @@ def check_machine(config: TunedConfig, device: str, hardware: str, torch_version
     if not other:
         return
     difference = "; ".join(f"{name}: {then[name]} then, {now[name]} now" for name in other)
-    planned = [slot for slot, plan in config.plan.items() if not plan.is_empty]
+    plans = [config.plan, *(each.plan for each in config.buckets)]
+    planned = sorted({slot for each in plans for slot, plan in each.items() if not plan.is_empty})
     if planned:
         raise ConfigError(
             f"the plan of {', '.join(planned)} in this config was made on another machine.",

@@ -56,6 +56,14 @@ class Document:
                 return f"{self.source}:{self.lines[path[:length]]}"
         return self.source
 
+    def part(self, path: KeyPath) -> Document:
+        """Return the part at `path` as a document of its own, with the same source and lines."""
+        data, length = self.data, len(path)
+        for key in path:
+            data = data[key]
+        lines = {at[length:]: line for at, line in self.lines.items() if at[:length] == path}
+        return Document(data, lines, self.source)
+
 
 class _Builder:
     """Builder of data from parser events: a stack of open containers, one step per event."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from memtune.runtime.dropout import no_dropout
     from memtune.runtime.events import GradReady
+    from memtune.runtime.forward_switch import ForwardSwitch
     from memtune.runtime.memory_tiers import (
         DEVICE,
         HOST,
@@ -133,6 +134,7 @@ __all__ = [
     "BackwardEnd",
     "Context",
     "EarlyUpdates",
+    "ForwardSwitch",
     "ForwardWrapper",
     "GradReady",
     "LossFunction",

@@ -227,6 +227,9 @@ class ForwardWrapper:
         before: The module's forward until now.
     """
 
+    alternatives: tuple[Callable[..., Any], ...] = ()
+    """Forwards of which the function runs one (`runtime.forward_switch`); none if it always runs the same."""
+
     def __init__(self, call: Callable[..., Any], before: Callable[..., Any]) -> None:
         self._call, self.__wrapped__ = call, before
 
@@ -275,16 +278,20 @@ class ReplacedForward:
     @property
     def is_installed(self) -> bool:
         """Return True if the module's forward is this one, or a wrapper of this one."""
-        forward = vars(self.module).get("forward")
-        # Other wrappers may lie around this one; each has its original, or torch's `__wrapped__`.
-        while forward is not None and forward != self.forward:
-            around = getattr(forward, "__self__", None)
-            forward = (
-                around._original
-                if isinstance(around, ReplacedForward)
-                else getattr(forward, "__wrapped__", None)
-            )
-        return forward is not None
+        return _wraps(vars(self.module).get("forward"), self.forward)
+
+
+def _wraps(forward: Any, wanted: Callable[..., Any]) -> bool:
+    """Return whether `forward` is `wanted`, or a wrapper of it."""
+    # Other wrappers may lie around it; each has its original, or torch's `__wrapped__`.
+    while forward is not None and forward != wanted:
+        if isinstance(forward, ForwardWrapper) and forward.alternatives:
+            return any(_wraps(each, wanted) for each in forward.alternatives)
+        around = getattr(forward, "__self__", None)
+        forward = (
+            around._original if isinstance(around, ReplacedForward) else getattr(forward, "__wrapped__", None)
+        )
+    return forward is not None
 
 
 class BackwardEnd:

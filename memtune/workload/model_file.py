@@ -30,6 +30,10 @@ OPTIONAL: dict[str, tuple[int, str]] = {
     "optimizer": (1, "def optimizer(params): return torch.optim.AdamW(params)"),
     "blocks": (1, "def blocks(model): return list(model.layers)"),
     "worst_batch": (1, "def worst_batch(size): ...   # the largest batch of `size` samples, on the CPU"),
+    "buckets": (
+        1,
+        "def buckets(size): return [...]   # a batch of `size` samples per length bucket, on the CPU",
+    ),
 }
 OPENED_AS = "memtune_user_"
 """Prefix of the names of these files in `sys.modules`."""

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,8 @@ class Workload:
     _found: list[bool] = field(default_factory=list, repr=False, compare=False)
     """True if batches vary in size; empty until it is known."""
     zero_grad_to_none: bool = True
+    bucket: int | None = None
+    """The length bucket whose batches `make_batch` returns; None: those of `batch(size)`."""
 
     @classmethod
     def load(cls, target: str | Path) -> Workload:
@@ -123,12 +125,16 @@ class Workload:
             WorkloadError: It raised, returned no tensor, or no dimension of its tensors is a multiple of
                 `size`.
         """
-        return self._batch("batch", size)
+        if self.bucket is not None:
+            return self.make_buckets(size)[self.bucket]
+        return self._checked_batch(self._real("batch", size), "batch", size)
 
     @property
     def has_worst_batch(self) -> bool:
-        """Return whether the user declares the largest batch."""
-        return self._file.function("worst_batch") is not None
+        """Return whether the user declares the largest batch, by itself or as the largest bucket."""
+        return self.bucket is None and (
+            self._file.function("worst_batch") is not None or self._file.function("buckets") is not None
+        )
 
     def make_worst_batch(self, size: int) -> Any:
         """Return the user's largest batch of `size` samples.
@@ -136,12 +142,40 @@ class Workload:
         Raises:
             WorkloadError: As `make_batch`.
         """
-        return self._batch("worst_batch", size)
+        if self._file.function("worst_batch") is None:
+            return self.make_buckets(size)[-1]
+        return self._checked_batch(self._real("worst_batch", size), "worst_batch", size)
 
-    def _batch(self, name: str, size: int) -> Any:
-        """Return the checked result of `name(size)`."""
+    def make_buckets(self, size: int) -> list[Any]:
+        """Return the user's batches of `size` samples, one per length bucket, in the order of their bytes;
+        none if there are no buckets.
+
+        Raises:
+            WorkloadError: It returned no list of batches; or as `make_batch`.
+        """
+        if self._file.function("buckets") is None:
+            return []
+        batches = self._real("buckets", size)
+        if not isinstance(batches, list | tuple) or not batches:
+            raise self._error(
+                f"buckets({size}) returned {_described(batches)}, not a list of batches.",
+                fix="return one per length, as in  return [batch_of(size, length) for length in LENGTHS]",
+                code="MT116",
+            )
+        checked = [self._checked_batch(each, "buckets", size) for each in batches]
+        return sorted(checked, key=lambda each: sum(tensor.nbytes for tensor in tensors_of(each)))
+
+    def of_bucket(self, index: int) -> Workload:
+        """Return the workload whose batches are those of one length bucket."""
+        return replace(self, bucket=index, _found=[False])
+
+    def _real(self, name: str, size: int) -> Any:
+        """Return `name(size)`, with real tensors on the CPU."""
         with _disable_current_modes(), torch.device("cpu"):
-            batch = self._call(name, size, fix=f"make  {name}({size})  run by itself", code="MT116")
+            return self._call(name, size, fix=f"make  {name}({size})  run by itself", code="MT116")
+
+    def _checked_batch(self, batch: Any, name: str, size: int) -> Any:
+        """Return `batch`, a result of `name(size)`, if it has `size` samples."""
         shapes = shapes_of(batch)
         if not shapes:
             raise self._error(

@@ -82,6 +82,30 @@ def test_load_config_reads_all_sections():
     assert config.made_for.torch == "2.13.0"
 
 
+def test_buckets_read_back_equal_and_hold_smaller_batches(tmp_path: Path):
+    config = load_config(
+        """
+settings: {recompute: {kind: full}, offload: {states: {kind: stronghold}}}
+plan: {offload.states: {slots: 2}}
+buckets:
+- inputs: [[4, 8], []]
+- {inputs: [[4, 16], []], settings: {recompute: {kind: every_nth, n: 3}}, predicted: {peak_bytes: 7}}
+"""
+    )
+    small, middle = config.buckets
+    assert load_config(dump_yaml(config)) == config
+    assert load_config(save(config, tmp_path / "tuned.yaml")) == config
+    assert small.holds([(4, 8), ()])
+    assert small.holds([(3, 2), ()])
+    assert not small.holds([(4, 9), ()])
+    assert not small.holds([(4, 8)])
+    assert not small.holds([(4, 8, 1), ()])
+    assert config.in_bucket(small).settings.chosen.keys() == {"offload.states"}
+    followed = config.in_bucket(middle)
+    assert followed.settings.technique("recompute").kind == "every_nth"
+    assert followed.plan == config.plan
+
+
 @pytest.mark.parametrize(
     ("kind", "plan", "expected"),
     [
@@ -180,6 +204,21 @@ def test_settings_drop_null_techniques():
         ("settings: {}\nmeasured: [1]\n", 2, "measured"),
         ("settings: {}\nmemtune: 2\nnew_part: {}\n", 2, "schema 2"),
         ("settings: {}\nmemtune: one\n", 2, "schema"),
+        ("settings: {}\nbuckets: {inputs: []}\n", 2, "buckets is a list"),
+        ("settings: {}\nbuckets:\n- [1]\n", 3, "a bucket is a mapping"),
+        ("settings: {}\nbuckets:\n- {input: [[1]]}\n", 3, "Did you mean 'inputs'"),
+        ("settings: {}\nbuckets:\n- settings: {}\n", 3, "inputs: Field required"),
+        ("settings: {}\nbuckets:\n- inputs:\n  - [4, '8']\n", 4, "expected a valid integer"),
+        (
+            "settings: {}\nbuckets:\n- inputs: [[1]]\n  settings:\n    allocator: {kind: gmlake}\n",
+            5,
+            "allocator cannot differ between buckets",
+        ),
+        (
+            "settings: {}\nbuckets:\n- inputs: [[1]]\n  plan: {recompute: {a: 1}}\n",
+            4,
+            "recompute: {kind: none} plans nothing",
+        ),
         ("- a\n- b\n", 1, "mapping"),
         (
             "memtune: 1\nsettings:\n  allocator: {kind: native, roundup_power2_divisions: true}",

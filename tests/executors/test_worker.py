@@ -99,10 +99,17 @@ def test_worker_builds_large_model_in_shards(tmp_path: Path) -> None:
     assert plain.status == "oom"
 
 
-def test_worker_measures_the_peak_of_the_declared_worst_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "declaration",
+    [
+        "worst_batch(size): return torch.randn(50 * size, 64)",
+        "buckets(size): return [torch.randn(50 * size, 64), torch.randn(2 * size, 64)]",
+    ],
+)
+def test_worker_measures_the_peak_of_the_declared_worst_batch(tmp_path: Path, declaration: str) -> None:
     short, declared = tmp_path / "short.py", tmp_path / "declared.py"
     short.write_text(LARGE)
-    declared.write_text(LARGE + "\ndef worst_batch(size): return torch.randn(50 * size, 64)\n")
+    declared.write_text(LARGE + f"\ndef {declaration}\n")
     document = {"settings": {"execution": EXECUTION}}
     plain, worst = (
         run_trial(str(each), document, executor="local", steps=1, warmup_steps=2)

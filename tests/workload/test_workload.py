@@ -244,6 +244,22 @@ def test_make_batch_is_real_and_on_cpu_under_any_mode():
     assert all(param.device.type == "meta" for param in model.parameters())
 
 
+def test_buckets_are_in_order_of_bytes_and_the_largest_is_the_worst_batch(tmp_path):
+    text = f"{GOOD}\nimport torch\ndef buckets(size): return [torch.ones(n * size, 3) for n in (2, 5, 1)]"
+    workload = Workload.load(written(tmp_path, text))
+    assert [each.shape[0] for each in workload.make_buckets(4)] == [4, 8, 20]
+    assert workload.make_worst_batch(4).shape[0] == workload.largest_batch(4)[0].shape[0] == 20
+    middle = workload.of_bucket(1)
+    assert middle.make_batch(4).shape[0] == middle.largest_batch(4)[0].shape[0] == 8
+
+
+@pytest.mark.parametrize("returned", ["None", "[]", "[torch.ones(3, 3)]", "torch.ones(size)"])
+def test_malformed_buckets_raise(tmp_path, returned):
+    text = f"{GOOD}\nimport torch\ndef buckets(size): return {returned}"
+    with pytest.raises(WorkloadError, match=r"buckets\(4\)|batch\(size\) ignores"):
+        Workload.load(written(tmp_path, text)).make_buckets(4)
+
+
 def test_workload_defaults_to_adamw_and_accepts_blocks(tmp_path):
     workload = Workload.load(written(tmp_path, f"{GOOD}\ndef blocks(model): return [model[1], model[1]]"))
     model = workload.build_model()
