@@ -46,8 +46,9 @@ MENDED = (
     Mended(
         "hf-bert-large-v100",
         "huggingface/transformers docs/source/en/perf_train_gpu_one.mdx @0016acf: V100 of 16 GB, CUDA 11.2,"
-        " before torch 2.0, whose zero_grad kept gradients by default",
-        {"KEEPS_GRADS": 1},
+        " measured 2022-01: before torch 2.0, whose zero_grad kept gradients by default, and before"
+        " 1.11, whose softmax saved its input (pytorch/pytorch issue 49600, pull request 65242)",
+        {"KEEPS_GRADS": 1, "SOFTMAX": "input"},
         gpu_type="v100-16g",
         cuda="11.2",
     ),
@@ -116,10 +117,6 @@ CAUSES: dict[str, str] = {
     "gpumemnet-vgg16-128": _VGG,
     "gpumemnet-cnn-uniform-22-72-30-150": _CUDNN,
     "gpumemnet-cnn-uniform-7-50-34-182": _CUDNN,
-    "hf-bert-large-v100-b4": (
-        "measured bytes grow by a tensor of attention scores per block more than the model saves today; the"
-        " source's versions of torch and transformers are not known"
-    ),
 }
 """Case → reason why its prediction is off although the case follows its source."""
 
@@ -133,7 +130,7 @@ RESERVED = (
     " no freed block: a reserved peak of twice the allocated one was predicted, and measured, for"
     " gpumemnet-cnn-pyramid-4-61-32-102.",
     "The snapshots of Stone-ResearchLife/xMem (experiments_llm/…/snapshot/*.pickle) were not replayed: only"
-    " their names are in the public index that was searched.",
+    " their names are in the public index that was searched, which has no copy of the repository.",
 )
 """Causes of differences between reserved and allocated bytes."""
 

@@ -1,7 +1,8 @@
 """Hugging Face models from their configs with random weights, float32; batches as xMem and the guide on
 training memory make them. NAME picks the model, OPT the optimizer. With HOLDS the loop keeps the model's
 outputs (logits, keys and values) until the next forward has returned, as one that assigns them to a variable;
-with AMP the model runs under autocast.
+with AMP the model runs under autocast. With SOFTMAX=input a softmax of attention saves its input besides its
+output, as torch did before 1.11.
 """
 
 from __future__ import annotations
@@ -26,6 +27,33 @@ global_batch = whole("B", 8)
 _held: list[Any] = []
 zero_grad_to_none = not whole("KEEPS_GRADS", 0)
 _VOCABULARY = {"bert-large": 30522, "t5-small": 32128}.get(NAME, 50257)
+
+
+class SavingSoftmax(torch.autograd.Function):
+    """Softmax that saves input and output."""
+
+    @staticmethod
+    def forward(context: Any, scores: Tensor, dim: int) -> Tensor:
+        """Return probabilities over `dim`."""
+        found = torch.softmax(scores, dim)
+        context.save_for_backward(scores, found)
+        context.dim = dim
+        return found
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of the scores."""
+        _, found = context.saved_tensors
+        return torch._softmax_backward_data(gradients[0], found, context.dim, found.dtype), None
+
+
+def _softmax(scores: Tensor, dim: int) -> Tensor:
+    # Autocast computes a softmax in float32.
+    return SavingSoftmax.apply(scores.float(), dim)  # type: ignore[no-any-return,no-untyped-call]
+
+
+if word("SOFTMAX") == "input":
+    nn.functional.softmax = _softmax
 
 
 def model() -> nn.Module:
