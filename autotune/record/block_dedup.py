@@ -147,6 +147,7 @@ class BlockDedup:
         self, partial: PartialRecording, proof: tuple[Step, Hints, PartialRecording]
     ) -> tuple[Step, Hints]:
         full, hints, verified = proof
+        # The optimizer phase of the full recording is reused, so all that it reads must be the same.
         if partial.gradients != verified.gradients or partial.n_state != verified.n_state:
             raise BlocksDiffer("gradients have other shapes or dtypes at this micro-batch")
         if not np.array_equal(
@@ -158,6 +159,7 @@ class BlockDedup:
                 partial, run.first + _BEFORE - 1, [self._blocks[i] for i in run.skipped]
             ).expanded()
         step = with_optimizer(partial, full)
+        # The last one is that of the op that stands for the optimizer.
         own = partial.signatures[:-1]
         signatures = (*own, *hints.signatures[full.ops.n - step.ops.n + len(own) :])
         return step, replace(hints, calls=partial.calls, signatures=signatures)
@@ -168,11 +170,13 @@ class BlockDedup:
         with ExitStack() as stack:
             for run in self._runs:
                 seen: list[_OutputStructure] = []
+                # The last block that runs before the skipped ones shows what a block of the run returns.
                 before = self._model.get_submodule(self._blocks[run.skipped.start - 1])
                 note = functools.partial(_note_call, seen)
                 stack.callback(before.register_forward_hook(note, with_kwargs=True).remove)
                 for i in run.skipped:
                     block = self._model.get_submodule(self._blocks[i])
+                    # An attribute of the object hides the method of its class until it is deleted.
                     block.forward = functools.partial(_skipped_forward, seen)
                     stack.callback(delattr, block, "forward")
             yield
@@ -195,6 +199,7 @@ class BlockDedup:
                 *(each for each in state if isinstance(each, Tensor)),
             ]
             rows[name] = list(dict.fromkeys(tracer.storage_of(each) for each in held))
+        # A tied weight belongs to no single block: a copy refers to the same row as the original.
         holders: dict[int, int] = {}
         for name in self._blocks:
             for row in rows[name]:
@@ -242,6 +247,7 @@ def _note_call(seen: list[_OutputStructure], block: nn.Module, args: Any, kwargs
             argument = next((i for i, like in free.items() if like == _tensor_spec(leaf)), None)
             if argument is None:
                 raise BlocksDiffer("a block returns a tensor whose shape, strides or dtype no argument has")
+            # Two outputs are two tensors: each argument is returned once.
             del free[argument]
             arguments.append(argument)
         elif isinstance(leaf, _PLAIN):
@@ -286,6 +292,7 @@ def _tensor_spec(tensor: Tensor) -> tuple[Any, ...]:
 def _argument_spec(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _tensor_spec(value)
+    # Of other objects only identity shows that blocks get the same.
     return value if isinstance(value, _PLAIN) else id(value)
 
 
@@ -326,6 +333,7 @@ def _index_attributes(one: nn.Module, other: nn.Module) -> frozenset[str] | None
             {key: value for key, value in vars(each).items() if key not in _OWN_NAMES}
             for each in (mine, theirs)
         )
+        # A replaced forward may differ in what no attribute shows.
         if ours.keys() != its.keys() or mine.training != theirs.training or "forward" in ours:
             return None
         for key, value in ours.items():
@@ -405,6 +413,7 @@ def _hints_difference(one: Hints, other: Hints) -> str:
     """Return the part in which the hints of two equal steps differ, or ''."""
     if one.signatures != other.signatures:
         return "the arguments of ops"
+    # Numbers of autograd nodes may differ by one offset, which is the same for all calls.
     numbers = {
         tuple(np.subtract(mine.nodes, theirs.nodes))
         for mine, theirs in zip(one.calls, other.calls, strict=False)

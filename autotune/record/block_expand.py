@@ -25,7 +25,10 @@ import numpy.typing as npt
 from memtune.autotune.record.step_builder import Mark
 from memtune.program import FOREVER, I64, Call, Calls, Parameter, Phase, Step, Storages, Table, Uses
 
+# Above every row number and `FOREVER`, and far from the end of int64, so that offsets from it do not
+# overflow.
 _NEVER = 2**40
+# Boundaries of a phase in which a table has no rows: periods of length 0 that no row is near.
 _NOWHERE = (_NEVER,) * 5
 
 
@@ -92,11 +95,14 @@ class _RowSpace:
 
     def renumbered(self, rows: I64) -> I64:
         """Return the new numbers of rows that are not in a copy."""
+        # Rows behind block 2 move by its copies; those of backward by the copies of both phases.
         more = np.where(rows >= self.forward_start + self.forward_size, self.copies * self.forward_size, 0)
         return rows + more + np.where(rows >= self.backward_start, self.copies * self.backward_size, 0)
 
     def references(self, rows: I64, copy: I64) -> I64:
         """Return the new references of rows of `copy` that referred to `rows` (rule 1)."""
+        # Offsets count from the period that holds the row: block 3's is one after block 2's in forward, one
+        # before it in backward.
         last = copy == self.copies + 1
         forward, backward = (
             self.forward_start + last * self.forward_size,
@@ -105,6 +111,7 @@ class _RowSpace:
         in_forward, in_backward = rows - forward, rows - backward
         near, near_back = self._near(rows, in_forward, in_backward)
         near, near_back = near & (copy >= 0), near_back & (copy >= 0)
+        # "None" and `FOREVER` are no row numbers.
         found = np.where((rows < 0) | (rows >= FOREVER), rows, self.renumbered(rows))
         found = np.where(near, self.forward_start + copy * self.forward_size + in_forward, found)
         # In backward the copies run in reverse order, and all forward copies precede them.
@@ -119,6 +126,8 @@ class _RowSpace:
         near = (
             (in_forward >= -self.forward_size)
             & (in_forward < 2 * self.forward_size)
+            # The period before block 0 and the one after block 3 hold embedding and head: one row for all
+            # blocks.
             & (rows >= self.forward_span[0])
             & (rows < self.forward_span[1])
         )
@@ -160,6 +169,7 @@ class _RowSpace:
         end, back = self.forward_start + self.forward_size, min(self.backward_start, n)
         between, copies = np.arange(end, back), np.arange(1, self.copies + 1)
         own, own_back = np.arange(self.forward_start, end), np.arange(back, back + self.backward_size)
+        # Between the copies: forward of block 3, then head and loss, then backward of block 3.
         is_last = (between < self.forward_span[1]) | (between >= self.backward_span[0])
         rows = [
             np.arange(end),
@@ -201,16 +211,19 @@ class BlockExpansion:
         self._storages = self._space(self._birth(), forward, backward, "storages")
         self._uses = self._space(step.uses.op, forward, backward, "uses")
         marks = partial.entered[at - 2 : at + 2]
+        # Saved tensors and autograd nodes are made in forward only.
         saves = [*(each.saves for each in marks), int(np.searchsorted(step.saves.packed_before, forward[-1]))]
         self._saves = _RowSpace.of(saves, _NOWHERE, copies, "saved tensors")
         self._nodes = _RowSpace.of(
             [*(each.nodes for each in marks), _NEVER], _NOWHERE, copies, "autograd nodes"
         )
+        # Only tensors that backward asks for have a place in the order of unpacking.
         asked = np.sort(step.saves.unpacked_before[step.saves.unpack_order >= 0])
         self._unpack_order = self._space(asked, None, backward, "saved tensors that are used")
         self._grads = self._space(
             step.storages.grad_ready_after[step.grad_order], None, backward, "gradients"
         )
+        # One row per block, so that its "period" is one row.
         blocks = [*range(at - 2, at + 3)]
         self._inputs = self._space(step.calls.input_block, blocks, None, "inputs")
         self._blocks = _RowSpace.of(blocks, _NOWHERE, copies, "blocks")
@@ -237,6 +250,7 @@ class BlockExpansion:
         """
         step, n_state = self._step, self._partial.n_state
         birth = step.storages.producer.astype(np.int64)
+        # A storage that no op makes, such as the batch, appears with its first use.
         seen = np.full(step.storages.n, _NEVER)
         np.minimum.at(seen, step.uses.storage, step.uses.op)
         birth = np.where(birth < 0, seen, birth)
@@ -372,6 +386,7 @@ class BlockExpansion:
         theirs = np.asarray(
             [self._partial.owned[name] for name in (self._step.blocks[self._at], *self._names)], np.int64
         )
+        # The last entry of `place` stands for all storages that are no state.
         at = place[np.minimum(rows, self._partial.n_state)]
         copied = (at >= 0) & (copy >= 1) & (copy <= len(self._names))
         return (
@@ -390,6 +405,8 @@ class BlockExpansion:
         }
         found, copies = [], []
         for each in step.parameters:
+            # Parameters of skipped blocks were there while recording, but no op ran that would have made
+            # their gradient.
             skipped = next(
                 (
                     name
@@ -405,6 +422,7 @@ class BlockExpansion:
             elif each.block >= 0:
                 each = each._replace(block=number[step.blocks[each.block]])
             found.append(each)
+            # A gradient's number is that of its copy; those of other parameters only move.
             copies.append(each.block - at if at <= each.block <= at + len(self._names) else -1)
         seen = self._storages.references(
             np.asarray([each.gradient for each in found], np.int64), np.asarray(copies, np.int64)
@@ -509,11 +527,13 @@ def with_optimizer(partial: PartialRecording, full: Step) -> Step:
     first = int(np.searchsorted(full.ops.phase == Phase.OPTIMIZER, True))
     # Storages are numbered by first appearance, so the optimizer's are a suffix.
     made = int(np.searchsorted(np.maximum.accumulate(full.storages.producer), first))
+    # The full recording has another number of ops before its optimizer.
     later = first - n
     storage = np.full(full.storages.n, -1)
     storage[: partial.n_state] = np.arange(partial.n_state)
     for mine, theirs in zip(step.parameters, full.parameters, strict=True):
         storage[theirs.gradient] = mine.gradient if theirs.gradient >= 0 else storage[theirs.gradient]
+    # -1 remains for what forward and backward make, gradients excepted.
     storage[made:] = np.arange(full.storages.n - made) + step.storages.n
     uses = full.uses.op >= first
     if (storage[full.uses.storage[uses]] < 0).any():
@@ -525,6 +545,7 @@ def with_optimizer(partial: PartialRecording, full: Step) -> Step:
     ]
     number = {name: i for i, name in enumerate(dict.fromkeys(names))}
 
+    # Held "until the last op" means until the end of the step, which is now later.
     def until(rows: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
         return np.where(rows == n, n_ops - 1, rows).astype(np.int32)
 

@@ -109,6 +109,7 @@ class CutRecordings:
         return self._known[key]
 
     def _attempt(self, degree: int, what: str, ranks: int) -> CutRecording | Reason:
+        # Fake ranks are a process group, of which a process has one.
         if dist.is_initialized():
             return refusals.trains_with_others()
         if what in ROTATED:
@@ -200,6 +201,7 @@ class CutRecordings:
                 f" {error_line(error, self._workload)}",
                 _FIX,
             )
+        # Recorded in another way, its ops would differ whatever the partition.
         if recording.rung != self._plain.rung:
             return Reason(f"with layers cut it runs only {recording.rung}: {recording.notes[0]}", _FIX)
         return recording
@@ -273,8 +275,10 @@ def partition_difference(
         degree: Number of parts.
         summed: Gradients of whole weights are summed over the ranks.
     """
+    # Summed gradients are whole on every rank, so rule 5 has nothing to check.
     whole_weights = {} if summed else _whole_weights(plain, cut)
     pairs = tuple(pairs)
+    # Row layers sum over the divided dimension; rule 3 excepts their own ops.
     rows = {pair.row for pair in pairs}
     for pair in pairs:
         mine, theirs = (ops_in(each, pair, rows) for each in (plain, cut))
@@ -377,6 +381,7 @@ def attend_within_shares(session: Session, *, ranks: int, seen: AttentionArgumen
 def divide_positions(session: Session, *, split: Split, copies: int) -> None:
     """Divide the positions of `session`'s model as on the last rank of the last context."""
     group = meshes("cpu", split.ranks)[1].get_group().group_name
+    # With a causal mask the last context has the most keys before it.
     grid = grid_of(split, "cpu", group, copies, split.rank(split.contexts - 1, split.heads - 1))
     with session.entered():
         shard_fake_blocks(session.model, session.blocks, grid.layout, divided_attention(grid))
@@ -454,6 +459,7 @@ def used_outside(recording: Recording, layers: Collection[str], parameters: Coll
     inside = np.array([name in layers for name in step.modules], bool)
     uses = (
         np.isin(step.uses.storage, list(weights))
+        # Backward reads a weight where forward did.
         & (step.ops.phase[step.uses.op] <= Phase.FORWARD)
         & ~inside[step.ops.module[step.uses.op]]
     )

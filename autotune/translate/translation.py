@@ -329,6 +329,7 @@ def _attention(call: Call, step: Step, context: _Context) -> _Kernel | None:
     context.count(f"{kernel.name} attention", estimated=kernel.estimated)
     if kernel.name == "math" and not fused_on_cpu:
         return None  # CPU composed it as CUDA will
+    # A multiplication and an addition per element of the scores and per feature.
     products = 2.0 * asked.B * asked.H * asked.Q * asked.K
     if asked.causal and kernel.name != "math":
         products /= 2  # blocks above the diagonal are skipped
@@ -355,6 +356,8 @@ def _attention(call: Call, step: Step, context: _Context) -> _Kernel | None:
         forward_scratch=kernel.forward_scratch(asked),
         backward_scratch=kernel.backward_scratch(asked),
         forward_flops=products * (asked.D + asked.E),
+        # Backward computes the scores again, and the gradients of query and key over D features; those of
+        # value and of the probabilities over E.
         backward_flops=products * (3 * asked.D + 2 * asked.E),
     )
 
@@ -379,6 +382,7 @@ class _Fusion:
         self._cast = (
             step.names.index("aten._to_copy.default") if "aten._to_copy.default" in step.names else -1
         )
+        # Backward ops carry the number of their autograd node, so a call's are a range of the sorted numbers.
         self._by_node = np.argsort(step.ops.sequence_nr, kind="stable")
         self._nodes = step.ops.sequence_nr[self._by_node]
 
@@ -482,6 +486,7 @@ class _Fusion:
         self.op_name[op] = self.names.index(name)
         self.flops[op] = self.step.ops.flops[rows].sum() if flops is None else flops
         self.producer[outputs] = op
+        # The op that becomes the kernel is one of the rows.
         self.dropped_ops[rows] = True
         self.dropped_ops[op] = False
         self.dropped_uses[self._use_rows(rows)] = True
@@ -536,12 +541,14 @@ class _Fusion:
             padded = self.padded[mask, last]
             inputs = [padded if each == mask else each for each in inputs]
             if first >= 0:
+                # Backward reads the padded copy, which was packed instead of the mask.
                 edit.add_uses(np.asarray([first], np.int32), np.asarray([padded], np.int32))
         made = _made_by(edit, kernel, last)
         packed = [output if each == table.OUTPUT else int(made[each]) for each in kernel.packed]
         storages = np.asarray([*inputs, *packed], np.int32)
         if first >= 0:
             edit.add_uses(np.full(len(packed), first, np.int32), np.asarray(packed, np.int32))
+        # Autograd packs inputs before the op and its results after, which is before the next op.
         n_in, count = len(inputs), len(storages)
         before = np.where(np.arange(count) < n_in, last, last + 1).astype(np.int32)
         until = np.full(count, step.saves.held_until[saves].max(), np.int32)
@@ -619,6 +626,7 @@ def _add_workspaces(edit: Edit, step: Step, hints: Hints, context: _Context) -> 
     """Add cuBLAS's workspaces, and the scratch of kernels: measured on the device, or that of convolutions
     estimated.
     """
+    # cuBLAS allocates its workspaces with the first product of a process and keeps them.
     if any(name.startswith(_MATMULS) for name in step.names):
         size = table.cublas_workspace_bytes(context.architecture, os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
         count = table.CUBLAS_HANDLES

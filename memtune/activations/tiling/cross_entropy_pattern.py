@@ -128,6 +128,7 @@ class _Graph:
     def operand(self, storage: int) -> Operand:
         """Return `storage` as a product reads it, with its cast in the same module if there is one."""
         op = int(self.step.storages.producer[storage])
+        # Autocast casts weight, bias and input just before the product.
         if op >= 0 and self.name(op) == CAST:
             return Operand(self.reads[op][0], storage, op)
         return Operand(storage, storage, -1)
@@ -173,6 +174,7 @@ def _found(graph: _Graph) -> LossPattern:
     product = forward[0]
     operands = graph.reads[product]
     bias = graph.operand(operands[0]) if len(operands) == 3 else None
+    # `addmm` reads the bias first.
     x, weight = (graph.operand(each) for each in operands[-2:])
     if not graph.is_parameter(weight.plain) or (bias is not None and not graph.is_parameter(bias.plain)):
         raise _NoPattern("the logits are no product with a weight")
@@ -181,6 +183,7 @@ def _found(graph: _Graph) -> LossPattern:
     dx, dweight, dbias = _wanted(graph, gradients[-1], x, weight, mine)
     _require_no_other_reader(
         graph,
+        # The loss itself, last in `made`, is the result and may be read by anyone.
         {*made[:-1], weight_sum, *gradients},
         {*mine, *(each.op for each in (dx, dweight, dbias) if each)},
     )
@@ -234,6 +237,7 @@ def _backward(
     graph: _Graph, forward: list[int], made: list[int], weight_sum: int, target: int
 ) -> tuple[list[int], list[int], tuple[int, ...]]:
     """Return the ops from the loss's gradient to the logits', their outputs, the first one's inputs."""
+    # Users never see the sum of weights, so that its reader is the loss's own backward.
     first = [
         op for op in graph.readers.get(weight_sum, ()) if graph.name(op) == "aten.nll_loss_backward.default"
     ]
@@ -265,6 +269,7 @@ def _wanted(
         elif name == "aten.mm.default" and x.used in reads and dweight is None:
             dweight = _ending(graph, op, weight)
         elif name == "aten.sum.dim_IntList" and dbias is None:
+            # Autocast casts the bias exactly if it casts the weight.
             dbias = _ending(graph, op, weight)
         else:
             raise _NoPattern("another op reads the gradient of the logits")
@@ -292,6 +297,7 @@ def _rows(graph: _Graph, forward: list[int], made: list[int], weight: Operand) -
     classes, *_ = step.parameters[step.parameter_of[weight.plain]].shape
     elements = int(np.prod(step.parameters[step.parameter_of[weight.plain]].shape))
     itemsize = int(step.storages.bytes[weight.used]) // elements
+    # Storages have bytes and no shape: the weight, whose shape is known, tells the bytes of an element.
     rows = int(step.storages.bytes[made[0]]) // (classes * itemsize)
     for op, before, after in zip(forward[1:-1], made[:-2], made[1:-1], strict=True):
         scale = step.storages.bytes[after] / max(step.storages.bytes[before], 1)
@@ -336,6 +342,7 @@ def cut_first(step: Step) -> Cut | None:
         if (
             chain is None
             or len(after) != 1
+            # `contiguous()` of a slice copies less than its source holds; other clones copy all.
             or not step.storages.bytes[after[0]] < step.storages.bytes[_reads(step, clone)[0]]
         ):
             continue
@@ -363,6 +370,7 @@ def _moved(step: Step, clone: int, chain: list[int], cut_back: int) -> Cut | Non
     product = chain[0]
     before, (after,) = _reads(step, clone)[0], _made(step, clone)
     x, weight = _reads(step, product)[-2:]
+    # The slice drops whole rows, so that the hidden states shrink by the same share as the logits.
     share = step.storages.bytes[after] / step.storages.bytes[before]
     incoming, (whole,) = _reads(step, cut_back)[0], _made(step, cut_back)
     cast = (
@@ -383,6 +391,7 @@ def _moved(step: Step, clone: int, chain: list[int], cut_back: int) -> Cut | Non
     shrunk = [
         made
         for op in (*chain, *gradients)
+        # The weight's gradient keeps its size, whatever the number of rows.
         if op in chain or _name(step, op) == _CAST
         for made in _made(step, op)
     ]
@@ -404,6 +413,7 @@ def _moved(step: Step, clone: int, chain: list[int], cut_back: int) -> Cut | Non
     read([cut_back], incoming, whole)
     producer[whole], producer[final] = last, cut_back
     saves = step.saves.storage.copy()
+    # Without a cast the product saved its whole input; now it saves the slice.
     if cast < 0:
         saves[(saves == x) & np.isin(step.saves.used_until, gradients)] = after
         read(gradients, x, after)

@@ -97,6 +97,7 @@ def _outermost(step: Step, rows_of: _Rows) -> tuple[PositionWise, ...]:
         ops = forward[step.ops.call[forward] == call]
         taken: list[str] = []
         block = step.blocks[step.calls.block[call]]
+        # Backward runs outside of any call, so its ops are found by their module.
         around = [i for i, name in enumerate(step.modules) if name.startswith(f"{block}.")]
         # Outermost first: a larger module saves more inner tensors when it is tiled.
         for name in sorted(_modules_in(step, ops, block), key=lambda each: (each.count("."), each)):
@@ -137,7 +138,9 @@ def _found(
     later, again, after = np.searchsorted(
         step.uses.op, (forward[-1] + 1, backward[0], backward[-1] + 1)
     ).tolist()
+    # Uses between forward and backward, and after backward; those inside are the module's own.
     read_later = _among(made, step.uses.storage[later:again]) | _among(made, step.uses.storage[after:])
+    # Python or autograd may hold an output that no later op reads.
     kept = {s for s in made if step.storages.held_until[s] > forward[-1]}
     # The one tensor that outlives the module; others would have to exist in full.
     y = _only(read_later or kept)
@@ -145,6 +148,8 @@ def _found(
         raise NotTokenWise
     join, residual = _joined(step, backward, made | {x})
     given, dx, gradients = _gradients(step, backward, made | {x, residual})
+    # An op packs its inputs before it runs and its output after: the window of outputs is one op
+    # later.
     window = (step.saves.packed_before > forward[0]) | (
         (step.saves.packed_before == forward[0]) & (step.saves.is_output == 0)
     )
@@ -153,6 +158,7 @@ def _found(
     )
     saves = np.flatnonzero(window & (step.saves.call == call))
     mine = saves[step.saves.storage[saves] == x]
+    # Without a save nothing is gained; a joined gradient without one of the input has no place to go.
     if not len(saves) or (residual >= 0 and dx < 0):
         raise NotTokenWise
     held = np.unique(step.saves.storage[saves])
@@ -160,6 +166,7 @@ def _found(
     if not (step.saves.storage == x).any():
         # The tiled module saves its input, which the plain one did not.
         inner -= int(step.storages.bytes[x])
+    # The pass gives one row to the input; any of the rows that it frees will do.
     save = int(mine[0]) if len(mine) else int(saves[0])
     return PositionWise(
         name,
@@ -203,6 +210,7 @@ def sums_of(step: Step) -> frozenset[int]:
     """Return the ops that add a gradient to the sum of earlier micro-batches."""
     gradients = step.storages.kind[step.uses.storage] == Kind.GRADIENT
     mine = (step.uses.mode == WRITES) & gradients & (step.storages.producer[step.uses.storage] < 0)
+    # `grad` of a parameter exists before the step, and backward adds to it.
     mine &= step.use_phase == Phase.BACKWARD
     return frozenset(step.uses.op[mine].tolist())
 
@@ -262,6 +270,8 @@ def _rows(step: Step, forward: tuple[int, ...], x: int) -> int:
         ]
         shapes = [step.parameters[each] for each in weights if len(step.parameters[each].shape) == 2]
         if shapes:
+            # Storages have bytes and no dtype: the weight, whose shape is known, tells the bytes of an
+            # element.
             width = (
                 shapes[0].shape[1]
                 * int(step.storages.bytes[shapes[0].storage])
@@ -282,6 +292,7 @@ def _joined(step: Step, backward: tuple[int, ...], known: set[int]) -> tuple[int
     for op in backward:
         if step.names[step.ops.name[op]] == "aten.add.Tensor":
             outside = set(step.uses.storage[uses_of(step, op, op)].tolist()) - made - known
+            # The tiled module adds one outside gradient, part by part.
             if outside and found[0] >= 0:
                 raise NotTokenWise
             found = (op, _only(outside)) if outside else found
@@ -298,10 +309,12 @@ def _gradients(step: Step, backward: tuple[int, ...], known: set[int]) -> tuple[
     given = _only({s for s in read if step.parameter_of[s] < 0})
     if not np.isin(step.uses.mode[window][inside], (READS, DONATES)).all():
         raise NotTokenWise
+    # A parameter's gradient is one that autograd accumulates, or that has an owner.
     ready = _among(made, step.grad_order) | {s for s in made if step.storages.owner[s] >= 0}
     left = _among(made, used[~inside]) | _among(made, step.uses.storage[window.stop :])
     left |= {s for s in made if step.storages.held_until[s] > backward[-1]}
     gradients = tuple(sorted(left & ready, key=lambda s: int(step.storages.producer[s])))
+    # What else leaves backward is the gradient of the input.
     others = left - ready
     if len(others) > 1:
         raise NotTokenWise
@@ -364,6 +377,7 @@ def norm_rows(step: Step, ops: tuple[int, ...], made: set[int]) -> tuple[int, in
             raise NotTokenWise
         used = uses_of(step, op, op)
         reads = set(step.uses.storage[used].tolist())
+        # In place is fine inside: `add_(eps)` writes what the norm itself has made.
         written = set(step.uses.storage[used][step.uses.mode[used] == WRITES].tolist())
         weights += [step.parameters[step.parameter_of[s]] for s in reads if step.parameter_of[s] >= 0]
         if written - made or any(len(each.shape) != 1 for each in weights):
@@ -373,6 +387,7 @@ def norm_rows(step: Step, ops: tuple[int, ...], made: set[int]) -> tuple[int, in
         raise NotTokenWise
     x = inputs.pop()
     names = {step.names[step.ops.name[op]] for op in ops}
+    # A fused norm without a cast makes no full-sized tensor inside, so that parts would save nothing.
     if _MEAN not in names and not (_CAST in names and names.intersection(_FUSED)):
         raise NotTokenWise
     itemsize = _itemsize(
@@ -400,6 +415,7 @@ def _norm_rows(step: Step, ops: tuple[int, ...], x: int, itemsize: int, width: i
     """Return the rows of `x`; its mean, one number per row, must agree with the weights' length."""
     for op in ops:
         if step.names[step.ops.name[op]] == _MEAN:
+            # The mean divides the size by the row's length.
             of = max(int(step.storages.bytes[s]) for s in step.uses.storage[uses_of(step, op, op)].tolist())
             ratio = of // max(int(step.storages.bytes[step.storages.producer == op].sum()), 1)
             if width not in (0, ratio):

@@ -82,7 +82,9 @@ def used_in(step: Step, experts: tuple[Expert, ...]) -> tuple[Expert, ...]:
     columns, forward = columns_of(step.parameters), step.ops.phase == Phase.FORWARD
     flops = np.zeros(step.storages.n)
     np.add.at(flops, step.uses.storage, np.where(forward, step.ops.flops, 0.0)[step.uses.op])
+    # The weight of a product, not its bias, which has no FLOPs of its own.
     largest = [max(expert.parameters, key=lambda index: columns.numel[index]) for expert in experts]
+    # A row times a weight: one multiplication and one addition per element.
     rows = flops[columns.storage[largest]] / (2 * columns.numel[largest])
     block = np.asarray([expert.block for expert in experts])
     for each in np.unique(block[rows == 0]):
@@ -144,6 +146,7 @@ def experts_on_ssd(
     pieces, experts = _piece_bytes(streamed, mine, state), used
     n_bytes = np.asarray([sum(pieces[i] for i in expert.parameters) for expert in experts])
     nowhere, forever = np.full(1, -1, np.int32), np.full(1, FOREVER, np.int32)
+    # The host cache: every slot has room for the largest expert.
     held = np.asarray([min(spec.slots, len(experts)) * int(n_bytes.max())])
     edit.add_storages(held, producer=nowhere, tier=Tier.HOST, kind=Kind.BUFFER, held_until=forever)
     evicted, at_end = _transfers(edit, streamed, experts, spec, n_bytes)
@@ -188,8 +191,10 @@ def _on_ssd(edit: Edit, step: Step, plain: Step, mine: npt.NDArray[np.intp]) -> 
     state = theirs & (step.storages.kind == Kind.OPTIMIZER)
     size = np.zeros(step.storages.n, np.int64)
     size[theirs] = (columns.numel * columns.itemsize)[step.storages.owner[theirs]]
+    # Moments are as large as their weight; counters are small and remain in host memory.
     moments = state & (step.storages.bytes == size)
     state |= _counters(step, plain, mine)
+    # Experts without rows had no bytes so far, but have their place on SSD.
     edit.storages.bytes[weights] = size[weights]
     edit.set_storages(
         tier=np.where(
@@ -226,6 +231,7 @@ def _keep(
     last = write_resident(edit, step, mine)
     if ranks > 1:
         end = np.full(1, step.ops.n, np.int32)
+        # A step is complete when all ranks have written theirs.
         last = _flags(edit, end, np.full(1, 4, np.int64), ranks, Phase.OPTIMIZER)
     if len(last):
         hold_to_the_end(edit, step, last)
@@ -250,6 +256,7 @@ def _transfers(
     gathered = gathers_of(step) is not None
     knobs = spec.slots, spec.rule, spec.read_ahead, spec.on_device, gathered, spec.keeps
     moved = expert_traffic([each.block for each in experts], len(step.blocks), *knobs)
+    # Kind 0 is a write, 1 a read, in the order of `_OPS`.
     moved_experts = [
         (kind, expert, moment)
         for moment, each in enumerate(moved)
@@ -279,6 +286,7 @@ def _eviction_start(step: Step, experts: tuple[Expert, ...], moment: int, comes:
 
     Experts of a block are updated one after the other, and each update frees its gradients.
     """
+    # Block b has its backward in moment 2 n - 1 - b of n blocks, and its updates in the next one.
     block = experts[comes].block
     if moment != 2 * len(step.blocks) - block:  # it is loaded for the device, not for an update
         return write
@@ -317,6 +325,7 @@ def _gradient_averages(edit: Edit, step: Step, mine: npt.NDArray[np.intp], ranks
         traffic_bytes=np.repeat(n_bytes, 3),
         group=np.tile(np.asarray([0, ranks, 0], np.int32), len(updates)),
     ).reshape(-1, 3)
+    # Gradients are in host memory by then, and collectives work on the device.
     there = edit.add_storages(n_bytes, producer=rows[:, 0], kind=Kind.TEMPORARY)
     edit.add_uses(rows[:, 1], there, mode=WRITES)
     edit.add_uses(rows[:, 2], there)

@@ -37,6 +37,7 @@ REDUCE = "memtune.reduce_scatter_into_.default"
 _COPY_OUT, _PACK = "fsdp.split_with_sizes_copy.default", "fsdp.chunk_cat.default"
 _EMPTY = "aten.empty.memory_format"
 SEND_NEXT = "memtune.send_next_into_.default"
+# 1 to 3 are those of `sharding.fsdp_pass`: compute, reductions, replicas.
 _COMPUTE_STREAM, _GATHER_STREAM, _RING_STREAM = 1, 4, 6
 
 
@@ -63,6 +64,7 @@ def gathers(step: Step, degree: int) -> Messages:
     ops = ops[[each in copy_of for each in buffer.tolist()]]
     buffer = _used(step, ops, mutates=True)
     out = [_written(step, copy_of[each]) for each in buffer.tolist()]
+    # All parameters of a unit are gathered in one dtype.
     itemsize = int(columns_of(step.parameters).itemsize.max(initial=1))
     return Messages(ops, buffer, _ragged([step.storages.bytes[each] // (degree * itemsize) for each in out]))
 
@@ -118,6 +120,7 @@ def _written(step: Step, op: int) -> I32:
 
 def row_bytes(numel: Ragged, form: Form, degree: int) -> I64:
     """Return (units,) bytes of a rank's part of a message."""
+    # Small parameters, such as norms, are sent as they are.
     kept = numel.values * degree < form.exact_below
     ends = (numel.starts + numel.count).tolist()
     rows = [
@@ -158,6 +161,7 @@ def _gathers(edit: Edit, step: Step, how: Communication, degree: int, stream: in
     ops = found.ops
     phase, backward = step.ops.phase[ops], step.ops.phase[ops] != Phase.FORWARD
     kept, served = _pairs(backward) if how.secondary else (ops[:0], ops[:0])
+    # Gathers that the secondary copy serves stay inside the node, whatever the others do.
     whole = np.ones(len(ops), bool)
     whole[served] = False
     dropped = np.zeros(step.ops.n, bool)
@@ -223,6 +227,7 @@ def _by_node(
     )
     edit.add_uses(between, buffer)
     _reads_and_writes(edit, between, parts, parts)
+    # One gather per node: the shards of its ranks are contiguous in the buffer, so each lands in its place.
     for _ in range(nodes):
         inside = edit.add_ops(
             GATHER,
@@ -299,10 +304,12 @@ def _ring_reductions(edit: Edit, step: Step, degree: int, local: int, *, stages_
         )
         _reads_and_writes(edit, inside, found.buffer, mine)
         if stages_messages:
+            # gloo's reduce-scatter copies its message.
             edit.add_storages(whole // nodes, producer=inside, kind=Kind.WORKSPACE)
         if arriving is not None:
             _reads_and_writes(
                 edit,
+                # Two operands are read, and the sum is written.
                 add("aten.add_.Tensor", stream=stream, traffic_bytes=3 * whole // degree),
                 arriving,
                 mine,
@@ -340,6 +347,7 @@ def _quantised(
         phase=phase,
         stream=stream,
         prefetch=step.ops.prefetch[at],
+        # Reads this rank's shard, writes its quantized form.
         traffic_bytes=whole // degree + row,
     )
     gather = edit.add_ops(
@@ -375,6 +383,7 @@ def _secondary(
         before=found.ops[kept],
         phase=Phase.FORWARD,
         stream=stream,
+        # Reads the part and writes its copy.
         traffic_bytes=2 * whole // local,
     )
     parts = edit.add_storages(whole // local, producer=copy, kind=Kind.COMMUNICATION)
@@ -412,6 +421,7 @@ def _exchanges(edit: Edit, step: Step, how: Communication, form: Form, degree: i
     pack = inside.add(edit, (found.buffer, whole), (sums, 4 * nodes * numel), row * degree)
     if how.feedback:
         forever = np.full(len(pack), FOREVER, np.int32)
+        # The error of a step is added in the next one, so it is there before the first op and after the last.
         before = np.full(len(pack), -1, np.int32)
         lost = edit.add_storages(
             4 * degree * numel, producer=before, kind=Kind.COMMUNICATION, held_until=forever

@@ -54,6 +54,7 @@ from memtune.search_spaces.recompute._schedule_planner.region_placement import (
 from memtune.technique import Plan, Reason, Target
 from memtune.units import format_bytes, format_seconds
 
+# Far below 0 when negated, and sums of a few stay within int64.
 _MUCH = 1 << 60
 _TRIES = 4
 """Plans rewritten in search of the best one; prices are accurate enough that the first or second usually is.
@@ -135,6 +136,7 @@ class BlockSearch:
         before = 0
         for block, mine in enumerate(options):
             for number in range(shape[1]):
+                # Blocks with fewer options repeat their last one, so that the columns are as long for all.
                 option = mine[min(number, len(mine) - 1)]
                 held[block, number], seconds[block, number] = option.held_bytes, option.seconds
                 own[block, number] = (
@@ -178,6 +180,7 @@ def _background(place: Placement, regions: BlockRegions) -> _Background:
     rows = np.flatnonzero(after.ops.match).astype(np.int32)
     live = live_bytes(after, place.hardware)
     n_forward, own = together.graph.n_forward, together.outside_until < 0
+    # Later passes insert ops, such as gathers and loads, whose bytes live between two ops of a block.
     gaps = np.full(len(rows), -_MUCH)
     for op in np.flatnonzero(np.diff(rows) > 1).tolist():
         if op != n_forward - 1:  # the gap after forward belongs to no block
@@ -185,10 +188,13 @@ def _background(place: Placement, regions: BlockRegions) -> _Background:
     held, while_op, after_op = [], [], []
     for ops, values in zip(regions.ops, regions.values, strict=True):
         mine = _live_of(after, together.storages[values[own[values]]], place.hardware)
+        # After the last op of forward, a block's live bytes are those that it holds for backward.
         held.append(int(mine[rows[n_forward - 1] + 1]))
         here = rows[ops]
+        # A schedule replaces the block's own values and their scratch; all else stays as on the plain step.
         while_op.append(live[here] - mine[here] - together.scratch_bytes[ops])
         after_op.append(gaps[ops] - mine[np.minimum(here + 1, after.ops.n - 1)])
+    # Head and loss run between the last block's forward and its backward.
     middle = slice(int(rows[n_forward - 1]) + 1, int(rows[n_forward]))
     between = int(live[middle].max(initial=0)) - sum(held)
     rest = max(int(live[: rows[0]].max(initial=0)), int(live[rows[-1] + 1 :].max(initial=0)))
@@ -197,6 +203,7 @@ def _background(place: Placement, regions: BlockRegions) -> _Background:
 
 def _live_of(step: Step, storages: I32, hardware: Hardware) -> I64:
     rounding = hardware.allocation_rounding_bytes
+    # As `live_bytes` counts them: rounded up to whole allocations.
     n_bytes = -(-step.storages.bytes[storages] // rounding) * rounding
     delta = np.zeros(step.ops.n + 1, np.int64)
     np.add.at(delta, step.storages.producer[storages], n_bytes)
@@ -233,6 +240,7 @@ def solve_block_schedules(
     """
     search = search_blocks(place, sources)
     if budget_bytes is None:
+        # Row 0 of a frontier has the smallest peak.
         smallest = search.peak_of(0)
         budget_bytes = smallest + round(max(place.plain_live_bytes - smallest, 0) * share)
     row = best_row(search.frontier, search.peak_of, budget_bytes, _TRIES)
@@ -259,6 +267,7 @@ def is_surely_slower(
     for it.
     """
     frontier = search_blocks(place, sources).frontier
+    # Prices are approximate: within 1/128 of the budget a plan may still turn out to fit.
     return float(frontier.seconds[max(frontier.at(budget_bytes + (budget_bytes >> 7)), 0)]) >= seconds
 
 
@@ -364,6 +373,7 @@ def rewrite_by_block_schedules(plan: BlockSchedulesPlan, program: Program, kind:
             wrong = f"it is for {len(schedules)} blocks, here are {len(regions.blocks)}"
         else:
             ordered = tuple(schedules[block] for block in regions.blocks)
+            # Most blocks are alike: each pair of a graph and a schedule is checked once.
             pairs = {(int(sort), each) for sort, each in zip(regions.sort, ordered, strict=True)}
             wrong = next(
                 (
@@ -391,6 +401,7 @@ def install_blocks(plan: BlockSchedulesPlan, context: Context, kind: str) -> Non
             f"recompute: {{kind: {kind}}}",
             f"It is for {len(schedules)} blocks, the model has {len(context.blocks)}.",
         )
+    # Whether a block's parameters are whole in its calls is known only when they have been sharded.
     context.events.states_sharded.subscribe(
         partial(require_whole_layers, context, f"recompute: {{kind: {kind}}}")
     )
@@ -461,6 +472,7 @@ def explain_block_schedules(plan: BudgetBlocksPlan) -> tuple[str, ...]:
         " micro-batch"
     ]
     for each in dict.fromkeys(schedules):
+        # An op that is listed twice is computed again.
         computes = each.computes()
         lines.append(
             f"{schedules.count(each)} blocks: {len(computes)} ops, {len(computes) - len(set(computes))} of"
