@@ -73,6 +73,7 @@ def calibrate(
         EnvironmentFault: It has, and sees no such device.
     """
     accelerator.require_present(device, "calibrate with --device cpu")
+    # What is stored must not decide what is measured: `detect` below reads it otherwise.
     calibration_cache.forget(device)
     started, found = time.monotonic(), _Measurements()
     on = torch.device(device)
@@ -125,10 +126,12 @@ def _matmuls(found: _Measurements, on: torch.device, tiny: bool) -> None:
     types = {"fp32": torch.float32, "bf16": torch.bfloat16} | (
         {"fp16": torch.float16, "tf32": torch.float32} if on_gpu else {}
     )
+    # A CPU is measured on one thread, so that other load disturbs it less; products scale with the cores.
     cores = 1 if on_gpu else usable_cores()
     for name, dtype in types.items():
         rates = {}
         allowed = torch.backends.cuda.matmul.allow_tf32
+        # TF32 is a mode of float32 products, not a dtype.
         torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
         try:
             for n in sizes:
@@ -159,7 +162,9 @@ def _memory(found: _Measurements, on: torch.device, tiny: bool) -> None:
         source = torch.zeros(n_bytes // 4, device=on)
         target = torch.zeros_like(source)
         copy = lambda source=source, target=target: target.copy_(source)  # noqa: E731
+        # A copy reads and writes each byte.
         rates[n_bytes] = 2 * n_bytes / _seconds(copy, on, 0.02 if tiny else 0.2) * cores
+    # Smaller copies are served by caches.
     largest = max(sizes)
     found.set(
         "memory_bytes_per_s",
@@ -205,6 +210,7 @@ def _op_curves(
         name: getattr(hardware, name) / part
         for name in ("fp32_flops_per_s", "bf16_flops_per_s", "fp16_flops_per_s")
     }
+    # The probes run on one thread, so they are held against the rates of one.
     memory = hardware.memory_bytes_per_s / (1 if on_gpu else min(part, 4))
     one = replace(hardware, memory_bytes_per_s=memory, **rates)
     observed: list[TimedOp] = []
@@ -216,6 +222,7 @@ def _op_curves(
             break
         ops, overhead_s = op_rates.observe(probe, on, repeats=2 if tiny else 7, floor=floor)
         observed += ops
+        # The step of a model with almost no compute is the time outside of kernels.
         if not probe.size:
             overheads.append(overhead_s)
     # On CPU the first model's overhead counts: its kernels are the smallest share of the step.
@@ -261,6 +268,7 @@ def _launch_s(on: torch.device, tiny: bool) -> float:
 
     def queue() -> None:
         for _ in range(count):
+            # So small that the launch is all the time there is.
             value.add_(1.0)
 
     return _seconds(queue, on, 0.05 if tiny else 0.3) / count
@@ -276,6 +284,7 @@ def _host_adam(found: _Measurements, tiny: bool) -> None:
     seconds = cpu_probe.best_s(optimizer.step, 0.02 if tiny else 0.5)
     found.set(
         "host_adam_bytes_per_s",
+        # Reads weight, gradient and two moments, writes weight and moments, in float32.
         7 * 4 * count / seconds,
         f"torch's fused AdamW over {count} fp32 parameters, all threads",
     )
@@ -313,6 +322,7 @@ def _write_and_read(path: Path, block: mmap.mmap, n_bytes: int, direct: int) -> 
         start = time.perf_counter()
         for _ in range(count):
             os.write(file, block)
+        # Without O_DIRECT writes are in the page cache until then.
         os.fsync(file)
         write_s = time.perf_counter() - start
     finally:

@@ -106,6 +106,12 @@ class PlanRow:
     details: dict[str, Any] = field(default_factory=dict)
     """The full prediction."""
 
+    def __repr__(self) -> str:
+        """Return the setting with its rate and peak; `to_dict` has all fields."""
+        facts = [f"{format_rate(self.samples_per_s)} samples/s"] if self.samples_per_s else []
+        facts += [f"peak {format_bytes(self.peak_allocated_bytes)}"] if self.peak_allocated_bytes else []
+        return f"<{self.summary}: {', '.join([*facts, self.status])}, predicted>"
+
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain data; `prediction` includes `calibrated`, busy and exposed times."""
         values = {name: value for name, value in vars(self).items() if name not in ("details", "allocators")}

@@ -222,6 +222,7 @@ class Rewriter:
             return root.result
         if technique.effects.among_copies and self.target.ranks > 1 and self.target.cut is not None:
             return None
+        # A refusal that reads no other slot holds for all candidates.
         chosen = _Undecided(technique.slot)
         target = replace(
             self.target, chosen=chosen, compiled=execution.compile, compile_backend=execution.compile_backend
@@ -254,10 +255,10 @@ class Rewriter:
             return known
         watched = TrackedSlots(choice.chosen)
         seen = _pass_pipeline.visible_target(self._seen_by(watched, choice), self._parts(technique, choice))
-        find_pass = frozenset(_flat("", technique.record(seen)))
+        pairs = frozenset(_flat("", technique.record(seen)))
         if not watched.seen:  # the same whatever other slots hold
-            self._pairs[asked] = find_pass
-        return find_pass
+            self._pairs[asked] = pairs
+        return pairs
 
     def _number(self, setting: Technique | Execution) -> int:
         """Return a number that is equal for equal settings, memoised by id.
@@ -270,6 +271,7 @@ class Rewriter:
             return known[1]
         number = self._numbers.setdefault(setting, len(self._numbers))
         if len(self._known) > _MAX_KNOWN:
+            # Numbers stay in `_numbers`, so clearing costs hashing again, never another number.
             self._known.clear()
         self._known[id(setting)] = setting, number
         return number
@@ -308,6 +310,7 @@ class Rewriter:
         there = [chosen.get(slot) or _active_null(slot) for slot in PASS_ORDER]
 
         def passed(node: Node, technique: Technique, stage: PassStage) -> Node:
+            # Plans are solved in the first stage; later ones only carry them out.
             if stage is not PassStage.AXES:
                 return self._memory.use(self._later(node, technique, stage, technique.plan_in(plans), choice))
             # A tree: choices with equal first slots share nodes, and passes below are memoised per node.

@@ -75,6 +75,7 @@ class Space:
         if count >= self.size:
             return list(self)
         axes = self._axes()
+        # Passes are memoised by their prefix, so neighbours that differ in the last slot cost one pass each.
         block = len(axes[-1])
         drawn = set(random.Random(seed).sample(range(self.size // block), max(1, count // block)))
         drawn.update(self._default_blocks(axes, count))
@@ -107,6 +108,7 @@ class Space:
         """
         firsts: list[list[int]] = [list(range(len(self.executions)))]
         for techniques in axes[1:-1]:
+            # Reversed, so that of each kind the first index, that of default knobs, is kept.
             firsts.append(list({each.kind: i for i, each in reversed(list(enumerate(techniques)))}.values()))
         if math.prod(map(len, firsts)) <= count:
             yield from (_number(axes[:-1], places) for places in itertools.product(*firsts))
@@ -119,6 +121,7 @@ class Space:
 
     def _choice(self, axes: list[tuple[Any, ...]], index: int) -> Choice:
         picked: list[Any] = []
+        # The last axis is the fastest digit of the number.
         for axis in reversed(axes):
             index, here = divmod(index, len(axis))
             picked.append(axis[here])
@@ -163,6 +166,7 @@ def variants(technique: type[Technique], target: Target) -> tuple[Technique, ...
     kind = technique.model_fields["kind"].default
     default = technique(kind=kind)
     choices = default.choices_on(target)
+    # Defaults stay first, as a search begins with them.
     found = {default: None}
     for values in itertools.product(*choices.values()):
         try:
@@ -193,6 +197,7 @@ def executions(global_batch: int, ranks: int) -> tuple[Execution, ...]:
     each = global_batch // ranks
     return tuple(
         Execution(micro_batch=size, accumulate=each // size)
+        # Largest first: the plain micro-batch, which has the fewest launches, is the default.
         for size in range(each, 0, -1)
         if each % size == 0
     )
@@ -249,6 +254,7 @@ def build_space(
             techniques = _defaults(slot, rewriter.target)
         kept = _fitting(techniques, rewriter, chosen_executions, unfit, allow_lossy)
         if slot not in frozen and slot not in searched:
+            # A slot that is not searched has one choice, its default.
             kept = (*kept[:1], *_null_if_partitioned(slot, rewriter.target))
         if not kept:
             raise UsageError(
@@ -304,6 +310,7 @@ def _executions(
     found = tuple(each for each in every if str(each.micro_batch) == wanted)
     if not found:
         sizes = [each.micro_batch for each in every if each.micro_batch is not None]
+        # A value that is no number is near to the smallest sizes.
         near = sorted(sizes, key=lambda size: abs(size - int(wanted) if wanted.isdigit() else size))[:2]
         raise UsageError(
             f"micro_batch={wanted} does not divide the {sizes[0]} samples of each rank.",

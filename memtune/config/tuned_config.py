@@ -206,6 +206,13 @@ class TunedConfig(BaseModel):
         settings = Settings.of(self.settings.execution, techniques | bucket.settings.chosen)
         return self.model_copy(update={"settings": settings, "plan": plans | bucket.plan, "buckets": ()})
 
+    def __repr__(self) -> str:
+        """Return the text of its file, without the plans and the measurements that are its evidence."""
+        return people_text(self.document(), self.settings.sentences(), "", "").rstrip()
+
+    def __str__(self) -> str:
+        return repr(self)
+
     def document(self) -> dict[str, Any]:
         """Return the config as plain data, without empty sections."""
         document: dict[str, Any] = {"memtune": self.memtune, "settings": self.settings.dump()}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar, U
 
 from memtune.cli import _options
 from memtune.progress import Progress, shown, shown_phase
-from memtune.search_spaces import matching
+from memtune.search_spaces import did_you_mean, matching
 
 if TYPE_CHECKING:
     from memtune.interactive.results import PlanResult, SearchResult
@@ -100,7 +100,12 @@ def _with_shared_options(function: Callable[Given, Returned]) -> Callable[Given,
 
     @functools.wraps(function)
     def call(*args: Given.args, **given: Given.kwargs) -> Returned:
-        bound = signature.bind(*args, **given)
+        try:
+            bound = signature.bind(*args, **given)
+        except TypeError as error:
+            unknown = next((name for name in given if name not in signature.parameters), "")
+            near = did_you_mean(unknown, [*signature.parameters]) if unknown else ""
+            raise TypeError(f"memtune.{function.__name__}: {error}.{near}") from None
         bound.apply_defaults()
         return function(*bound.args, **bound.kwargs)
 

@@ -153,6 +153,16 @@ def test_dump_is_short_and_reads_back_equal():
     assert "#" in text
 
 
+def test_config_prints_as_its_file_without_evidence():
+    config = load_config(WHOLE)
+    text = str(config)
+    assert text == repr(config)
+    assert load_config(text).settings == config.settings
+    assert "deferred" not in text
+    assert "evidence" not in text
+    assert len(text.splitlines()) < 25
+
+
 def test_load_config_reads_json():
     config = load_config(WHOLE)
     assert load_config(json.dumps(config.document())) == config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -64,9 +65,15 @@ def test_plan_of_objects_ranks_prints_and_draws(tmp_path, monkeypatch, capfd):
     assert found.best.summary == found.report.front[0].summary
     assert len(found.rows) == len(found.report.rows)
     assert "do this" in repr(found)
+    assert re.fullmatch(r"<mb 4: [\d,.]+ samples/s, peak .+, ok, predicted>", repr(found.best))
     assert "settings. Fastest that fits" in found.plot().description
     assert found.report.facts["budget_bytes"] == 2**30
     assert capfd.readouterr() == ("", "")
+
+
+def test_mistyped_option_is_named_with_the_nearest():
+    with pytest.raises(TypeError, match=r"memtune\.plan: .*'gpu_tpye'.* Did you mean 'gpu_type'"):
+        memtune.plan(ZOO["gpt"], gpu_tpye="h100-80g")
 
 
 def test_plan_reports_a_mistyped_axis():

@@ -83,6 +83,7 @@ class _RankWriter:
         self._parts, self._step, self._layout, self._rank = parts, parts.step, layout, rank
         self._count, self._link, self._columns = count, link, columns_of(parts.step.parameters)
         self._waits_on_host = boundaries == "host"
+        # A rank holds the parameters of all of its stages.
         self._held = parts.owners()[list(layout.stages_of(rank))].max(0)
         self._rows = UnrolledRows(self._step, self._held)
         self._rows.declare_sums(parts.sums.part, parts.sums.total)
@@ -126,6 +127,7 @@ class _RankWriter:
         """Move the blocks' weights and state to the host from before the step; return the host weights."""
         mine, columns, rows = np.flatnonzero(self._inside), self._columns, self._rows
         gradients = columns.gradient[mine]
+        # The device copy of a weight exists from a use's begin to its end; before the step it has no memory.
         rows.set_initial(columns.storage[mine], "bytes", 0)
         rows.set_initial(
             gradients[(gradients >= 0) & (self._step.storages.producer[gradients] < 0)], "bytes", 0
@@ -230,6 +232,7 @@ class _RankWriter:
         rows, backward = self._rows, use.kind != "forward"
         phase = Phase.BACKWARD if use.kind == "backward" else Phase.FORWARD
         posted = self._posts(use, phase)
+        # It is resident already if the use before prefetched it, or was of the same stage.
         self._begin(use.stage, phase, prefetch=False)
         if following is not None and self._layout.prefetch:
             self._begin(following.stage, phase, prefetch=True)
@@ -237,12 +240,15 @@ class _RankWriter:
             parts = in_parts([int(self._n_bytes[row]) for row, _ in self._kept_gradients], self._count)
             self._gradient_parts = [[self._kept_gradients[n] for n in part] for part in reversed(parts)]
             self._kept_gradients = []
+        # With prefetch the H2D and D2H copies of a stage overlap with the next stage; after the last one
+        # nothing follows.
         self._offload_now = following is None or not self._layout.prefetch
         if backward:
             self._start_sums(use.stage)
         on_host: dict[int, int] = {}
         for index in range(self._count):
             if backward:
+                # A sum of gradients is complete in the last micro-batch.
                 self._backward(use, index, posted, on_host if index == self._count - 1 else None)
             else:
                 self._forward(use.stage, index, posted)
@@ -260,6 +266,7 @@ class _RankWriter:
 
     def _posts(self, use: StageUse, phase: Phase) -> list[int]:
         """Allocate the host memory of receives."""
+        # The first stage reads the batch, which no rank sends.
         if use.kind != "backward" and use.stage == 0:
             return []
         rows, n_bytes, found = self._rows, self._parts.chain.passed_bytes, []
@@ -419,6 +426,7 @@ class _RankWriter:
             ops = ops[ops > op]
             if op in tied:
                 each = tied[op]
+                # In the first micro-batch the part is the sum already.
                 uses = [(rows.number_of(key, each.part), READS), (rows.number_of(key, each.sum), WRITES)]
                 rows.add(
                     _ADD, Phase.BACKWARD, traffic_bytes=3 * int(step.storages.bytes[each.sum]), uses=uses
@@ -489,6 +497,7 @@ class _RankWriter:
 
     def _add_tied(self) -> None:
         """Add the all-reduce of tied weights (Rule 6)."""
+        # Only the first and the last stage hold a tied weight.
         if self._rank not in (self._layout.ranks[0], self._layout.ranks[-1]):
             return
         for total in sorted({each.sum for each in self._parts.tied}):

@@ -95,6 +95,7 @@ def piped(program: Program, hardware: Hardware) -> tuple[PipelineSettings, int]:
     assert stages is not None
     # Neighbouring stages are neighbouring ranks, so on one node wherever it has several.
     link = Resource.INTER_LINK if node == 1 else Resource.INTRA_LINK
+    # Pipelines that fill whole nodes have their copies on other nodes.
     between = Resource.INTER_LINK if stages.ranks % node == 0 else Resource.INTRA_LINK
     # Further micro-batches repeat the live bytes of the earlier ones, so their rows run several times.
     repeats = stages.repeats(count)
@@ -197,6 +198,8 @@ class Parts:
     @classmethod
     def of(cls, step: Step, chain: Chain, how: PipelineSettings) -> Parts:
         """Return the parts of `step` by the stages of `how`."""
+        # Places are 1 before the blocks, 2 i + 2 in block i, 2 i + 3 behind it: ops between two blocks belong
+        # to the later one.
         blocks = np.maximum(np.minimum((chain.place - 1) // 2, len(step.blocks) - 1), 0)
         stage = (np.searchsorted(np.asarray(how.starts), blocks, side="right") - 1).astype(np.int32)
         stage[chain.place < 0] = -1
@@ -345,6 +348,7 @@ def _tied(step: Step, foreign: Sequence[int]) -> list[_Tied]:
 def _rank(parts: Parts, rank: int, held: npt.NDArray[np.bool_]) -> Step:
     """Return the step of one rank, which holds the parameters `held`."""
     how = parts.how
+    # Stages are dealt round-robin, as in the interleaved schedule.
     stages = [s for s in range(len(how.starts)) if s % how.ranks == rank]
     rows = UnrolledRows(parts.step, held)
     rows.declare_sums(parts.sums.part, parts.sums.total)
@@ -358,6 +362,7 @@ def _rank(parts: Parts, rank: int, held: npt.NDArray[np.bool_]) -> Step:
     spill = StageSpill(parts.step)
     for action in actions:
         spill.ends(rows, action, _run(parts, rows, action, held_lists, moves))
+        # Later stages of this rank still read the micro-batch.
         if not action.backward and action.stage == stages[-1]:
             rows.hold_all((_UPLOAD, action.micro_batch), rows.n_ops - 1)
     for key, storage in held_lists.values():
@@ -422,6 +427,7 @@ def declare(parts: Parts, rows: UnrolledRows, stage: int) -> None:
     """Declare the storages of a stage under their names in the rank's step."""
     step = parts.step
     made = (step.storages.producer >= 0) & ((parts.stage == stage) | parts.shared)[step.storages.producer]
+    # The op that added the two parts does not run: they are on two ranks.
     made[[each.added for each in parts.tied if each.added >= 0]] = False
     rows.declare(stage, np.flatnonzero(made).astype(np.int32))
     if len(parts.once):
@@ -475,6 +481,7 @@ def _run(parts: Parts, rows: UnrolledRows, action: StageAction, lists: Lists, mo
         if storage is not None:
             # torch's stage drops its caches after the micro-batch's backward.
             rows.hold(key, storage, now)
+    # Micro-batches that the stage has in flight in 1F1B's steady state.
     in_flight = min(parts.how.micro_batches, last + 1 - stage)
     if (
         passed is not None
@@ -519,6 +526,7 @@ def _receive(parts: Parts, rows: UnrolledRows, action: StageAction, storage: int
     if parts.how.schedule != "1f1b":
         return
     name = "received gradient" if action.backward else "received"
+    # torch's 1F1B receives into a local variable, which holds the last message until the next one.
     before = lists.get((action.stage, name))
     if before is not None:
         rows.hold(*before, at)
@@ -540,6 +548,7 @@ def _finish(parts: Parts, rows: UnrolledRows, stages: Sequence[int], held: npt.N
     sums = {each.sum for each in parts.tied} if {0, len(how.starts) - 1} & set(stages) else set()
     for gradient in gradients:
         n_bytes = int(parts.step.storages.bytes[gradient])
+        # Sums over stages first, so that pipelines average complete gradients.
         ways = [(how.link, 2)] * (gradient in sums) + [
             (how.between, how.copies + APART * (how.ranks - 1))
         ] * (how.copies > 1)
@@ -560,6 +569,12 @@ def _finish(parts: Parts, rows: UnrolledRows, stages: Sequence[int], held: npt.N
         uses=[(rows.single_number(each), READS) for each in gradients],
     )
     rows.add(
-        _REDUCE, Phase.BOUNDARY, resource=how.link, traffic_bytes=8 * len(columns), group=how.ranks, uses=[]
+        # Two float32 per parameter: its norm, and whether the rank has its gradient.
+        _REDUCE,
+        Phase.BOUNDARY,
+        resource=how.link,
+        traffic_bytes=8 * len(columns),
+        group=how.ranks,
+        uses=[],
     )
     rows.append_remaining()

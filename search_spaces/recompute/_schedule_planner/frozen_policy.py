@@ -142,11 +142,13 @@ class DynamicPolicy(Technique):
             return reason
         place = placement_of(program, target)
         least = place.least_bytes
+        # Then no eviction lowers the peak, whatever the policy.
         if place.plain_bytes <= least:
             return Reason(
                 "the tensors that the model's forward saves do not set the peak", "recompute: {kind: none}"
             )
         budget_bytes = self._budget_bytes(place, target)
+        # A ratio never gives more than the plain peak.
         if self.ratio is None and place.plain_bytes <= budget_bytes:
             return refusals.fits_already("recompute: {kind: none}")
         # A lower bound first: the policy would be played in vain.
@@ -243,6 +245,8 @@ class DynamicPolicy(Technique):
             return program  # the executor also runs the plain model if the graph differs
         step = apply_schedule(program.step, schedule)
         if plan.online is not None:
+            # Online decisions may differ from the schedule's, so the pass takes the peak that the simulated
+            # runtime has.
             step = states_online(with_peak(step, plan.online.peak_bytes))
         return program.with_step(step)
 
@@ -275,6 +279,7 @@ class DynamicPolicy(Technique):
         region = OnlineRegion(context.model, context.optimizer, settings, context.device)
         region.install()
         context.events.states_sharded.subscribe(
+            # Known only when states have been sharded.
             partial(require_whole_parameters, context, f"recompute: {{kind: {self.kind}}}", hides_graph=True)
         )
         context.checks["recompute"] = lambda: _check_online(region)
@@ -304,6 +309,7 @@ class DynamicPolicy(Technique):
 
     def record(self, target: Target) -> dict[str, Any]:
         """Return the policy and its budget."""
+        # The budget is listed below by its value: the target's is the same as one that is given.
         settings = {name: value for name, value in self.knobs() if name not in BUDGET_KNOBS}
         return {
             "activations.recompute": {
@@ -404,6 +410,7 @@ def _sufficient_bytes(
         low = least
     if solve_policy(place, options, high, fits_online) is None:
         return None
+    # `low` has no schedule and `high` has one, before and after each round.
     while high - low > high // 100:
         middle = (low + high) // 2
         low, high = (
