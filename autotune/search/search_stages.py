@@ -80,6 +80,7 @@ class Stages:
             with self.driver.control.catch_signals():
                 self.driver.control.begin()
                 self._announce()
+                # Jobs that an earlier process began and did not end.
                 again = self.driver.restore(self.sampler.trials(), logged, started)
                 self._explore([*self._baselines(), *(job for job in again if job.role != "baseline")])
                 self._largest_batch()
@@ -291,6 +292,7 @@ class Stages:
         """Return the trial of the pruned candidate closest to the budget; None if none is due."""
         driver = self.driver
         borderline, left = self._to_audit(), driver.options.trials - driver.n_trials
+        # While nothing has fitted, the last trial is for a candidate that may.
         if borderline is None or left < (1 if driver.best_value() is not None else 2):
             return None
         return Job("audit", self._listed(borderline), "audit")

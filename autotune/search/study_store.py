@@ -275,7 +275,7 @@ def check_writable(path: Path, *, force: bool, evidence: str = "") -> None:
     except OSError as error:
         raise EnvironmentFault(
             f"{path} cannot be written.",
-            evidence=str(error),
+            evidence=f"{folder.absolute()}: {error.strerror}.",
             fix="name a file in a folder of yours with --out",
             code="MT407",
         ) from error

@@ -183,6 +183,7 @@ class Workload:
                 fix="return tensors, alone or in a tuple, dict or dataclass",
                 code="MT116",
             )
+        # Not equal to `size`: a batch may be flattened to (samples × tokens,).
         if not any(dim and dim % size == 0 for shape in shapes for dim in shape):
             raise self._ignores_size(f"{name}({size}) has shapes {_listed(shapes)}")
         return batch
@@ -232,6 +233,7 @@ class Workload:
             batch = self.make_batch(2)
         kinds = (torch.int64, torch.int32)
         sizes = (each.shape for each in tensors_of(batch) if each.dtype in kinds)
+        # Class indices have the shape (samples,) or (samples, 1).
         return next((shape[1] for shape in sizes if len(shape) == 2 and shape[0] == 2 and shape[1] > 1), None)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -283,6 +285,7 @@ class Workload:
             WorkloadError: It raised, returned no optimizer, or one that has none of the parameters.
         """
         optimizer = self._checked_optimizer(list(params))
+        # The step is recorded as the user's loop runs it: gradients zeroed in place are never freed.
         if not self.zero_grad_to_none:
             optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=False)  # type: ignore[method-assign]
         return optimizer
@@ -383,7 +386,9 @@ class Workload:
             return function(*args)
         except _NOT_THE_USERS:
             raise
+        # A script may call `sys.exit`, which must not end a search without a message.
         except (Exception, SystemExit) as error:
+            # That is the result of a trial, not an error of the user's code.
             if is_out_of_memory(error):
                 raise
             shown = f"batch({args[0]})" if name == "batch" else f"{name}()"

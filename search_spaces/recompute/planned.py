@@ -139,6 +139,7 @@ class Planned(Technique):
             return reason
         if self.by_schedule and (reason := self._cannot_schedule(program, target)) is not None:
             return reason
+        # Before the solver, which takes much longer.
         if self._fits_as_it_is(program, target):
             return refusals.fits_already("recompute: {kind: none}")
         solution = self._solution(program, target)
@@ -290,6 +291,7 @@ class Planned(Technique):
     def _with_headroom(self, n_bytes: int) -> int:
         """Return the smallest `budget_bytes` of which `n_bytes` are left after the headroom."""
         with_headroom = int(n_bytes / (1 - self.headroom))
+        # Both divisions round down, which may lose a byte.
         while int(with_headroom * (1 - self.headroom)) < n_bytes:
             with_headroom += 1
         return with_headroom
@@ -304,6 +306,7 @@ class Planned(Technique):
         """
         if needs_calls_of_blocks(target):
             return fastest_block_schedules(program, target, solution)
+        # A schedule slower than a plan within the budget is of no use, so the search for one may stop there.
         below_s = solution.seconds if solution.is_within else math.inf
         found = fastest_schedule(program, target, solution.budget_bytes, below_s)
         if solution.is_within and (
