@@ -80,6 +80,7 @@ def accelerator_autocast_on_cpu(kind: str) -> Iterator[None]:
         def entered(self: autocast) -> Any:
             nonlocal placed
             if self.device == kind:  # made when the user's file was imported
+                # Its own fields again on exit: the same object is entered later without these patches.
                 made_before[id(self)] = dict(vars(self))
                 on_cpu(
                     self, kind, self.fast_dtype, getattr(self, "asked", self._enabled), self._cache_enabled

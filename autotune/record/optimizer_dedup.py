@@ -282,6 +282,7 @@ def _segment(rows: RowSlice, operands: list[int], first: int, last: int, until: 
     make, or make one that lives after op `until`.
     """
     made = [each for each in rows.made if first <= each.op < last]
+    # Reversed: of operands that share a storage the first number is kept.
     number = {storage: i for i, storage in reversed(list(enumerate(operands)))}
     number |= {each.storage: len(operands) + i for i, each in enumerate(made)}
     uses = [(op - first, storage, written) for op, storage, written in rows.uses if first <= op < last]

@@ -190,6 +190,10 @@ def weights_over_budget(setup: Setup, scores: Scores) -> NothingFits | None:
     if budget is None or not scores.by_key:
         return None
     least = min(each.prediction.peak_by_kind.get("parameters", 0) for each in scores.by_key.values())
+    if setup.ranks == 1:
+        # A trial, as the training script, makes the model on the device before `apply` can offload any of it;
+        # only shards are filled one by one.
+        least = max(least, setup.parameter_bytes)
     if least <= budget:
         return None
     return NothingFits(
@@ -199,10 +203,14 @@ def weights_over_budget(setup: Setup, scores: Scores) -> NothingFits | None:
             f"{setup.made_for.parameters:,} parameters, {format_bytes(setup.parameter_bytes)} in all, on"
             f" {setup.ranks} rank"
         )
-        + ("s." if setup.ranks > 1 else "."),
+        + (
+            "s."
+            if setup.ranks > 1
+            else ". The model is made on the device before memtune.apply can offload any of it."
+        ),
         fix=(
-            f"{more_memory(setup.hardware, least)}; more ranks with sharding.states: fsdp; or fewer"
-            " parameters"
+            f"{more_memory(setup.hardware, least)}; more ranks with sharding.states: fsdp; or fewer or"
+            " narrower parameters"
         ),
         code="MT301",
     )
@@ -225,6 +233,17 @@ def nothing_fits(driver: Driver) -> NothingFits:
         )
     closest = min(over, key=lambda each: each.job.scored.prediction.peak_allocated_bytes)
     prediction = closest.job.scored.prediction
+    if prediction.peak_allocated_bytes <= budget:
+        # Its prediction was wrong, so predictions for other settings are no advice.
+        return NothingFits(
+            f"Nothing fits: {len(over)} trials ran out of memory, the limit is {format_bytes(budget)}.",
+            evidence=(
+                f"Trial {closest.number}, {closest.job.scored.choice.summary}, was predicted to need"
+                f" {format_bytes(prediction.peak_allocated_bytes)}: {closest.result.reason}"
+            ),
+            fix=f"{more_memory(setup.hardware, budget + budget // 10)}; memtune report shows all trials",
+            code="MT301",
+        )
     needs = max(prediction.peak_allocated_bytes, budget + 1)
     biggest = max(prediction.peak_by_kind.items(), key=lambda item: item[1], default=("", 0))
     return NothingFits(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from memtune.api import begins_with_shards
 from memtune.autotune.predict import (
     AllocatorSettings,
     ParallelMap,
@@ -37,7 +38,7 @@ from memtune.autotune.space import (
     remedies,
     same_passes,
 )
-from memtune.config import save
+from memtune.config import TunedConfig, save
 from memtune.errors import UsageError
 from memtune.executors import Probing
 from memtune.progress import advance
@@ -436,12 +437,21 @@ def _row(setup: Setup, scored: Scored, pruner: Pruner, *, baseline: str = "", n_
 
 def _unmet(setup: Setup, choice: Choice) -> tuple[str, ...]:
     techniques = [each for each in choice.techniques if type(each).unmet is not Technique.unmet]
-    found = setup.scorer.rewriter.candidate(choice) if techniques else None
+    is_large = setup.budget_bytes is not None and setup.parameter_bytes > setup.budget_bytes
+    found = setup.scorer.rewriter.candidate(choice) if techniques or is_large else None
     if not isinstance(found, Candidate):
         return ()
-    return tuple(
+    lines = [
         line for each in techniques if each.slot in found.plans for line in each.unmet(found.plans[each.slot])
-    )
+    ]
+    config = TunedConfig(settings=choice, plan=dict(found.plans))
+    if is_large and not begins_with_shards(config, setup.ranks):
+        lines.append(
+            "the model cannot be made within the limit: its weights need"
+            f" {format_bytes(setup.parameter_bytes)} on the device before memtune.apply can offload them;"
+            " make them narrower, or shard them over ranks"
+        )
+    return tuple(lines)
 
 
 def _merge_alike(ranked: list[Scored], count: int) -> list[tuple[Scored, int]]:

@@ -24,7 +24,7 @@ _REASONS = 12
 _NOTICEABLE = 0.03
 """Relative difference of two predictions below which they count as equal."""
 _LEAST_COST = 1 << 20
-"""Bytes of host memory below which it is no cost: the batch alone needs some."""
+"""Bytes of host memory, beyond those of the user's own setting, below which it is no cost."""
 _LEAST_SETTING = 14
 """Columns of a terminal that a setting needs in a table."""
 _BAR = 8
@@ -86,7 +86,7 @@ def render(
     parts += [Text(line, "dim") for line in _not_exact(report)]
     parts += [Text(each, "dim") for each in report.notes if verbose or each not in report.recording_notes]
     first = report.config or (report.front[0] if report.front else None)
-    parts += [Text(each, "dim") for each in (first.unmet if first is not None else ())]
+    parts += [Text(each, "yellow") for each in (report.config.unmet if report.config is not None else ())]
     if verbose and first is not None:
         parts += [Text(""), *(Text(line, "dim") for line in time_lines(first.details))]
     return Group(*parts)
@@ -113,7 +113,8 @@ def _advice(report: PlanReport, command: Sequence[str]) -> Iterator[Text]:
     else:
         yield _labelled("do this", Text(_with_batches(first, plain), "bold green"))
         yield _labelled("gains", Text(_gains(first, plain, report.baselines, facts["budget_bytes"])))
-        yield _labelled("costs", Text(_costs(first)))
+        yield _labelled("costs", Text(_costs(first, plain)))
+        yield from (_labelled("but", Text(each, "yellow")) for each in first.unmet)
     if report.out is not None:
         yield from _written(report, command)
         return
@@ -204,8 +205,10 @@ def _rate_and_peak(row: PlanRow, budget: int | None) -> str:
     return f"{formatting.rate(row.samples_per_s)} samples/s with {peak}{limit}"
 
 
-def _costs(first: PlanRow) -> str:
+def _costs(first: PlanRow, plain: PlanRow | None) -> str:
     host, written = first.details.get("host_peak_bytes") or 0, first.details.get("ssd_written_bytes") or 0
+    if plain is not None:
+        host -= plain.details.get("host_peak_bytes") or 0  # the batch is there in any case
     facts = [f"{format_bytes(host)} of host memory per rank"] if host >= _LEAST_COST else []
     facts += [f"{format_bytes(written)} written to SSD a step and rank"] if written else []
     return "; ".join([*facts, _EXACTNESS[first.exactness]])

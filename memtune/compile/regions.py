@@ -200,6 +200,7 @@ class CompiledModel:
                     code="MT310",
                 )
         runs, calls = (sum(getattr(region, what) for region in self.regions) for what in ("runs", "calls"))
+        # More runs than calls: Dynamo has broken the code into several graphs.
         if runs > calls and sum(self.sizes) < _TORN * len(self.sizes):
             raise ApplyError(
                 f"torch.compile broke the code into {len(self.sizes)} graphs of"
@@ -245,6 +246,7 @@ def compile_regions(context: Context, scope: str, backend: str) -> CompiledModel
 
 
 def _is_compiled(module: nn.Module) -> bool:
+    # `module.compile()` sets the first, `torch.compile(module)` the second.
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
@@ -260,6 +262,7 @@ def _complaints() -> Counter[str]:
 
 
 def _cannot_compile(region: Region, error: Exception) -> ApplyError:
+    # Dynamo wraps the error of the compiler behind it.
     error = getattr(error, "inner_exception", error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return ApplyError(

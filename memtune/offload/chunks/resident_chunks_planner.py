@@ -34,6 +34,7 @@ class OnDevice:
 
 @functools.lru_cache(maxsize=64)
 def _taken(there: OnDevice, moments: int) -> I64:
+    # Backward has the last moments, in the reverse order of the blocks.
     ready_in = moments - 1 - np.asarray(there.block, np.int64)
     gradient = np.where(
         np.arange(moments) >= ready_in[:, None], np.asarray(there.gradient_bytes, np.int64)[:, None], 0
@@ -125,9 +126,11 @@ def cheapest_split(
     the rCache and chunks that are resident with their optimizer state, by seconds saved per byte. There the
     chunk size is searched first.
     """
+    # A chunk holds whole parameters.
     if min(room) < max(n_bytes):
         return None
     taken = there.taken(len(room))
+    # The cache keeps its size for the whole step.
     left = (np.asarray(room, np.int64) - taken).min(1)
     host_s, device_s = (np.concatenate([[0.0], np.cumsum(each)]) for each in (seconds.host, seconds.device))
     update_s = (host_s[-1] - host_s) + device_s

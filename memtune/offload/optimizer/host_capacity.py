@@ -134,6 +134,7 @@ def _left(group: Path, files: _Files, machine: str) -> Limit | None:
     if not limit.isdecimal() or not used.isdecimal() or int(limit) >= _UNLIMITED:
         return None
     stat = dict(line.split() for line in _text(group / "memory.stat").splitlines() if len(line.split()) == 2)
+    # The page cache counts as used, and the kernel drops it when memory is short.
     taken = int(used) - sum(int(stat.get(name, 0)) for name in files.reclaimable)
     left = max(int(limit) - max(taken, 0), 0)
     return Limit(left, f"{machine} {group}", f"the control group {group} allows {format_bytes(int(limit))}")
@@ -231,6 +232,7 @@ def require(
     for needs, found in everyone:
         for limit in found:
             sharing.setdefault(limit.owner, []).append((needs, limit))
+    # Ranks read a limit at different moments: the least reading counts.
     for together in sharing.values():
         _require_room([needs for needs, _ in together], min(limit for _, limit in together), what)
 

@@ -44,15 +44,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: fl
     if kernel == "flash":
         found = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
         return Attended(found[0], found[1])
+    # The kernels above serve heads that share keys; those below do not.
     key, value = _of_every_head(query, key), _of_every_head(query, value)
     if kernel == "efficient":
         out, lse, _, _ = _aten._scaled_dot_product_efficient_attention(
             query, key, value, None, True, 0.0, causal, scale=scale
         )
+        # The kernel pads the rows of the log-sum-exp to a multiple of 32.
         return Attended(out, lse[:, :, : query.shape[2]])
     scores = _scores(query, key, causal, scale)
     lse = scores.logsumexp(-1)
     out = scores.sub_(lse.unsqueeze(-1)).exp_() @ value.to(scores.dtype)
+    # In the layout of the queries, as the kernels have it.
     return Attended(torch.empty_like(query).copy_(out), lse)
 
 
@@ -154,6 +157,7 @@ def _of_every_head(query: Tensor, shared: Tensor) -> Tensor:
 
 
 def _of_shared_heads(gradient: Tensor, heads: int) -> Tensor:
+    # Each query head that shares a head of keys has a part of its gradient.
     return gradient if gradient.shape[1] == heads else gradient.unflatten(1, (heads, -1)).sum(2)
 
 
@@ -180,6 +184,7 @@ def _efficient_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = -(-query.shape[2] // 32) * 32  # what the kernel reads of the log-sum-exp
+    # exp(score - inf) is 0: padded rows contribute nothing.
     lse = all_keys.lse.new_full((*all_keys.lse.shape[:2], rows), math.inf)
     lse[:, :, : query.shape[2]] = all_keys.lse
     unused = torch.zeros((), dtype=torch.int64, device="cpu")

@@ -116,6 +116,7 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, whole: Tensor, share: Tensor, weight: Tensor, bias: Tensor | None, entry: _Entry
     ) -> Tensor:
+        # Only the weight's gradient is a product with the input.
         if ctx.needs_input_grad[2]:
             entry.users += 1
         ctx.save_for_backward(share, weight)
@@ -177,6 +178,7 @@ class Border:
             )
         self._taken += 1
         if self._taken == self.columns:
+            # Held any longer, all positions would be live beyond their last use.
             self._share = self._whole = self._entry = None
         made: Tensor = _Product.apply(given, share, weight, bias, entry)  # type: ignore[no-untyped-call]
         return made
@@ -213,6 +215,7 @@ class SequenceRowLinear(RowLinear):
         part = F.linear(input, local(self.weight))
         share: Tensor = _Scattered.apply(part, self.border.group, self.border.ranks)  # type: ignore[no-untyped-call]
         del part  # otherwise the sum below would be allocated while it is live
+        # Each rank would add the bias to its part of the sum.
         return share if bias is None else share + bias
 
 

@@ -66,6 +66,7 @@ class SequenceLayout:
         for first, number in (piece for pieces in self.order for piece in pieces):
             places.append((first, at * unit, number * unit))
             at += number
+        # Shares arrive rank by rank, which is another order than the positions' if a rank holds two pieces.
         if places == sorted(places):
             return gathered
         return torch.cat([gathered.narrow(1, start, length) for _, start, length in sorted(places)], 1)
@@ -128,6 +129,7 @@ class SharedDropout(nn.Dropout):
         if not self.training or self.p == 0:
             return input
         with torch.no_grad():
+            # As many draws from the generator as a single rank makes.
             shape = (input.shape[0], input.shape[1] * self.layout.ranks, *input.shape[2:])
             kept = self.layout.shard_view(F.dropout(input.new_ones(shape), self.p), 1) != 0
         return input * kept * (1 / (1 - self.p) if self.p < 1 else 0.0)
@@ -143,6 +145,7 @@ def share_dropouts(model: nn.Module, blocks: Sequence[str], layout: SequenceLayo
     """Replace the blocks' dropouts by ones that draw for all positions."""
     for name in dropouts(model, blocks):
         module = model.get_submodule(name)
+        # The same object, so that its hooks and the user's references remain.
         module.__class__ = SharedDropout
         vars(module).update(layout=layout)
 
@@ -160,6 +163,7 @@ def summed_parameters(
         raise not_divisible(f"{blocks[0]} and {blocks[-1]} are not in one chain of blocks", fix)
     inside, outside = dict[int, str](), dict[int, str]()
     prefixes = tuple(f"{block}." for block in blocks)
+    # A tied weight has several names, of which one may be outside of the blocks.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         (inside if name.startswith(prefixes) else outside).setdefault(id(parameter), name)
     for key in inside.keys() & outside.keys():
@@ -274,6 +278,7 @@ def beginning(forward: Callable[..., Any], layout: SequenceLayout, fix: str) -> 
                 fix=f"sequences whose length is a multiple of {layout.units}, or {fix}",
                 code="MT394",
             )
+        # This frame may not hold all positions while the block runs.
         args, kwargs = replaced(args, kwargs, x, divided(x, layout))
         del x
         return forward(*args, **kwargs)

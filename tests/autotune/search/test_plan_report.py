@@ -164,6 +164,12 @@ def test_plan_says_what_would_help_if_nothing_fits(ranking: PlanReport):
     assert "--freeze recompute=full: 1.00 MiB, 1.3× the time per sample; recomputes every block" in text
 
 
+def test_plan_tells_that_weights_over_the_limit_must_be_made_first():
+    found = plan(asked(budget_bytes=900_000, axes=("offload.states",)))
+    assert "before memtune.apply can offload them" in found.front[0].unmet[0]
+    assert "but       the model cannot be made within the limit" in shown(found)
+
+
 def test_plan_writes_the_config_of_a_row(ranking: PlanReport):
     assert ranking.out is not None
     written = load_config(ranking.out)

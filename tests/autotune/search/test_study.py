@@ -135,13 +135,29 @@ def test_search_without_fit_reports_closest_and_remedies():
     assert not Path("tuned.yaml").exists()
 
 
-def test_search_refuses_budget_below_weights_before_trials():
+@pytest.mark.parametrize(
+    ("budget_bytes", "axes"),
+    # The second is enough for weights that are offloaded, and not for those that are to be.
+    [(100_000, ()), (900_000, ("offload.states",))],
+)
+def test_search_refuses_budget_below_weights_before_trials(budget_bytes: int, axes: tuple[str, ...]):
     def never(trial: Trial) -> TrialResult:
         raise AssertionError("a trial was run")
 
     with pytest.raises(NothingFits, match="the weights alone need") as caught:
-        run(asked(budget_bytes=100_000), never)
+        run(asked(budget_bytes=budget_bytes, axes=axes or asked().axes), never)
     assert "234,880 parameters" in caught.value.evidence
+
+
+def test_search_without_fit_gives_the_trials_reason_where_the_prediction_was_wrong():
+    def too_large(trial: Trial) -> TrialResult:
+        return TrialResult(status="oom", reason="out of memory in aten::empty")
+
+    with pytest.raises(NothingFits) as caught:
+        run(asked(), too_large)
+    assert "short by" not in str(caught.value)
+    assert "was predicted to need" in caught.value.evidence
+    assert "out of memory in aten::empty" in caught.value.evidence
 
 
 def test_search_audit_that_fits_widens_interval():
