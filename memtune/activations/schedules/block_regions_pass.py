@@ -47,13 +47,13 @@ class BlockRegions:
     """By block: numbers of its ops in `together`, forward first."""
     values: tuple[I32, ...]
     """By block: numbers of its values in `together`."""
-    sort: I32
-    """(blocks,) row of each block's kind in `graphs`."""
+    graph_index: I32
+    """(blocks,) row of each block's graph in `graphs`."""
     graphs: tuple[OpGraph, ...]
 
     @property
     def plain(self) -> tuple[Schedule, ...]:
-        """By kind of block: the schedule that runs every op once."""
+        """By graph: the schedule that runs every op once."""
         return tuple(plain_schedule(graph) for graph in self.graphs)
 
 
@@ -143,7 +143,7 @@ def _split(step: Step, together: Region, block_of: I32, order: tuple[int, ...]) 
     values = tuple(np.flatnonzero(block_of[maker] == block).astype(np.int32) for block in order)
     graphs: dict[object, int] = {}
     found: list[OpGraph] = []
-    sort = []
+    graph_index = []
     for mine, made in zip(ops, values, strict=True):
         local = _local(graph, mine, made)
         # Equal ops are not enough: a last block whose output the loss holds has other lifetimes.
@@ -157,11 +157,11 @@ def _split(step: Step, together: Region, block_of: I32, order: tuple[int, ...]) 
         if key not in graphs:
             graphs[key] = len(found)
             found.append(local)
-        sort.append(graphs[key])
+        graph_index.append(graphs[key])
     # Only whether it lives outside counts here: `by_readers` takes its end from the plain step.
     until = np.where(crossing, graph.n_ops, -1).astype(np.int32)
     together = replace(together, outside_until=until)
-    return BlockRegions(together, order, ops, values, np.asarray(sort, np.int32), tuple(found))
+    return BlockRegions(together, order, ops, values, np.asarray(graph_index, np.int32), tuple(found))
 
 
 def _crossing(step: Step, together: Region, block_of: I32) -> npt.NDArray[np.bool_]:

@@ -77,13 +77,13 @@ class _Split(Parts):
         """Return the rows of each part's backward ops."""
         region, found = self.region, list[dict[int, int]]()
         if region.dx >= 0:
-            self.edit.storages.producer[region.dx] = ops.run("aten.new_empty.default", region.given)
+            self.edit.storages.producer[region.dx] = ops.run("aten.new_empty.default", region.dy)
         for part, mine in reversed(list(zip(self.parts, made, strict=True))):
             lasts: dict[int, int] = {}
             self.run(ops, region.backward, part, mine, lasts, first=not found)
             self.collect(ops, mine, region.dx, first=not found)
             found.append(lasts)
-        ops.hold(region.given, ops.last)
+        ops.hold(region.dy, ops.last)
         return found[::-1]
 
     def _save(self, made: dict[int, int], packed: dict[int, int], lasts: dict[int, int]) -> None:

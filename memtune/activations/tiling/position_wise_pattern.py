@@ -50,7 +50,7 @@ class PositionWise:
     y: int
     rows: int
     """Number of tokens."""
-    given: int
+    dy: int
     """Gradient of `y`."""
     dx: int
     """Gradient of `x` through this module, -1 if none is needed; with `residual`, the sum."""
@@ -147,7 +147,7 @@ def _found(
     if kept - {y}:
         raise NotTokenWise
     join, residual = _joined(step, backward, made | {x})
-    given, dx, gradients = _gradients(step, backward, made | {x, residual})
+    dy, dx, gradients = _gradients(step, backward, made | {x, residual})
     # An op packs its inputs before it runs and its output after: the window of outputs is one op
     # later.
     window = (step.saves.packed_before > forward[0]) | (
@@ -177,7 +177,7 @@ def _found(
         x,
         y,
         rows,
-        given,
+        dy,
         dx,
         gradients,
         save,
@@ -306,7 +306,7 @@ def _gradients(step: Step, backward: tuple[int, ...], known: set[int]) -> tuple[
     inside = np.isin(step.uses.op[window], backward)
     used = step.uses.storage[window]
     read = set(used[inside].tolist()) - made - known
-    given = _only({s for s in read if step.parameter_of[s] < 0})
+    dy = _only({s for s in read if step.parameter_of[s] < 0})
     if not np.isin(step.uses.mode[window][inside], (READS, DONATES)).all():
         raise NotTokenWise
     # A parameter's gradient is one that autograd accumulates, or that has an owner.
@@ -318,7 +318,7 @@ def _gradients(step: Step, backward: tuple[int, ...], known: set[int]) -> tuple[
     others = left - ready
     if len(others) > 1:
         raise NotTokenWise
-    return given, next(iter(others), -1), gradients
+    return dy, next(iter(others), -1), gradients
 
 
 # Norms over the last dim that make full-sized tensors inside.

@@ -165,10 +165,10 @@ class _Tiled(Parts):
             self.collect(ops, made, dx, first=number == 0)
         last = ops.last
         # Inside the region only the holds that this pass adds count, not those of the plain ops.
-        for outer in (region.given, region.residual):
+        for outer in (region.dy, region.residual):
             if outer >= 0 and region.backward[0] <= edit.storages.held_until[outer] <= region.backward[-1]:
                 edit.storages.held_until[outer] = region.backward[0] - 1
-        ops.hold(region.given, last)  # the input is held by its save, which a recompute pass may move
+        ops.hold(region.dy, last)  # the input is held by its save, which a recompute pass may move
         if region.residual >= 0:
             storages, how = self.uses[region.join]
             handed = how[storages.index(region.residual)] == DONATES

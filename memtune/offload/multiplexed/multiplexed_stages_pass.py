@@ -332,7 +332,7 @@ class _RankWriter:
         """Copy the stage's arguments to the device (Rule 3)."""
         if use.stage == 0:
             return None
-        rows, storage, n_bytes = self._rows, self._parts.given(use.stage), self._parts.chain.passed_bytes
+        rows, storage, n_bytes = self._rows, self._parts.input_of(use.stage), self._parts.chain.passed_bytes
         backward = use.kind == "backward"
         if backward and not self._waits_on_host:
             rows.set_number(key, storage, self._saved_starts[use.stage, index])
@@ -370,13 +370,13 @@ class _RankWriter:
     def _forward(self, stage: int, index: int, posted: list[int]) -> None:
         """Add a forward run of a stage (Rule 2)."""
         rows, key = self._rows, (("forward", stage), index)
-        given = self._start(StageUse(stage, "forward"), index, key, posted)
+        stage_input = self._start(StageUse(stage, "forward"), index, key, posted)
         self._next_micro_batch(Phase.FORWARD)
         rows.append_ops(self._ops(stage, backward=False), key)
-        output = rows.number_of(key, self._parts.given(stage + 1))
+        output = rows.number_of(key, self._parts.input_of(stage + 1))
         self._send(output, Phase.FORWARD)
-        if given is not None:
-            rows.hold_number(given, rows.n_ops - 1)
+        if stage_input is not None:
+            rows.hold_number(stage_input, rows.n_ops - 1)
 
     def _backward(self, use: StageUse, index: int, posted: list[int], on_host: dict[int, int] | None) -> None:
         """Add a backward run of a stage (Rule 2); `on_host` receives the host gradients of the last
@@ -397,7 +397,7 @@ class _RankWriter:
                 uses=[(posted[index], READS)],
                 stream=1,
             )
-            held.append(rows.number_of(key, parts.given(use.stage + 1)))
+            held.append(rows.number_of(key, parts.input_of(use.stage + 1)))
         ops = self._ops(use.stage, backward=True)
         if index == 0:
             # The first micro-batch's gradient is the sum, so nothing is added.

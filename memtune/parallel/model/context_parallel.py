@@ -39,16 +39,16 @@ from memtune.parallel.model.block_attention import Attended, attend, attend_back
 from memtune.parallel.model.context_groups import Grid, Split, grid_of
 from memtune.parallel.model.sequence_sharding import (
     SequenceLayout,
-    beginning,
-    divided,
-    ending,
     first_tensor,
+    gather_output,
     is_summed,
     not_divisible,
+    scaled_by,
+    shard_input,
+    shard_positions,
     share_dropouts,
     sum_gradients,
     summed_parameters,
-    times,
 )
 from memtune.parallel.model.tensor_parallel import share_step
 from memtune.parallel.ranks import RingRound, RingSums, require_groups, require_ranks
@@ -267,10 +267,10 @@ def divide_blocks(
         block = model.get_submodule(name)
         block.forward = _on_shares(block.forward, name, layout, attention)
     first, last = model.get_submodule(blocks[0]), model.get_submodule(blocks[-1])
-    first.forward = beginning(
+    first.forward = shard_input(
         first.forward, layout, FIX if layout.units == layout.ranks else "load_balance: none"
     )
-    last.forward = ending(last.forward, layout)
+    last.forward = gather_output(last.forward, layout)
 
 
 def _on_shares(
@@ -312,7 +312,7 @@ def _own_of(given: Tensor, length: int, name: str, layout: SequenceLayout) -> Te
         raise not_divisible(
             f"{name} is given a tensor of shape {tuple(given.shape)} that needs a gradient", FIX
         )
-    return divided(given, layout)
+    return shard_positions(given, layout)
 
 
 @contextmanager
@@ -333,7 +333,7 @@ def shard_fake_blocks(
     names = summed_parameters(model, (), blocks, FIX)
     divide_blocks(model, blocks, layout, attention)
     for name in names:
-        model.get_parameter(name).register_hook(times(layout.ranks))
+        model.get_parameter(name).register_hook(scaled_by(layout.ranks))
 
 
 def divide_sequence(context: Context, split: Split) -> None:

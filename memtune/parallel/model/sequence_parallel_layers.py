@@ -34,16 +34,16 @@ from memtune import refusals
 from memtune.errors import ApplyError
 from memtune.parallel.model.sequence_sharding import (
     SequenceLayout,
-    all_positions,
-    beginning,
-    ending,
     first_tensor,
+    gather_output,
+    gather_positions,
     is_summed,
     replaced,
+    scaled_by,
+    shard_input,
     share_dropouts,
     sum_gradients,
     summed_parameters,
-    times,
 )
 from memtune.parallel.model.tensor_parallel import ColumnLinear, Place, RowLinear, cut
 from memtune.parallel.sharding import meshes
@@ -68,7 +68,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, share: Tensor, group: str, ranks: int) -> Tensor:
         ctx.group, ctx.ranks = group, ranks
-        return all_positions(share.detach(), group, ranks)
+        return gather_positions(share.detach(), group, ranks)
 
     @staticmethod
     @once_differentiable
@@ -88,7 +88,7 @@ class _Scattered(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return all_positions(gradient, ctx.group, ctx.ranks), None, None
+        return gather_positions(gradient, ctx.group, ctx.ranks), None, None
 
 
 @dataclass(eq=False)
@@ -103,7 +103,7 @@ class _Entry:
 
     def whole(self, share: Tensor) -> Tensor:
         """Return all positions, gathered for the first column layer's backward and freed after the last."""
-        whole = self.again if self.again is not None else all_positions(share, self.group, self.ranks)
+        whole = self.again if self.again is not None else gather_positions(share, self.group, self.ranks)
         self.users -= 1
         self.again = whole if self.users > 0 else None
         return whole
@@ -141,7 +141,7 @@ class _Product(torch.autograd.Function):
 
 
 @dataclass(eq=False)
-class Border:
+class ColumnInput:
     """Input side of one pair's layers, with its last input."""
 
     group: str
@@ -193,13 +193,13 @@ def _same(given: Tensor, whole: Tensor) -> bool:
 class SequenceColumnLinear(ColumnLinear):
     """A linear layer of which this rank computes some outputs, for all positions."""
 
-    border: Border
+    column_input: ColumnInput
     name: str
 
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's outputs."""
         bias = self._parameters["bias"]
-        return self.border.product(
+        return self.column_input.product(
             self.name, input, local(self.weight), None if bias is None else local(bias)
         )
 
@@ -207,13 +207,13 @@ class SequenceColumnLinear(ColumnLinear):
 class SequenceRowLinear(RowLinear):
     """A linear layer of which this rank has some inputs, for all positions."""
 
-    border: Border
+    column_input: ColumnInput
 
     def forward(self, input: Tensor) -> Tensor:
         """Return all outputs for this rank's positions."""
         bias = self._parameters["bias"]
         part = F.linear(input, local(self.weight))
-        share: Tensor = _Scattered.apply(part, self.border.group, self.border.ranks)  # type: ignore[no-untyped-call]
+        share: Tensor = _Scattered.apply(part, self.column_input.group, self.column_input.ranks)  # type: ignore[no-untyped-call]
         del part  # otherwise the sum below would be allocated while it is live
         # Each rank would add the bias to its part of the sum.
         return share if bias is None else share + bias
@@ -245,33 +245,37 @@ def shard_fake_sequence(model: nn.Module, pairs: Sequence[Pair], blocks: Sequenc
     """Divide the positions of a model that is only recorded, whose layers have been sharded."""
     divide_positions(model, pairs, blocks, place)
     for name in summed_parameters(model, pairs, blocks, _FIX):
-        model.get_parameter(name).register_hook(times(place.ranks))
+        model.get_parameter(name).register_hook(scaled_by(place.ranks))
 
 
 def divide_positions(model: nn.Module, pairs: Sequence[Pair], blocks: Sequence[str], place: Place) -> None:
     """Make the sharded layers, dropouts and ends of the chain of blocks work on shares of the positions."""
     for pair in pairs:
-        border = Border(place.group, place.ranks, len(pair.columns), at_owner=pair.owner not in blocks)
+        column_input = ColumnInput(
+            place.group, place.ranks, len(pair.columns), at_owner=pair.owner not in blocks
+        )
         for name in pair.columns:
             column = model.get_submodule(name)
             column.__class__ = SequenceColumnLinear
-            vars(column).update(border=border, name=name)
+            vars(column).update(column_input=column_input, name=name)
         row = model.get_submodule(pair.row)
         row.__class__ = SequenceRowLinear
-        vars(row).update(border=border)
-        if border.at_owner:
-            model.get_submodule(pair.owner).register_forward_pre_hook(_entered(border), with_kwargs=True)
+        vars(row).update(column_input=column_input)
+        if column_input.at_owner:
+            model.get_submodule(pair.owner).register_forward_pre_hook(
+                _entered(column_input), with_kwargs=True
+            )
     layout = SequenceLayout.contiguous(place.group, place.ranks, place.rank)
     share_dropouts(model, blocks, layout)
     first, last = model.get_submodule(blocks[0]), model.get_submodule(blocks[-1])
-    first.forward = beginning(first.forward, layout, _FIX)
-    last.forward = ending(last.forward, layout)
+    first.forward = shard_input(first.forward, layout, _FIX)
+    last.forward = gather_output(last.forward, layout)
 
 
-def _entered(border: Border) -> Any:
+def _entered(column_input: ColumnInput) -> Any:
     def gather(module: nn.Module, args: Any, kwargs: Any) -> Any:
         share = first_tensor(args, kwargs)
-        return None if share is None else replaced(args, kwargs, share, border.gathered(share))
+        return None if share is None else replaced(args, kwargs, share, column_input.gathered(share))
 
     return gather
 

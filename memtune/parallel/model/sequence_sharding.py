@@ -61,7 +61,7 @@ class SequenceLayout:
 
     def gather(self, share: Tensor) -> Tensor:
         """Return all positions (dim 1) from each rank's share."""
-        gathered = all_positions(share, self.group, self.ranks)
+        gathered = gather_positions(share, self.group, self.ranks)
         unit, places, at = gathered.shape[1] // self.units, list[tuple[int, int, int]](), 0
         for first, number in (piece for pieces in self.order for piece in pieces):
             places.append((first, at * unit, number * unit))
@@ -76,14 +76,14 @@ class SequenceLayout:
         return [(first * unit, number * unit) for first, number in self.order[self.rank]]
 
 
-def all_positions(share: Tensor, group: str, ranks: int) -> Tensor:
+def gather_positions(share: Tensor, group: str, ranks: int) -> Tensor:
     """All-gather the shares of `group` along dim 1, in the order of the ranks."""
     whole = share.new_empty((share.shape[0], share.shape[1] * ranks, *share.shape[2:]))
     torch.ops.memtune.all_gather_positions_(whole, share.contiguous(), group, ranks)
     return whole
 
 
-class _Divided(torch.autograd.Function):
+class _ShardPositions(torch.autograd.Function):
     """Input of the blocks: this rank's positions; the gradient is that of all positions."""
 
     @staticmethod
@@ -97,7 +97,7 @@ class _Divided(torch.autograd.Function):
         return ctx.layout.gather(gradient), None
 
 
-class _Joined(torch.autograd.Function):
+class _GatherPositions(torch.autograd.Function):
     """Output of the last block: all positions; every rank has the full gradient, and takes its own part."""
 
     @staticmethod
@@ -111,9 +111,9 @@ class _Joined(torch.autograd.Function):
         return ctx.layout.shard(gradient), None
 
 
-def divided(x: Tensor, layout: SequenceLayout) -> Tensor:
+def shard_positions(x: Tensor, layout: SequenceLayout) -> Tensor:
     """Return this rank's positions (dim 1) of `x`; the gradient of `x` is that of all positions."""
-    share: Tensor = _Divided.apply(x, layout)  # type: ignore[no-untyped-call]
+    share: Tensor = _ShardPositions.apply(x, layout)  # type: ignore[no-untyped-call]
     return share
 
 
@@ -173,7 +173,7 @@ def summed_parameters(
     )
 
 
-def times(ranks: int) -> Callable[[Tensor], Tensor]:
+def scaled_by(ranks: int) -> Callable[[Tensor], Tensor]:
     """Return a hook for gradients of which each rank has a summand: it multiplies by the ranks, so that
     averaging over them, once or more, gives the sum.
     """
@@ -191,32 +191,32 @@ def _sum_gradients(context: Context, mesh: DeviceMesh, names: Sequence[str]) -> 
     """Register the hooks when the sharding is known: FSDP2 unshards and frees a parameter, and the optimizer
     holds a shard of it.
     """
-    come_and_go = {parameter for _, unit in units_of(context.model) for parameter in unit}
+    of_fsdp_units = {parameter for _, unit in units_of(context.model) for parameter in unit}
     summed = [context.model.get_parameter(name) for name in names]
     for name in context.blocks:
         inside = [
             each
             for each in names
-            if each.startswith(f"{name}.") and context.model.get_parameter(each) in come_and_go
+            if each.startswith(f"{name}.") and context.model.get_parameter(each) in of_fsdp_units
         ]
         if inside:
-            scaled = Scaled(mesh.size(), [each.removeprefix(f"{name}.") for each in inside])
+            scaled = ScaledGradients(mesh.size(), [each.removeprefix(f"{name}.") for each in inside])
             context.undo.callback(context.model.get_submodule(name).register_forward_pre_hook(scaled).remove)
     for parameter in summed:
-        if parameter not in come_and_go:
-            context.undo.callback(parameter.register_hook(times(mesh.size())).remove)
+        if parameter not in of_fsdp_units:
+            context.undo.callback(parameter.register_hook(scaled_by(mesh.size())).remove)
     # Else what averages over all ranks averages over these as well.
     if context.placement.model_parallel_size > 1 or not context.placement.states_average_grads:
         context.loop.sync = Average(context, mesh.get_group(), summed, outer=context.loop.sync).sync
 
 
-class Scaled:
+class ScaledGradients:
     """A block's pre-forward hook for parameters that exist only while the block runs: it hooks their
     gradients.
     """
 
     def __init__(self, ranks: int, names: Sequence[str]) -> None:
-        self.names, self._hook = frozenset(names), times(ranks)
+        self.names, self._hook = frozenset(names), scaled_by(ranks)
         self._seen: dict[str, weakref.ref[Tensor]] = {}
 
     def __call__(self, block: nn.Module, args: Any) -> None:
@@ -237,7 +237,9 @@ def is_summed(model: nn.Module, blocks: Sequence[str], name: str) -> bool:
         return True
     block = next(each for each in blocks if name.startswith(f"{each}."))
     hooks = model.get_submodule(block)._forward_pre_hooks.values()
-    return any(isinstance(hook, Scaled) and name.removeprefix(f"{block}.") in hook.names for hook in hooks)
+    return any(
+        isinstance(hook, ScaledGradients) and name.removeprefix(f"{block}.") in hook.names for hook in hooks
+    )
 
 
 def not_divisible(why: str, fix: str) -> ApplyError:
@@ -260,10 +262,10 @@ def replaced(args: tuple[Any, ...], kwargs: Mapping[str, Any], old: Tensor, new:
     }
 
 
-def beginning(forward: Callable[..., Any], layout: SequenceLayout, fix: str) -> Callable[..., Any]:
+def shard_input(forward: Callable[..., Any], layout: SequenceLayout, fix: str) -> Callable[..., Any]:
     """Return `forward` of the first block with its input divided by positions."""
 
-    def on_a_share(*args: Any, **kwargs: Any) -> Any:
+    def on_shard(*args: Any, **kwargs: Any) -> Any:
         x = first_tensor(args, kwargs)
         shape = () if x is None else tuple(x.shape)
         if x is None or len(shape) < 3 or shape[1] % layout.units or shape[1] == layout.units:
@@ -279,20 +281,20 @@ def beginning(forward: Callable[..., Any], layout: SequenceLayout, fix: str) -> 
                 code="MT394",
             )
         # This frame may not hold all positions while the block runs.
-        args, kwargs = replaced(args, kwargs, x, divided(x, layout))
+        args, kwargs = replaced(args, kwargs, x, shard_positions(x, layout))
         del x
         return forward(*args, **kwargs)
 
-    return on_a_share
+    return on_shard
 
 
-def ending(forward: Callable[..., Any], layout: SequenceLayout) -> Callable[..., Any]:
+def gather_output(forward: Callable[..., Any], layout: SequenceLayout) -> Callable[..., Any]:
     """Return `forward` of the last block with its output gathered to all positions."""
 
-    def joined(*args: Any, **kwargs: Any) -> Any:
+    def gathered(*args: Any, **kwargs: Any) -> Any:
         out = forward(*args, **kwargs)
         if isinstance(out, tuple | list):
-            return type(out)((_Joined.apply(out[0], layout), *out[1:]))  # type: ignore[no-untyped-call]
-        return _Joined.apply(out, layout)  # type: ignore[no-untyped-call]
+            return type(out)((_GatherPositions.apply(out[0], layout), *out[1:]))  # type: ignore[no-untyped-call]
+        return _GatherPositions.apply(out, layout)  # type: ignore[no-untyped-call]
 
-    return joined
+    return gathered

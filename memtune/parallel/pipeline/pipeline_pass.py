@@ -155,14 +155,16 @@ def _divided(
     made = np.flatnonzero(
         (step.storages.producer >= 0) & (mine | parts.shared)[step.storages.producer]
     ).astype(np.int32)
-    given, returned = (parts.given(stage), parts.gradient[stage]) if stage else (-1, -1)
-    passed, received = (parts.given(stage + 1), parts.gradient[stage + 1]) if stage < last else (-1, -1)
-    here = Stage(stage, rows, made, parts.uploaded, given, passed, returned, received)
+    stage_input, input_grad = (parts.input_of(stage), parts.gradient[stage]) if stage else (-1, -1)
+    stage_output, output_grad = (
+        (parts.input_of(stage + 1), parts.gradient[stage + 1]) if stage < last else (-1, -1)
+    )
+    here = Stage(stage, rows, made, parts.uploaded, stage_input, stage_output, input_grad, output_grad)
     found: RankStep = rank_step(step, here, parts.held_by(rank), divide, kept=kept)
-    boundary = {how.starts[stage]: found.given}
-    gradient = {stage: found.returned}
+    boundary = {how.starts[stage]: found.stage_input}
+    gradient = {stage: found.input_grad}
     if stage < last:
-        boundary[how.starts[stage + 1]], gradient[stage + 1] = found.passed, found.received
+        boundary[how.starts[stage + 1]], gradient[stage + 1] = found.stage_output, found.output_grad
     divided = Parts(
         found.step,
         replace(parts.chain, boundary=boundary),
@@ -217,7 +219,7 @@ class Parts:
         step = step.with_storages(held_until=held)
         return cls(step, chain, how, stage, shared, uploaded, gradient, tied, _sums(step, tied))
 
-    def given(self, stage: int) -> int:
+    def input_of(self, stage: int) -> int:
         """Return the storage that the stage before sends."""
         return self.chain.boundary[self.how.starts[stage]]
 
@@ -450,12 +452,12 @@ def _run(parts: Parts, rows: UnrolledRows, action: StageAction, lists: Lists, mo
     """
     step, stage, key = parts.step, action.stage, (action.stage, action.micro_batch)
     backward, last = action.backward, len(parts.how.starts) - 1
-    given = None if stage == 0 else parts.given(stage)
-    passed = None if stage == last else parts.given(stage + 1)
-    if backward and passed is not None:
+    stage_input = None if stage == 0 else parts.input_of(stage)
+    stage_output = None if stage == last else parts.input_of(stage + 1)
+    if backward and stage_output is not None:
         _receive(parts, rows, action, parts.gradient[stage + 1], lists)
-    if not backward and given is not None:
-        _receive(parts, rows, action, given, lists)
+    if not backward and stage_input is not None:
+        _receive(parts, rows, action, stage_input, lists)
     within = (parts.stage == stage) & ((step.ops.phase > Phase.FORWARD) == backward)
     within |= parts.shared & (not backward)
     within[[each.adder for each in parts.tied]] = False
@@ -473,26 +475,26 @@ def _run(parts: Parts, rows: UnrolledRows, action: StageAction, lists: Lists, mo
     if moves is not None:
         moves.ends(rows, action, ops, begins)
     if not backward:
-        if passed is not None:
-            _message(parts, rows, _SEND, action, (rows.number_of(key, passed), READS))
+        if stage_output is not None:
+            _message(parts, rows, _SEND, action, (rows.number_of(key, stage_output), READS))
         return ops
     now = rows.n_ops - 1
-    for storage in (given, passed, None if passed is None else parts.gradient[stage + 1]):
+    for storage in (stage_input, stage_output, None if stage_output is None else parts.gradient[stage + 1]):
         if storage is not None:
             # torch's stage drops its caches after the micro-batch's backward.
             rows.hold(key, storage, now)
     # Micro-batches that the stage has in flight in 1F1B's steady state.
     in_flight = min(parts.how.micro_batches, last + 1 - stage)
     if (
-        passed is not None
+        stage_output is not None
         and parts.how.schedule == "1f1b"
         and in_flight > 1
         and action.micro_batch == parts.how.micro_batches - in_flight
     ):
-        rows.hold((stage, in_flight - 2), passed, now)  # the last send that was waited for by itself
-    if passed is not None and parts.how.schedule == "interleaved_1f1b":
-        lists[stage, f"passed {action.micro_batch}"] = key, passed
-    if given is not None:
+        rows.hold((stage, in_flight - 2), stage_output, now)  # the last send that was waited for by itself
+    if stage_output is not None and parts.how.schedule == "interleaved_1f1b":
+        lists[stage, f"passed {action.micro_batch}"] = key, stage_output
+    if stage_input is not None:
         gradient = parts.gradient[stage]
         # torch's 1F1B keeps the last gradient in a local variable until the next one replaces it.
         before = lists.pop((stage, "returned"), None)

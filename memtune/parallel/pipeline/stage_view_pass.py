@@ -37,13 +37,13 @@ class RankStep:
     step: Step
     stage: I32
     """(n,) the stage of each op of forward and backward, -1 for all others and for messages."""
-    given: int
+    stage_input: int
     """The received input, -1: none."""
-    passed: int
+    stage_output: int
     """The output to send, -1: none."""
-    returned: int
+    input_grad: int
     """The gradient of the input, -1: none."""
-    received: int
+    output_grad: int
     """The gradient of the output, -1: none."""
     uploaded: I32
     once: I32
@@ -60,10 +60,10 @@ class Stage:
     made: I32
     """Storages that the stage makes."""
     uploaded: I32
-    given: int
-    passed: int
-    returned: int
-    received: int
+    stage_input: int
+    stage_output: int
+    input_grad: int
+    output_grad: int
 
 
 def rank_step(step: Step, stage: Stage, held: Mask, divide: Divide, *, kept: bool) -> RankStep:
@@ -83,9 +83,11 @@ def rank_step(step: Step, stage: Stage, held: Mask, divide: Divide, *, kept: boo
     once = np.empty(0, np.int32)
     if kept:  # all that such a pass adds to a forward are gathers
         once = np.flatnonzero((marks == 0) & (after.ops.phase == Phase.FORWARD)).astype(np.int32)
-    given, passed, returned, received, *uploaded = after.returned.tolist()
+    stage_input, stage_output, input_grad, output_grad, *uploaded = after.returned.tolist()
     clean = replace(after, returned=np.empty(0, np.int32)).with_ops(match=np.zeros_like(marks))
-    return RankStep(clean, of, given, passed, returned, received, np.array(uploaded, np.int32), once)
+    return RankStep(
+        clean, of, stage_input, stage_output, input_grad, output_grad, np.array(uploaded, np.int32), once
+    )
 
 
 def alone(step: Step, stage: Stage, held: Mask) -> tuple[Step, list[int]]:
@@ -98,13 +100,13 @@ def alone(step: Step, stage: Stage, held: Mask) -> tuple[Step, list[int]]:
     rows.declare("upload", stage.uploaded)
     rows.declare(stage.index, stage.made)
     rows.append_ops(uploads, ("upload", 1))
-    marks = [(UPLOAD, len(uploads)), (MESSAGE, _receive(rows, key, stage.given, Phase.FORWARD))]
+    marks = [(UPLOAD, len(uploads)), (MESSAGE, _receive(rows, key, stage.stage_input, Phase.FORWARD))]
     rows.append_ops(forward, key)
-    marks += [(MINE, len(forward)), (MESSAGE, _receive(rows, key, stage.received, Phase.BACKWARD))]
+    marks += [(MINE, len(forward)), (MESSAGE, _receive(rows, key, stage.output_grad, Phase.BACKWARD))]
     rows.append_ops(backward, key, backward=True)
     marks.append((MINE, len(backward)))
-    if stage.returned >= 0:
-        uses = [(rows.number_of(key, stage.returned), READS)]
+    if stage.input_grad >= 0:
+        uses = [(rows.number_of(key, stage.input_grad), READS)]
         rows.add("c10d.send.default", Phase.BACKWARD, resource=Resource.NOTHING, uses=uses)
         marks.append((MESSAGE, 1))
     rows.append_remaining()
@@ -112,7 +114,7 @@ def alone(step: Step, stage: Stage, held: Mask) -> tuple[Step, list[int]]:
     made = rows.done()
     ids = [
         rows.number_of(key, each) if each >= 0 else -1
-        for each in (stage.given, stage.passed, stage.returned, stage.received)
+        for each in (stage.stage_input, stage.stage_output, stage.input_grad, stage.output_grad)
     ]
     ids += [rows.number_of(("upload", 1), each) for each in stage.uploaded.tolist()]
     kinds = np.repeat(*np.array(marks, np.int32).T).astype(np.int32)

@@ -110,8 +110,8 @@ def block_boundary_schedules(step: Step, every: int | None) -> BlockBoundaries |
         )
         return Reason(why, f"residual_every: {most}, or omit it")
     found: list[tuple[Schedule, _Mask]] = []
-    for sort, graph in enumerate(regions.graphs):
-        local, attentions = local_region(regions, sort), _attentions(graph)
+    for graph_index, graph in enumerate(regions.graphs):
+        local, attentions = local_region(regions, graph_index), _attentions(graph)
         inside = np.ones(graph.n_forward, bool)
         mine = _Regions(local, inside, attentions, every or max(math.isqrt(len(attentions)), 1))
         schedule = build_schedule(graph, range(graph.n_forward), mine.backward(), made_by=_MADE_BY)
@@ -119,7 +119,7 @@ def block_boundary_schedules(step: Step, every: int | None) -> BlockBoundaries |
         if wrong:
             return Reason(f"regions between attentions cannot be repeated: {wrong}", ALTERNATIVE)
         found.append((schedule, mine.again))
-    of_block = [found[sort] for sort in regions.sort.tolist()]
+    of_block = [found[graph_index] for graph_index in regions.graph_index.tolist()]
     return BlockBoundaries(
         tuple(each for each, _ in of_block), _kept_bytes(regions, [again for _, again in of_block])
     )

@@ -75,10 +75,10 @@ class BlockOption:
         return int(self.bytes.max(initial=0))
 
 
-def local_region(regions: BlockRegions, sort: int) -> Region:
-    """Return the region of one block of class `sort`; values that others hold as well have 0 bytes."""
-    together, graph = regions.together, regions.graphs[sort]
-    block = int(np.flatnonzero(regions.sort == sort)[-1])
+def local_region(regions: BlockRegions, graph_index: int) -> Region:
+    """Return the region of one block of graph `graph_index`; values that others hold as well have 0 bytes."""
+    together, graph = regions.together, regions.graphs[graph_index]
+    block = int(np.flatnonzero(regions.graph_index == graph_index)[-1])
     ops, values = regions.ops[block], regions.values[block]
     # Neighbours hold them too, so this block's schedule cannot free their bytes.
     others = together.outside_until[values] >= 0
@@ -100,21 +100,21 @@ def local_region(regions: BlockRegions, sort: int) -> Region:
 
 @lru_cache(maxsize=64)
 def options_of(
-    step: Step, regions: BlockRegions, sort: int, hardware: Hardware, sources: tuple[Source, ...]
+    step: Step, regions: BlockRegions, graph_index: int, hardware: Hardware, sources: tuple[Source, ...]
 ) -> tuple[BlockOption, ...]:
-    """Return the undominated options of a block of class `sort`; the first one runs every op once.
+    """Return the undominated options of a block of graph `graph_index`; the first one runs every op once.
 
     Args:
         step: The plain step.
         regions: Regions of its blocks.
-        sort: Index of the block's class in `regions.graphs`.
+        graph_index: Row of the block's graph in `regions.graphs`.
         hardware: For the time of ops.
         sources: Policies and planners that propose schedules.
     """
-    region = local_region(regions, sort)
+    region = local_region(regions, graph_index)
     costs = op_costs(step, hardware)
     op_s = costs.op_s.clip(min=costs.issue_s)[region.rows]
-    plain = _option(region, op_s, regions.plain[sort])
+    plain = _option(region, op_s, regions.plain[graph_index])
     found = {plain.schedule: plain}
     for source in sources:
         for schedule in _schedules_from(source, step, region, op_s, plain):

@@ -117,9 +117,10 @@ class BlockSearch:
     @cached_property
     def options(self) -> tuple[tuple[BlockOption, ...], ...]:
         """Options of each class of blocks."""
-        place, sorts = self._place, range(len(self._regions.graphs))
+        place, graph_indices = self._place, range(len(self._regions.graphs))
         return tuple(
-            options_of(place.step, self._regions, sort, place.hardware, self._sources) for sort in sorts
+            options_of(place.step, self._regions, graph_index, place.hardware, self._sources)
+            for graph_index in graph_indices
         )
 
     @cached_property
@@ -130,7 +131,7 @@ class BlockSearch:
     def frontier(self) -> Frontier:
         """All undominated plans."""
         regions, background = self._regions, self._background
-        options = [self.options[sort] for sort in regions.sort.tolist()]
+        options = [self.options[graph_index] for graph_index in regions.graph_index.tolist()]
         shape = len(options), max(map(len, options))
         held, own, seconds = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape)
         before = 0
@@ -145,12 +146,14 @@ class BlockSearch:
             # `live` includes what earlier blocks hold on the plain step; the frontier adds what they hold as
             # planned.
             before += background.held_bytes[block]
-        problem = Problem(held, own, seconds, regions.sort, background.between_bytes, background.rest_bytes)
+        problem = Problem(
+            held, own, seconds, regions.graph_index, background.between_bytes, background.rest_bytes
+        )
         return solve(problem, _WIDTH)
 
     def schedules(self, row: int) -> tuple[Schedule, ...]:
         """Return the schedule of each block in plan `row`."""
-        options = (self.options[sort] for sort in self._regions.sort.tolist())
+        options = (self.options[graph_index] for graph_index in self._regions.graph_index.tolist())
         pairs = zip(options, self.frontier.choice(row).tolist(), strict=True)
         return tuple(mine[min(number, len(mine) - 1)].schedule for mine, number in pairs)
 
@@ -219,10 +222,15 @@ def search_blocks(place: Placement, sources: tuple[Source, ...]) -> BlockSearch 
     # Only then does a block's own held value stay on the device from forward to backward.
     if not any(each.effects.layer_major or each.slot == "offload.activations" for each in place.later):
         return BlockSearch(place, regions, sources)
-    sorts = range(len(regions.graphs))
-    options = [options_of(place.step, regions, sort, place.hardware, sources) for sort in sorts]
+    graph_indices = range(len(regions.graphs))
+    options = [
+        options_of(place.step, regions, graph_index, place.hardware, sources) for graph_index in graph_indices
+    ]
     return LevelSearch(
-        place, regions, [options[sort] for sort in regions.sort.tolist()], apply_block_schedules
+        place,
+        regions,
+        [options[graph_index] for graph_index in regions.graph_index.tolist()],
+        apply_block_schedules,
     )
 
 
@@ -374,12 +382,15 @@ def rewrite_by_block_schedules(plan: BlockSchedulesPlan, program: Program, kind:
         else:
             ordered = tuple(schedules[block] for block in regions.blocks)
             # Most blocks are alike: each pair of a graph and a schedule is checked once.
-            pairs = {(int(sort), each) for sort, each in zip(regions.sort, ordered, strict=True)}
+            pairs = {
+                (int(graph_index), each)
+                for graph_index, each in zip(regions.graph_index, ordered, strict=True)
+            }
             wrong = next(
                 (
                     why
-                    for sort, each in pairs
-                    if (why := find_block_schedule_error(regions.graphs[sort], each))
+                    for graph_index, each in pairs
+                    if (why := find_block_schedule_error(regions.graphs[graph_index], each))
                 ),
                 "",
             )

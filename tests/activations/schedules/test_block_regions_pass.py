@@ -66,8 +66,8 @@ def captured(name: str) -> dict[str, OpGraph]:
 def check_equal(name: str) -> None:
     step, regions = regions_of(name)
     live = captured(name)
-    for block, sort in zip(regions.blocks, regions.sort.tolist(), strict=True):
-        assert live[step.blocks[block]].sha256 == regions.graphs[sort].sha256
+    for block, graph_index in zip(regions.blocks, regions.graph_index.tolist(), strict=True):
+        assert live[step.blocks[block]].sha256 == regions.graphs[graph_index].sha256
 
 
 def test_regions_equal_the_captured_blocks() -> None:
@@ -82,7 +82,7 @@ def test_regions_equal_the_captured_blocks_of_other_models(name: str) -> None:
 
 def test_plain_schedules_give_the_plain_step() -> None:
     step, regions = regions_of("gpt")
-    new = run_blocks(step, regions, [regions.plain[sort] for sort in regions.sort])
+    new = run_blocks(step, regions, [regions.plain[graph_index] for graph_index in regions.graph_index])
     new.validate()
     assert len(regions.graphs) == 1  # four equal blocks
     assert new.ops.n == step.ops.n
@@ -96,7 +96,9 @@ def test_plain_schedules_give_the_plain_step() -> None:
 
 def test_recomputation_is_inside_its_blocks_backward() -> None:
     step, regions = regions_of("gpt")
-    new = run_blocks(step, regions, [again(regions.graphs[sort]) for sort in regions.sort])
+    new = run_blocks(
+        step, regions, [again(regions.graphs[graph_index]) for graph_index in regions.graph_index]
+    )
     new.validate()
     second = new.ops.phase == Phase.RECOMPUTE
     assert second.sum() == 4 * regions.graphs[0].n_forward
@@ -110,10 +112,12 @@ def check_trains(name: str) -> None:
     plain = trained_values(*build(ZOO[name]), 2, 1, micro_batches=2)
     workload, model, optimizer = build(ZOO[name])
     frozen = []
-    for block, sort in zip(regions.blocks, regions.sort.tolist(), strict=True):
+    for block, graph_index in zip(regions.blocks, regions.graph_index.tolist(), strict=True):
         frozen.append(
             ScheduledRegion(
-                model.get_submodule(step.blocks[block]), again(regions.graphs[sort]), torch.device("cpu")
+                model.get_submodule(step.blocks[block]),
+                again(regions.graphs[graph_index]),
+                torch.device("cpu"),
             )
         )
         frozen[-1].install()
