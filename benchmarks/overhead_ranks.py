@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from memtune.autotune.record.recorder import record
-from memtune.autotune.record_parallel.sharded_recording import CutRecordings
+from memtune.autotune.record_parallel.sharded_recording import ShardedRecordings
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.technique import Target
 
@@ -201,7 +201,7 @@ def _planned(kind: str, accumulate: int, **knobs: Any) -> dict[str, Any]:
         "sharding": {"parallel": {"kind": kind, **knobs}},
     }
     plain = record(case.workload)
-    target = Target(case.target.hardware, RANKS, cut=CutRecordings(case.workload, plain))
+    target = Target(case.target.hardware, RANKS, sharded=ShardedRecordings(case.workload, plain))
     found = Rewriter(plain, target).candidate(Choice.from_document(settings))
     assert isinstance(found, Candidate), found
     return {"settings": settings, "plan": {slot: plan.document() for slot, plan in found.plans.items()}}

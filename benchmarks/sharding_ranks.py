@@ -30,7 +30,7 @@ from test_nested_sharding import EVEN, batches, build, sent
 
 from memtune import hardware
 from memtune.api import apply
-from memtune.autotune.record_parallel.sharded_recording import CutRecordings
+from memtune.autotune.record_parallel.sharded_recording import ShardedRecordings
 from memtune.autotune.space.candidates import Choice, Rewriter
 from memtune.parallel.model.weight_rotation import rotatable
 from memtune.parallel.sharding.factors import Bytes, Factors, Schedule, by_link, every, traffic
@@ -311,8 +311,8 @@ def peak(only: Callable[[str], bool]) -> list[dict[str, Any]]:
     with techniques that change peaks.
     """
     plain = recording_of(ZOO["gpt"])
-    cut = CutRecordings(Workload.load(ZOO["gpt"]), plain)
-    rewriter = Rewriter(plain, Target(hardware.detect("cpu"), 4, cut=cut))
+    cut = ShardedRecordings(Workload.load(ZOO["gpt"]), plain)
+    rewriter = Rewriter(plain, Target(hardware.detect("cpu"), 4, sharded=cut))
     few = ("zero1", "zero2", "zero3", "mics", "paro IIG", "paro ING", "amsp 2, 4, 4")
     asked = {name: sharding for name, sharding, _ in cases(4) if name in few} | _communications(lossy=False)
     asked |= _rotations(4) | _divided_rotations()

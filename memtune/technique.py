@@ -92,8 +92,8 @@ class Target:
     """Backend of torch.compile that makes the kernels."""
     offload_dir: str = field(default_factory=offload_dir.allowed)
     """Directories for tensors on SSD; empty if SSD is not allowed."""
-    cut: CutRecordings | None = None
-    """Function that records one rank's step with layers cut over ranks; None if no technique needs such
+    sharded: ShardedRecordings | None = None
+    """Function that records one rank's step with layers sharded over ranks; None if no technique needs such
     steps.
     """
     whole: Target | None = None
@@ -158,19 +158,19 @@ class Facts:
         )
 
 
-CutRecordings = Callable[[int, str, int], "CutRecording | Reason"]
-"""Function from degree, kind of cut (the technique's knob `what`) and number of ranks to the recorded step,
+ShardedRecordings = Callable[[int, str, int], "ShardedRecording | Reason"]
+"""Function from degree, kind of sharding (the technique's knob `what`) and number of ranks to the recorded step,
 or a reason why there is none.
 """
 
 
 @dataclass(frozen=True, eq=False)
-class CutRecording:
-    """A rank's step with layers cut over a group of ranks, recorded from the real mechanism."""
+class ShardedRecording:
+    """A rank's step with layers sharded over a group of ranks, recorded from the real mechanism."""
 
     recording: Recording
     fields: Mapping[str, Any]
-    """Fields of the plan: the layers that are cut, and over how many ranks."""
+    """Fields of the plan: the layers that are sharded, and over how many ranks."""
 
 
 def lacking(platform: Platform, needs: Iterable[Capability]) -> Reason | None:

@@ -8,8 +8,8 @@ from memtune._door import open_door
 
 if TYPE_CHECKING:
     from memtune.autotune.record_parallel.fake_process_group import fake_ranks
-    from memtune.autotune.record_parallel.sharded_recording import CutRecordings
+    from memtune.autotune.record_parallel.sharded_recording import ShardedRecordings
 else:
     __getattr__ = open_door(__name__)
 
-__all__ = ["CutRecordings", "fake_ranks"]
+__all__ = ["ShardedRecordings", "fake_ranks"]

@@ -63,13 +63,13 @@ from memtune.parallel.ranks import Ring
 from memtune.parallel.sharding import meshes
 from memtune.program import Phase, Recording, Step
 from memtune.runtime import node_topology
-from memtune.technique import CutRecording, Reason
+from memtune.technique import Reason, ShardedRecording
 from memtune.workload import Pair, Workload, find_pairs, sharding_error
 
 _FIX = "another degree, or layers: mlp"
 
 
-class CutRecordings:
+class ShardedRecordings:
     """Steps of a workload with partitioned layers, each recorded when first needed.
 
     Args:
@@ -98,17 +98,17 @@ class CutRecordings:
             record, workload, sizes=set(sizes), between=set(between), workspace=workspace, target=target
         )
         self._workload, self._plain, self._node, self._translate = workload, plain, ranks_per_node, translate
-        self._known: dict[tuple[int, str, int], CutRecording | Reason] = {}
+        self._known: dict[tuple[int, str, int], ShardedRecording | Reason] = {}
         self._alone: dict[tuple[int, int], AttentionArguments | Reason] = {}
 
-    def __call__(self, degree: int, what: str, ranks: int) -> CutRecording | Reason:
+    def __call__(self, degree: int, what: str, ranks: int) -> ShardedRecording | Reason:
         """Return the step of a rank whose layers `degree` of the `ranks` partition, or why they cannot."""
         key = degree, what, ranks
         if key not in self._known:
             self._known[key] = self._attempt(*key)
         return self._known[key]
 
-    def _attempt(self, degree: int, what: str, ranks: int) -> CutRecording | Reason:
+    def _attempt(self, degree: int, what: str, ranks: int) -> ShardedRecording | Reason:
         # Fake ranks are a process group, of which a process has one.
         if dist.is_initialized():
             return refusals.trains_with_others()
@@ -135,9 +135,9 @@ class CutRecordings:
             if reason is not None:
                 return reason
             cut = divided
-        return CutRecording(self._translate(cut), {"degree": degree, "pairs": tuple(pairs)})
+        return ShardedRecording(self._translate(cut), {"degree": degree, "pairs": tuple(pairs)})
 
-    def _rotated(self, degree: int, in_place: bool, ranks: int) -> CutRecording | Reason:
+    def _rotated(self, degree: int, in_place: bool, ranks: int) -> ShardedRecording | Reason:
         layers, refused = list[str](), list[str]()
         change = partial(rotate_session, degree=degree, in_place=in_place, layers=layers, refused=refused)
         recording = self._recorded(change, ranks)
@@ -160,9 +160,9 @@ class CutRecordings:
             "parameters": tuple(parameters),
             "rotated_bytes": n_bytes,
         }
-        return CutRecording(self._translate(recording), fields)
+        return ShardedRecording(self._translate(recording), fields)
 
-    def _head_context(self, split: Split, ranks: int) -> CutRecording | Reason:
+    def _head_context(self, split: Split, ranks: int) -> ShardedRecording | Reason:
         key = split.ranks, ranks
         if key not in self._alone:
             self._alone[key] = self._apart(*key)
@@ -175,7 +175,7 @@ class CutRecordings:
         recording = self._recorded(change, ranks)
         if isinstance(recording, Reason):
             return recording
-        return CutRecording(self._translate(recording), fields_of(seen, split))
+        return ShardedRecording(self._translate(recording), fields_of(seen, split))
 
     def _apart(self, degree: int, ranks: int) -> AttentionArguments | Reason:
         """Return the arguments of attention, or why blocks cannot work on one of `degree` shares."""
@@ -413,7 +413,7 @@ def fields_of(seen: AttentionArguments, split: Split) -> dict[str, Any]:
 # Recordings of a model whose weights go round the ranks: the layers are changed on the fake model, one rank
 # is watched.
 ROTATED = {"rotated": False, "rotated in place": True}
-"""Modes of `CutRecordings`, and whether a received shard overwrites the rank's own."""
+"""Modes of `ShardedRecordings`, and whether a received shard overwrites the rank's own."""
 _FIX_ROTATED = "another degree, or parallel: {kind: none}"
 
 

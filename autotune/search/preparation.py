@@ -25,7 +25,7 @@ from memtune.autotune.record import (
     start_session,
     takes_too_long,
 )
-from memtune.autotune.record_parallel import CutRecordings
+from memtune.autotune.record_parallel import ShardedRecordings
 from memtune.autotune.search.bucket_recordings import BucketRecording, record_buckets
 from memtune.autotune.space import (
     Choice,
@@ -178,10 +178,11 @@ def prepare(
     if options.goal != "batch" and only is None:
         recording, frozen, adds_up = _check_batch(workload, recorded, recording, options.ranks, say)
     compiled = CompiledRecordings(workload, sizes, used, workspace, device, to_device)
-    cut = CutRecordings(
+    sharded = ShardedRecordings(
         workload, recorded, sizes, used, workspace, device, machine.local_ranks(options.ranks), to_device
     )
-    target = Target(machine, options.ranks, budget, cut=cut if _records_partitions(options, only) else None)
+    is_sharded = _records_partitions(options, only)
+    target = Target(machine, options.ranks, budget, sharded=sharded if is_sharded else None)
     rewriter = Rewriter(recording, target, compiled=compiled, in_precision=PrecisionRecordings(compiled))
     scorer, calibration = _scorer(options, device, rewriter, for_trials)
     space = build_space(

@@ -220,7 +220,7 @@ class Rewriter:
         root = self._root(execution)
         if isinstance(root.result, Reason):
             return root.result
-        if technique.effects.among_copies and self.target.ranks > 1 and self.target.cut is not None:
+        if technique.effects.among_copies and self.target.ranks > 1 and self.target.sharded is not None:
             return None
         # A refusal that reads no other slot holds for all candidates.
         chosen = _Undecided(technique.slot)
@@ -286,7 +286,7 @@ class Rewriter:
             watched,
             compiled,
             backend,
-            cut=target.cut,
+            sharded=target.sharded,
             optimizer=target.optimizer,
         )
 

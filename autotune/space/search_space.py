@@ -283,7 +283,11 @@ def _fitting(
     kept: list[Technique] = []
     for technique in techniques:
         reason: Reason | None = None
-        if technique == null("sharding.states") and rewriter.target.ranks > 1 and rewriter.target.cut is None:
+        if (
+            technique == null("sharding.states")
+            and rewriter.target.ranks > 1
+            and rewriter.target.sharded is None
+        ):
             reason = _NULL_WITH_RANKS
         elif technique.exactly() is Exactness.LOSSY and not allow_lossy:
             reason = Reason("it changes results", "allow it with --allow-lossy")
@@ -351,7 +355,7 @@ def _defaults(slot: str, target: Target) -> tuple[Technique, ...]:
 
 def _null_if_partitioned(slot: str, target: Target) -> tuple[Technique, ...]:
     """Return null for `sharding.states` if the ranks partition the model: there are no replicas."""
-    return (null(slot),) if slot == "sharding.states" and target.cut is not None else ()
+    return (null(slot),) if slot == "sharding.states" and target.sharded is not None else ()
 
 
 def _slots_of(axis: str) -> tuple[str, ...]:

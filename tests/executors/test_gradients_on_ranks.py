@@ -17,7 +17,7 @@ from support.suites.layer_major_suite import CHAIN
 from memtune import hardware
 from memtune.api import apply
 from memtune.autotune.record.recorder import record
-from memtune.autotune.record_parallel.sharded_recording import CutRecordings
+from memtune.autotune.record_parallel.sharded_recording import ShardedRecordings
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.executors import worker
 from memtune.executors.base import Trial
@@ -36,8 +36,8 @@ def config_of(path: Path, ranks: int, settings: Settings) -> dict[str, Any]:
     """Return the config of the model under `settings`, with plans."""
     workload = Workload.load(path)
     plain = record(workload)
-    cut = CutRecordings(workload, plain)
-    target = Target(hardware.detect("cpu"), ranks, cut=cut)
+    cut = ShardedRecordings(workload, plain)
+    target = Target(hardware.detect("cpu"), ranks, sharded=cut)
     document = {"execution": {"micro_batch": 2, "accumulate": 2}, **settings}
     found = Rewriter(plain, target).candidate(Choice.from_document(document))
     assert isinstance(found, Candidate), found

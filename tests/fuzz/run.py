@@ -21,7 +21,7 @@ from fuzz.ranks import Ranks, RanksFailed
 from memtune import hardware
 from memtune.api import Tuned, apply
 from memtune.autotune.record.recorder import record
-from memtune.autotune.record_parallel.sharded_recording import CutRecordings
+from memtune.autotune.record_parallel.sharded_recording import ShardedRecordings
 from memtune.autotune.search.dry_runs import dry_run
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.errors import MemtuneError
@@ -92,9 +92,9 @@ class Recorded:
         self._workload = Workload.load(self._path)
         plain = record(self._workload)
         self._rung = plain.rung
-        cut = CutRecordings(self._workload, plain) if self._count > 1 else None
+        cut = ShardedRecordings(self._workload, plain) if self._count > 1 else None
         budget_bytes = int(BUDGET * plain.step.peak_bytes())
-        self._target = Target(hardware.detect("cpu"), self._count, budget_bytes, cut=cut)
+        self._target = Target(hardware.detect("cpu"), self._count, budget_bytes, sharded=cut)
         self._rewriter = Rewriter(plain, self._target)
 
     def fits(self, case: Case) -> bool:

@@ -58,7 +58,7 @@ from memtune.workload import map_tensors
 
 FIX = "parallel: {kind: none}"
 HEAD_CONTEXT = "head context "
-"""Prefix of a division's name in `Target.cut`."""
+"""Prefix of a division's name in `Target.sharded`."""
 Attention = Callable[..., Tensor]
 """With the arguments of `F.scaled_dot_product_attention`."""
 

@@ -135,7 +135,7 @@ class Mobius(Technique):
         if (reason := no_such_block(self.deferred, program)) is not None:
             return reason
         if target.ranks > 1:
-            if self.stages is None and target.cut is None:
+            if self.stages is None and target.sharded is None:
                 return Reason(
                     "stages on several ranks are solved on request only",
                     "stages: a multiple of the ranks, or --axes sharding.parallel,offload.states",

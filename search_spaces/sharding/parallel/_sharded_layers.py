@@ -24,7 +24,7 @@ from memtune.program import (
 from memtune.runtime import Context
 from memtune.search_spaces import active
 from memtune.search_spaces._support import conflict
-from memtune.technique import CutRecording, Exactness, PassStage, Plan, Reason, Rewrite, Target, Technique
+from memtune.technique import Exactness, PassStage, Plan, Reason, Rewrite, ShardedRecording, Target, Technique
 from memtune.workload import Pair, find_pairs
 
 
@@ -73,7 +73,7 @@ class SharedLayers(Technique):
             return refusals.differentiated_again("layers that ranks share have no second derivative")
         if (reason := refusals.uneven_groups("degree", degree, target.ranks)) is not None:
             return reason
-        if target.cut is None:
+        if target.sharded is None:
             return Reason(
                 "each degree must be recorded, which is done when the slot is searched",
                 "--axes sharding.parallel,recompute",
@@ -83,7 +83,7 @@ class SharedLayers(Technique):
         states = active(target, "sharding.states")
         if states is not None and (reason := self._refuse_states(states, target)) is not None:
             return reason
-        found = target.cut(degree, self.asked(target), target.ranks)
+        found = target.sharded(degree, self.asked(target), target.ranks)
         return found if isinstance(found, Reason) else None
 
     def _refuse_states(self, states: Technique, target: Target) -> Reason | None:
@@ -101,13 +101,13 @@ class SharedLayers(Technique):
         """Return all ranks and the sizes of a node, a part of it or several."""
         return {"degree": (None, *target.group_sizes()), **self.choices()}
 
-    def _recorded(self, target: Target) -> CutRecording:
+    def _recorded(self, target: Target) -> ShardedRecording:
         found = (
-            target.cut(self.degree or target.ranks, self.asked(target), target.ranks)
-            if target.cut is not None
+            target.sharded(self.degree or target.ranks, self.asked(target), target.ranks)
+            if target.sharded is not None
             else None
         )
-        assert isinstance(found, CutRecording), "fits refuses what was not recorded"
+        assert isinstance(found, ShardedRecording), "fits refuses what was not recorded"
         return found
 
 
@@ -187,7 +187,7 @@ class MicroBatchRotation(SharedLayers):
 
 
 @memoized
-def _rotated(program: Program, recorded: CutRecording, how: Sharing) -> Program:
+def _rotated(program: Program, recorded: ShardedRecording, how: Sharing) -> Program:
     """Return one object for all sharding of states with the same copies, so that results of other passes are
     shared.
     """

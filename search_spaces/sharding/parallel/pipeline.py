@@ -112,7 +112,7 @@ class Pipeline(Technique):
             return refusals.one_rank(" to put a stage on")
         if (reason := refusals.uneven_groups("degree", degree, target.ranks)) is not None:
             return reason
-        if target.cut is None:
+        if target.sharded is None:
             return Reason("stages are planned only when the slot is searched", "--axes sharding.parallel")
         reason = conflict(
             self,

@@ -18,7 +18,7 @@ from memtune.search_spaces.sharding.parallel._sharded_layers import (
     PartitionedLayers,
     divides_states,
 )
-from memtune.technique import CutRecording, PassStage, Plan, Reason, Rewrite, Target
+from memtune.technique import PassStage, Plan, Reason, Rewrite, ShardedRecording, Target
 from memtune.units import format_bytes, format_ranks
 
 
@@ -147,7 +147,7 @@ class Rtp(PartitionedLayers):
 
 
 @memoized
-def _rotating(program: Program, recorded: CutRecording) -> Program:
+def _rotating(program: Program, recorded: ShardedRecording) -> Program:
     """Return one object for all sharding of states, so that results of other passes are shared as well."""
     step = recorded.recording.at(program.micro_batch)
     return program.with_step(step if program.accumulate == 1 else accumulate_gradients(step))

@@ -131,7 +131,7 @@ def test_rewriter_checks_state_sharding_on_model_parts():
     """
     whole = Rewriter(recording(), Target(rewriter().target.hardware, 4))
     parts = Rewriter(
-        recording(), Target(rewriter().target.hardware, 4, cut=lambda *_: Reason("nothing is cut"))
+        recording(), Target(rewriter().target.hardware, 4, sharded=lambda *_: Reason("nothing is cut"))
     )
     zero2 = find("sharding.states", "zero2")(kind="zero2")
     assert "no sums to shard" in str(whole.refusal(zero2, PLAIN))

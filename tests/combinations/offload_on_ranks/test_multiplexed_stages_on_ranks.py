@@ -439,7 +439,7 @@ def test_across_is_no_setting_of_one_rank() -> None:
 
 
 def test_search_solves_stages_on_request_only() -> None:
-    plain = Rewriter(rewriter(CHAIN, 2).recording, replace(rewriter(CHAIN, 2).target, cut=None))
+    plain = Rewriter(rewriter(CHAIN, 2).recording, replace(rewriter(CHAIN, 2).target, sharded=None))
     found = [
         plain.candidate(Choice.from_document(settings(2, each))) for each in ({"kind": "mobius"}, MOBIUS)
     ]

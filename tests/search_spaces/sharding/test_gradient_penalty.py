@@ -11,7 +11,7 @@ import torch
 from fixed_cpu import CPU
 
 from memtune.autotune.record import record
-from memtune.autotune.record_parallel import CutRecordings
+from memtune.autotune.record_parallel import ShardedRecordings
 from memtune.autotune.space import Candidate, Choice, Rewriter
 from memtune.parallel.model import (
     context_parallel,
@@ -32,7 +32,7 @@ LAYERS = (context_parallel, sequence_parallel_layers, sequence_sharding, tensor_
 def rewriter() -> Rewriter:
     workload = Workload.load(MODELS / "gradient_penalty.py")
     plain = record(workload)
-    return Rewriter(plain, Target(CPU, 2, 1 << 30, cut=CutRecordings(workload, plain)))
+    return Rewriter(plain, Target(CPU, 2, 1 << 30, sharded=ShardedRecordings(workload, plain)))
 
 
 @pytest.mark.parametrize(

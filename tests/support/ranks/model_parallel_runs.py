@@ -14,7 +14,7 @@ from torch import nn
 from memtune import hardware
 from memtune.api import apply
 from memtune.autotune.record.recorder import record
-from memtune.autotune.record_parallel.sharded_recording import CutRecordings
+from memtune.autotune.record_parallel.sharded_recording import ShardedRecordings
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
@@ -42,7 +42,7 @@ def settings(kind: str, accumulate: int = 1, **knobs: Any) -> dict[str, Any]:
 def rewriter(path: Path, ranks: int = 2) -> Rewriter:
     workload = Workload.load(path)
     plain = record(workload)
-    return Rewriter(plain, Target(hardware.detect("cpu"), ranks, cut=CutRecordings(workload, plain)))
+    return Rewriter(plain, Target(hardware.detect("cpu"), ranks, sharded=ShardedRecordings(workload, plain)))
 
 
 def candidate(

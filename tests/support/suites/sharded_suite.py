@@ -206,12 +206,12 @@ class ShardedSuite(TechniqueSuite):
         execution = {"micro_batch": 2, "accumulate": self.accumulate}
         path = self.models[model]
         cut = (
-            model_parallel_runs.rewriter(path).target.cut
+            model_parallel_runs.rewriter(path).target.sharded
             if self.technique.slot == "sharding.parallel"
             else None
         )
         rewriter = Rewriter(
-            recording_of(path), Target(hardware.detect("cpu"), self.ranks, cut=cut), validate=False
+            recording_of(path), Target(hardware.detect("cpu"), self.ranks, sharded=cut), validate=False
         )
         found = rewriter.candidate(
             Choice.from_document({**settings_of(*self.other_slots, variant), "execution": execution})

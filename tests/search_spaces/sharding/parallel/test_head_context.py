@@ -29,7 +29,7 @@ from support.suites.sharded_suite import ShardedSuite
 
 from memtune import hardware
 from memtune.autotune.predict.simulation import simulate
-from memtune.autotune.record_parallel.sharded_recording import CutRecordings
+from memtune.autotune.record_parallel.sharded_recording import ShardedRecordings
 from memtune.autotune.space.candidates import Choice
 from memtune.config.tuned_config import Settings, TunedConfig, dump_yaml, load_config
 from memtune.errors import ApplyError
@@ -40,7 +40,7 @@ from memtune.parallel.sharding.factors import Schedule, by_link
 from memtune.program.step import Phase, Resource, Step
 from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.sharding.parallel.head_context import HeadContext, HeadContextPlan
-from memtune.technique import CutRecording, Target
+from memtune.technique import ShardedRecording, Target
 from memtune.workload.workload import Workload
 
 KIND = "head_context"
@@ -140,10 +140,10 @@ def test_refusals_name_what_is_in_the_way() -> None:
 
 @pytest.mark.slow
 def test_fits_refuses_heads_that_do_not_divide() -> None:
-    cut = rewriter(UNDRAWN).target.cut
+    cut = rewriter(UNDRAWN).target.sharded
     assert cut is not None
     eight = HeadContext(head_degree=8, load_balance="none")
-    found = eight.fits(candidate(KIND, UNDRAWN).program, Target(hardware.detect("cpu"), 8, cut=cut))
+    found = eight.fits(candidate(KIND, UNDRAWN).program, Target(hardware.detect("cpu"), 8, sharded=cut))
     assert "8 ranks do not divide the 4 heads of attention" in str(found)
 
 
@@ -240,9 +240,9 @@ def test_unbalanced_contexts_record_the_rank_with_most_work() -> None:
 @pytest.mark.parametrize("first", [False, True])
 def test_collectives_of_each_group_use_its_link(first: bool) -> None:
     workload = Workload.load(UNDRAWN)
-    cut = CutRecordings(workload, rewriter(UNDRAWN).recording, ranks_per_node=2)
+    cut = ShardedRecordings(workload, rewriter(UNDRAWN).recording, ranks_per_node=2)
     found = cut(4, HEAD_CONTEXT + Split(2, 2, 2, first, True).name, 4)
-    assert isinstance(found, CutRecording), found
+    assert isinstance(found, ShardedRecording), found
     step = found.recording.step
     for name, between in (("all_to_all", first), ("send_next", not first)):
         links = {

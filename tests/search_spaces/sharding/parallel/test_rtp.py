@@ -73,7 +73,7 @@ def test_refusals_name_what_is_in_the_way() -> None:
     assert "aten.pow.Tensor_Scalar in the loss uses 2.weight" in refusal(
         KIND, MODELS / "weight_read_in_loss.py"
     )
-    cut = rewriter(MODELS / "weight_read_in_loss.py").target.cut
+    cut = rewriter(MODELS / "weight_read_in_loss.py").target.sharded
     assert cut is not None
     assert "0 has 8 outputs, which 3 ranks do not divide" in str(cut(3, "rotated", 3))
 
