@@ -159,8 +159,8 @@ class Facts:
 
 
 ShardedRecordings = Callable[[int, str, int], "ShardedRecording | Reason"]
-"""Function from degree, kind of sharding (the technique's knob `what`) and number of ranks to the recorded step,
-or a reason why there is none.
+"""Function from degree, kind of sharding (the technique's knob `what`) and number of ranks to the recorded
+step, or a reason why there is none.
 """
 
 
