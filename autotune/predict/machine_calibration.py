@@ -73,7 +73,7 @@ def calibrate(
         EnvironmentFault: It has, and sees no such device.
     """
     accelerator.require_present(device, "calibrate with --device cpu")
-    # What is stored must not decide what is measured: `detect` below reads it otherwise.
+    # An earlier measurement must not decide this one: `detect` below would read it.
     calibration_cache.forget(device)
     started, found = time.monotonic(), _Measurements()
     on = torch.device(device)

@@ -159,7 +159,7 @@ class BlockDedup:
                 partial, run.first + _BEFORE - 1, [self._blocks[i] for i in run.skipped]
             ).expanded()
         step = with_optimizer(partial, full)
-        # The last one is that of the op that stands for the optimizer.
+        # The last one is that of the op that represents the optimizer.
         own = partial.signatures[:-1]
         signatures = (*own, *hints.signatures[full.ops.n - step.ops.n + len(own) :])
         return step, replace(hints, calls=partial.calls, signatures=signatures)

@@ -386,7 +386,7 @@ class BlockExpansion:
         theirs = np.asarray(
             [self._partial.owned[name] for name in (self._step.blocks[self._at], *self._names)], np.int64
         )
-        # The last entry of `place` stands for all storages that are no state.
+        # The last entry of `place` represents all storages that are no state.
         at = place[np.minimum(rows, self._partial.n_state)]
         copied = (at >= 0) & (copy >= 1) & (copy <= len(self._names))
         return (

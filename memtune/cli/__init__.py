@@ -84,7 +84,11 @@ def _print_error(error: MemtuneError, as_json: bool) -> None:
     if as_json:
         body = {"code": error.code, "what": error.what, "evidence": error.evidence, "fix": error.fix}
         print(json.dumps({"schema": 1, "error": body}))
-    print(error, file=sys.stderr)
+    from memtune.cli._output import folded
+
+    for line in str(error).splitlines():
+        # A fix is often a command, which is copied as one line.
+        print(line if line.startswith("      Fix:") else folded(line, sys.stderr, 6), file=sys.stderr)
 
 
 def _full(error: OSError) -> int:

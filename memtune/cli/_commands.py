@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memtune._optional import install_command
-from memtune.cli._output import emit, results, say
+from memtune.cli._output import emit, folded, results, say
 from memtune.errors import EnvironmentFault, UsageError, existing_file
 from memtune.progress import Progress, shown, shown_phase
 from memtune.units import format_bytes, format_seconds
@@ -209,7 +209,8 @@ def techniques(as_json: bool) -> int:
     width = max(len(each.axis) for each in found)
     for each in found:
         paper = f" ({each.paper})" if each.paper and each.paper not in each.title else ""
-        print(f"{each.axis:<{width}}  {each.kind:<20}  {each.exactness:<9}  {each.title}{paper}")
+        head = f"{each.axis:<{width}}  {each.kind:<20}  {each.exactness:<9}  "
+        print(folded(f"{head}{each.title}{paper}", sys.stdout, len(head)))
     return 0
 
 
@@ -274,6 +275,7 @@ def doctor(as_json: bool) -> int:
         "gpus": [accelerator.name(index) for index in range(accelerator.count())],
         "accelerator": _accelerator(),
         "ray": importlib.util.find_spec("ray") is not None,
+        "transformers": importlib.util.find_spec("transformers") is not None,
         "native_ledger": cpu_allocator.available() is None,
         "rates": known,
     }
@@ -296,6 +298,8 @@ def doctor(as_json: bool) -> int:
         "Ray: "
         + ("installed" if facts["ray"] else f"not installed; for several GPUs  {install_command('ray')}")
     )
+    missing = f"not installed; for memtune init of its models  {install_command('transformers')}"
+    print(f"transformers: {'installed' if facts['transformers'] else missing}")
     return 0
 
 

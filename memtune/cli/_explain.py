@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from memtune.cli import _options
 from memtune.cli._crash_report import report_crashes
-from memtune.cli._output import emit, results, say
+from memtune.cli._output import emit, folded, results, say
 from memtune.config import TunedConfig
 from memtune.errors import UsageError
 from memtune.progress import Progress, shown
@@ -60,7 +60,8 @@ def explain(given: dict[str, Any]) -> int:
             *_over_budget(tuned.certificate),
             *(f"{each.technique}: {each.reason}" for each in absent),
         )
-        print("\n".join(lines), file=stream)
+        for line in lines:
+            print(folded(line, stream, _INDENT), file=stream)
     return 0
 
 

@@ -10,6 +10,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+_LEAST_WORDS = 20
+"""Columns behind an indent below which a terminal breaks lines itself."""
+
 
 @contextlib.contextmanager
 def results() -> Iterator[TextIO]:
@@ -43,6 +46,23 @@ def emit(document: dict[str, Any] | list[Any], stream: TextIO | None = None) -> 
         json.dumps(_finite(document), indent=1, allow_nan=False, ensure_ascii=False),
         file=stream or sys.stdout,
     )
+
+
+def folded(line: str, stream: TextIO, indent: int) -> str:
+    """Return `line`; for a terminal in lines of its width, broken between words, the later ones indented."""
+    if not stream.isatty():
+        return line
+    import textwrap
+
+    from memtune.progress import columns
+
+    width, blanks = columns(stream), " " * indent
+    if width < indent + _LEAST_WORDS:
+        return line
+    lines = textwrap.wrap(
+        line, width, subsequent_indent=blanks, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(lines) or line
 
 
 def say(text: str) -> None:

@@ -314,7 +314,7 @@ def _gradients(step: Step, backward: tuple[int, ...], known: set[int]) -> tuple[
     left = _among(made, used[~inside]) | _among(made, step.uses.storage[window.stop :])
     left |= {s for s in made if step.storages.held_until[s] > backward[-1]}
     gradients = tuple(sorted(left & ready, key=lambda s: int(step.storages.producer[s])))
-    # What else leaves backward is the gradient of the input.
+    # The only other tensor that leaves backward is the gradient of the input.
     others = left - ready
     if len(others) > 1:
         raise NotTokenWise

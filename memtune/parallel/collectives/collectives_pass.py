@@ -227,7 +227,7 @@ def _by_node(
     )
     edit.add_uses(between, buffer)
     _reads_and_writes(edit, between, parts, parts)
-    # One gather per node: the shards of its ranks are contiguous in the buffer, so each lands in its place.
+    # One gather per node: the shards of its ranks are contiguous in the buffer, so that each has its place.
     for _ in range(nodes):
         inside = edit.add_ops(
             GATHER,

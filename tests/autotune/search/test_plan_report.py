@@ -29,6 +29,18 @@ from memtune.errors import ConfigError, UsageError
 GPT = str(zoo_paths.ZOO["gpt"])
 BUDGET = 6 * 2**20
 plan = partial(plan_report.plan, begun=Probed())  # type: ignore[arg-type]
+WIDE = """
+import torch
+from torch import nn
+
+def model(): return nn.ModuleDict({"h": nn.ModuleList(nn.Linear(512, 512) for _ in range(4))})
+def batch(size): return torch.randn(size, 512)
+def loss(model, x):
+    for block in model["h"]:
+        x = block(x).tanh()
+    return x.mean()
+global_batch = 2
+"""
 FULL = "settings: {execution: {micro_batch: 4, accumulate: 2}, recompute: {kind: full}}\n"
 
 
@@ -164,9 +176,17 @@ def test_plan_says_what_would_help_if_nothing_fits(ranking: PlanReport):
     assert "--freeze recompute=full: 1.00 MiB, 1.3× the time per sample; recomputes every block" in text
 
 
-def test_plan_tells_that_weights_over_the_limit_must_be_made_first():
-    found = plan(asked(budget_bytes=900_000, axes=("offload.states",)))
-    assert "before memtune.apply can offload them" in found.front[0].unmet[0]
+def test_plan_tells_that_weights_over_the_limit_must_be_made_first(tmp_path: Path):
+    (tmp_path / "wide.py").write_text(WIDE)
+    found = plan(
+        PlanOptions(
+            workload=str(tmp_path / "wide.py"),
+            device="cpu",
+            budget_bytes=3 * 2**20,
+            axes=("offload.states",),
+        )
+    )
+    assert "weights need 4.01 MiB on the device before memtune.apply" in found.front[0].unmet[0]
     assert "but       the model cannot be made within the limit" in shown(found)
 
 

@@ -151,7 +151,7 @@ def test_search_refuses_budget_below_weights_before_trials(budget_bytes: int, ax
 
 def test_search_without_fit_gives_the_trials_reason_where_the_prediction_was_wrong():
     def too_large(trial: Trial) -> TrialResult:
-        return TrialResult(status="oom", reason="out of memory in aten::empty")
+        return TrialResult(number=trial.number, status="oom", reason="out of memory in aten::empty")
 
     with pytest.raises(NothingFits) as caught:
         run(asked(), too_large)
