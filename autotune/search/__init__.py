@@ -36,7 +36,13 @@ if TYPE_CHECKING:
         read_events,
     )
     from memtune.autotune.search.study import search, study_folder
-    from memtune.autotune.search.study_store import TIMELINES, StudyFolder, check_writable, named_study
+    from memtune.autotune.search.study_store import (
+        TIMELINES,
+        StudyFolder,
+        check_writable,
+        has_owner,
+        named_study,
+    )
     from memtune.autotune.search.trials import run_trial
 else:
     __getattr__ = open_door(__name__)
@@ -69,6 +75,7 @@ __all__ = [
     "TrialStarted",
     "Unknown",
     "check_writable",
+    "has_owner",
     "named_study",
     "plan",
     "plan_buckets",

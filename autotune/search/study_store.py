@@ -252,6 +252,23 @@ def versions() -> dict[str, str]:
     }
 
 
+def has_owner(folder: Path) -> bool:
+    """Return whether a search works on the study in `folder`; one on another host is believed to be alive."""
+    owner = read_json(folder / "owner.json") or {}
+    pid = owner.get("pid")
+    if not isinstance(pid, int):
+        return False
+    if owner.get("host") != socket.gethostname():
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's
+        return True
+    return True
+
+
 def check_writable(path: Path, *, force: bool, evidence: str = "") -> None:
     """Check at the start, not after the search, that `path` can be written.
 

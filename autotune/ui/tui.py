@@ -141,6 +141,7 @@ class SearchApp(App[None]):
         control: Requests to the search; None shows a log without a running search.
         over: Returns whether the search function has returned; the display then draws once more and ends.
         progress: Of phases without events: before the first trial and after the last.
+        is_alive: Returns whether a search works on the study; None if it is this process.
     """
 
     ENABLE_COMMAND_PALETTE = False
@@ -190,8 +191,10 @@ class SearchApp(App[None]):
         control: Control | None = None,
         over: Callable[[], bool] | None = None,
         progress: Progress | None = None,
+        is_alive: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__()
+        self._is_alive = is_alive
         self._progress = progress
         self.view = SearchView(
             heading=progress.heading if progress is not None else "",
@@ -243,8 +246,12 @@ class SearchApp(App[None]):
         if not self.is_running:  # the timer also fires while the screens are removed
             return
         over = self._over is not None and self._over()
+        # Before the events are read: a search writes its last one while it is alive.
+        is_gone = self._is_alive is not None and not self._is_alive()
         for event in self._tail.poll():
             self.view.apply(event)
+        if is_gone and self.view.finished is None and not self.view.abandoned:
+            self.view.abandon()
         stopping = self._control is not None and self._control.stopping
         state = (self.view.changes, int(self.view.now_s()), stopping, self.size, self._machine.text)
         if state != self._drawn:
@@ -552,12 +559,13 @@ def run_tui(
     control: Control | None = None,
     over: Callable[[], bool] | None = None,
     progress: Progress | None = None,
+    is_alive: Callable[[], bool] | None = None,
 ) -> bool:
     """Show the log in the terminal until the search is over; return whether a second Ctrl-C ended it earlier.
 
     Call it from the main thread; the terminal is restored in every case.
     """
-    app = SearchApp(log_path, control, over, progress)
+    app = SearchApp(log_path, control, over, progress, is_alive)
     app.run()
     return app.forced
 

@@ -97,6 +97,8 @@ def scatter(view: SearchView, width: int, height: int) -> Text:
 def _idle(view: SearchView) -> str:
     if view.paused:
         return "paused, p resumes"
+    if view.abandoned and view.finished is None:
+        return "the process of the search is gone: the same command with --resume goes on"
     if view.finished is not None or view.trials:
         return "no trial running"
     return "recording the training step" if view.recorded is None else "scoring the candidates"
@@ -223,6 +225,8 @@ def _counts(view: SearchView, now_s: float, width: int, stopping: bool) -> list[
 def _state(view: SearchView, stopping: bool, eta: str) -> Text:
     if view.finished is not None:
         return Text(view.finished.status.replace("_", " "), "bold green" if view.finished.out else "bold red")
+    if view.abandoned:
+        return Text("ended without a result", "bold red")
     if stopping:
         return Text("stopping, keeping the best", "bold yellow")
     return Text("paused", "bold yellow") if view.paused else Text(eta, LABEL)

@@ -144,6 +144,8 @@ class SearchView:
     best_changed: BestChanged | None = None
     calibrated: Calibrated | None = None
     paused: bool = False
+    abandoned: bool = False
+    """True if its process ended without a last event."""
     notes: list[Note] = field(default_factory=list)
     elapsed_s: float = 0.0
     last_t: float = 0.0
@@ -225,17 +227,26 @@ class SearchView:
 
     def _reopen(self, event: LogOpened) -> None:
         """Handle a resumed search: trials that ran when the last process ended have no result."""
-        self.pid, self.finished, self.paused = event.pid, None, False
+        self.pid, self.finished, self.paused, self.abandoned = event.pid, None, False, False
+        self._end_unfinished(event.elapsed_s)
+
+    def abandon(self) -> None:
+        """Record that the process of the search is gone; another one may resume it."""
+        self.abandoned = True
+        self.changes += 1
+        self._end_unfinished(self.elapsed_s)
+
+    def _end_unfinished(self, elapsed_s: float) -> None:
         for trial in self.unfinished:
             trial.status, trial.reason, trial.finished_s = (
                 "cancelled",
                 "the search ended before it did",
-                event.elapsed_s,
+                elapsed_s,
             )
 
     def now_s(self) -> float:
         """Return seconds since the search started: up to now while it runs, up to its end otherwise."""
-        if self.finished:
+        if self.finished or self.abandoned:
             return self.elapsed_s
         return self.elapsed_s + max(0.0, time.time() - (self.last_t or self.opened_t))
 

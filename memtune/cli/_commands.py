@@ -403,13 +403,17 @@ def watch(study: str | None) -> int:
     if not sys.stdout.isatty():
         raise UsageError("watch needs a terminal.", fix=f"read {path} instead", code="MT100")
     with shown_phase("loading the screen", sys.stderr):
-        from memtune.autotune.search import read_events
+        from memtune.autotune.search import has_owner, read_events
         from memtune.autotune.ui import SearchView, run_tui, summary_lines
-    run_tui(path)
+    run_tui(path, is_alive=lambda: has_owner(path.parent))
     view = SearchView()
     for event in read_events(path):
         view.apply(event)
-    print("\n".join(summary_lines(view)) or f"the search goes on; its log is {path}")
+    goes_on = f"the search goes on; its log is {path}"
+    if not has_owner(path.parent):
+        resumed = f"--study {path.parent.name} --resume"
+        goes_on = f"the search ended without a result; its command with {resumed} goes on"
+    print("\n".join(summary_lines(view)) or goes_on)
     return 0
 
 

@@ -30,8 +30,9 @@ _FILE_COLUMNS = 160
 
 def search(given: dict[str, Any]) -> int:
     """Run the search with its screen, or with one line per trial; return its exit code."""
-    only = _options.search_only(given)
+    # The model and the device first: a wrong path is the more likely mistake than a file that exists.
     common = _options.common(given, for_trials=not given["dry_run"])
+    only = _options.search_only(given)
     quiet, screen = given["quiet"], _wants_screen(given)
     progress = Progress(_options.header(given, common))
     if not quiet:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sqlite3
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from memtune.autotune.search.study_store import StudyFolder, check_writable, differences
+from memtune.autotune.search.study_store import StudyFolder, check_writable, differences, has_owner
 from memtune.errors import EnvironmentFault, UsageError
 
 HOLD = """
@@ -136,6 +137,21 @@ def test_study_store_sets_damaged_database_aside(tmp_path: Path, where: int):
         assert aside is not None
         assert aside.read_bytes() == bytes(content)
         assert not folder.database.exists()
+
+
+def test_study_has_an_owner_while_its_process_lives(tmp_path: Path):
+    folder = tmp_path / "gpt"
+    assert not has_owner(folder)
+    with StudyFolder(folder):
+        assert has_owner(folder)
+        owner = json.loads((folder / "owner.json").read_text())
+    assert not has_owner(folder)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    (folder / "owner.json").write_text(json.dumps({**owner, "pid": ended.pid}))
+    assert not has_owner(folder)
+    (folder / "owner.json").write_text(json.dumps({**owner, "pid": ended.pid, "host": "another"}))
+    assert has_owner(folder)
 
 
 def test_study_store_checks_output_at_start(tmp_path: Path):

@@ -32,14 +32,14 @@ def screen_text(app) -> list[str]:
     return ["".join(segment.text for segment in strip) for strip in app.screen._compositor.render_strips()]
 
 
-def show(tmp_path, events, size, keys=(), control=None) -> list[str]:
+def show(tmp_path, events, size, keys=(), control=None, is_alive=None) -> list[str]:
     """The screen after `keys`, in a headless app over a log of `events`."""
     with EventLog(tmp_path / "log") as log:
         for event in events:
             log.write(event)
 
     async def drive():
-        app = SearchApp(tmp_path / "log", control)
+        app = SearchApp(tmp_path / "log", control, is_alive=is_alive)
         async with app.run_test(size=size) as pilot:
             await pilot.pause()
             for key in keys:
@@ -101,6 +101,15 @@ def test_screen_counts_repeats_separately(tmp_path):
 @pytest.mark.parametrize("size", SIZES)
 def test_screen_shows_empty_log(tmp_path, size):
     assert "waiting for it to start" in "\n".join(show(tmp_path, [], size))
+
+
+def test_screen_of_a_search_whose_process_is_gone_shows_no_running_trial(tmp_path):
+    alive = "\n".join(show(tmp_path / "alive", running_search(), SIZES[0], is_alive=lambda: True))
+    gone = "\n".join(show(tmp_path / "gone", running_search(), SIZES[0], is_alive=lambda: False))
+    assert "1 running" in alive
+    assert "0 running" in gone
+    assert "ended without a result" in gone
+    assert "the same command with --resume goes on" in gone
 
 
 def test_scatter_starts_at_zero_and_shows_numbers_front_and_limit(tmp_path):
