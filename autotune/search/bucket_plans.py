@@ -39,7 +39,7 @@ def plan_buckets(setup: Setup, candidate: Candidate) -> tuple[Bucket, ...]:
 
 
 def _planned(setup: Setup, candidate: Candidate, bucket: BucketRecording, most: Prediction) -> Bucket | None:
-    target = replace(setup.scorer.rewriter.target, budget_bytes=most.peak_allocated_bytes, cut=None)
+    target = replace(setup.scorer.rewriter.target, budget_bytes=most.peak_allocated_bytes, sharded=None)
     rewriter = Rewriter(bucket.recording, target)
     fitting = []
     for choice in _with_fewer(candidate.choice):
