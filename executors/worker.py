@@ -278,8 +278,10 @@ def _step(rank: _Rank, workload: Workload, tuned: Tuned, step: int, measured: _M
     if step == rank.trial.warmup_steps:
         measured.load = LoadMeter(_local_ranks(rank))
     if step == rank.trial.warmup_steps - 1:
-        for shorter in range(len(workload.make_buckets(1)) - 1):  # the largest bucket is the worst batch
-            tuned.step(_batches(rank, workload.of_bucket(shorter), tuned, step))
+        with tier(HOST):
+            count = len(workload.make_buckets(_micro_batch(rank, workload, tuned)))
+        for index in range(count):
+            tuned.step(_batches(rank, workload.of_bucket(index), tuned, step))
     with UpdateClock() as update:
         started = time.perf_counter()
         loss = tuned.step(batches)
@@ -299,8 +301,8 @@ def _step(rank: _Rank, workload: Workload, tuned: Tuned, step: int, measured: _M
 def _batches(rank: _Rank, workload: Workload, tuned: Tuned, step: int) -> list[Any]:
     """Return this rank's samples of the step, equal for all configs, split into micro-batches.
 
-    The last warm-up step has the largest batch that the user declares, after a step for each smaller length
-    bucket: their peaks count, their times do not.
+    The last warm-up step has the largest batch that the user declares, after a step for each length bucket:
+    their peaks count, their times do not.
     """
     execution = tuned.config.settings.execution
     micro = _micro_batch(rank, workload, tuned)

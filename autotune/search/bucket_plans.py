@@ -28,6 +28,13 @@ def plan_buckets(setup: Setup, candidate: Candidate) -> tuple[Bucket, ...]:
     the next larger one.
     """
     choice = candidate.choice
+    if choice not in setup.bucket_plans:
+        setup.bucket_plans[choice] = _all_planned(setup, candidate)
+    return setup.bucket_plans[choice]
+
+
+def _all_planned(setup: Setup, candidate: Candidate) -> tuple[Bucket, ...]:
+    choice = candidate.choice
     _, refused = one_for_all_buckets(choice.chosen, choice.execution.compile)
     if refused is not None or choice.precision is not None or not choice.chosen.keys() & set(BUCKET_SLOTS):
         return ()
@@ -94,7 +101,7 @@ def _decides_the_same(bucket: Bucket, candidate: Candidate) -> bool:
 def _simulated(setup: Setup, candidate: Candidate) -> Prediction:
     return simulate(
         candidate.program,
-        setup.scorer.hardware,
+        setup.scorer.rewriter.target.hardware,
         level="events",
         allocator=AllocatorSettings.from_env(candidate.choice.env()),
         python=python_work(candidate),

@@ -44,7 +44,7 @@ from memtune.autotune.space import (
     score_all,
 )
 from memtune.autotune.translate import translate
-from memtune.config import MadeFor, fingerprint, load_config
+from memtune.config import Bucket, MadeFor, fingerprint, load_config
 from memtune.device import DEFAULT_ACCELERATOR, accelerator
 from memtune.errors import EnvironmentFault, UsageError
 from memtune.executors import Probing, probe
@@ -100,6 +100,8 @@ class Setup:
     """Share of this machine's cores that others used while the step was recorded."""
     batch_adds_up: bool = False
     """Set if micro-batches were checked to add up to the batch, even if the search does not split it."""
+    bucket_plans: dict[Choice, tuple[Bucket, ...]] = field(default_factory=dict)
+    """The choices' length buckets so far: every trial of a choice has the same."""
 
     @property
     def parameter_bytes(self) -> int:
