@@ -116,6 +116,7 @@ class _Rank:
         """
         return (
             self.n_lines,
+            # A rank in a collective waits for the one that stopped.
             "torch/distributed/" in self.tail.rpartition("Fatal Python error: Aborted")[2],
             self.last_line_at,
         )

@@ -263,6 +263,7 @@ def _gradients(
     model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any
 ) -> tuple[Gradients, bool]:
     """Return gradients of one batch, and whether random numbers were drawn; restore buffers and gradients."""
+    # Running statistics of one batch must not reach the next comparison.
     buffers = [(each, each.clone()) for each in model.buffers()]
     torch.manual_seed(1)
     before = torch.random.get_rng_state()

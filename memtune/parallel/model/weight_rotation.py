@@ -190,6 +190,7 @@ class _SameCalls:
             self._device
         )  # numpy's memory: the ledger does not count it
         dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._group)
+        # The largest number and the negated smallest one: their sum is 0 if all are equal.
         if ends.sum().item():
             raise ApplyError(
                 f"Ranks of a ring call other layers than others: this one has come to {name}.",
