@@ -69,7 +69,7 @@ ACTIVATIONS = "activations"
 # Times: a roofline is seldom off by more than these factors.
 UNCALIBRATED_PEAK = (0.92, 1.09)
 UNCALIBRATED_RESERVED = UNCALIBRATED_PEAK
-UNCALIBRATED_DEVICE = (0.85, 1.17)
+UNCALIBRATED_DEVICE = (0.88, 1.13)
 UNCALIBRATED_STEP = (0.4, 2.5)
 
 # On a CPU these are all work of the same cores.
