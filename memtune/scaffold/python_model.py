@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import itertools
+import pkgutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -169,10 +170,14 @@ def _find(target: str, out: Path) -> _Target:
         return _Target(getattr(holder, name), name, module, paths)
     names = _candidates(holder)
     if len(names) != 1:
+        # A package's own file is often empty, and the model in one of its modules.
+        inside = [each.name for each in pkgutil.iter_modules(getattr(holder, "__path__", ()))]
+        found = ", ".join(names) or "no torch.nn.Module"
+        where = f"{file}.{inside[0]}" if inside and not names else file
         raise UsageError(
             f"{target} has {len(names)} classes that could be the model.",
-            evidence=f"Found: {', '.join(names) or 'no torch.nn.Module'}.",
-            fix=f"memtune init {file}:{names[-1] if names else 'Name'}",
+            evidence=f"Found: {found}." + (f" Its modules: {', '.join(inside[:5])}." if inside else ""),
+            fix=f"memtune init {where}:{names[-1] if names else 'Name'}",
             code="MT150",
         )
     return _Target(getattr(holder, names[0]), names[0], module, paths)

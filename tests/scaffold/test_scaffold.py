@@ -257,6 +257,17 @@ def test_mistyped_name_is_one_message_with_the_nearest(target, words, folder):
     assert not (folder / "model.py").exists()
 
 
+def test_package_without_a_model_names_its_modules(tmp_path, monkeypatch):
+    (tmp_path / "empty_package").mkdir()
+    for name in ("__init__", "nets"):
+        (tmp_path / "empty_package" / f"{name}.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError) as caught:
+        python_draft("empty_package", tmp_path / "model.py")
+    assert "Its modules: nets." in caught.value.evidence
+    assert caught.value.fix == "memtune init empty_package.nets:Name"
+
+
 @pytest.mark.parametrize("line", [["", "--out", "m.py"], ["bert", "--out", "/nonexistent/m.py"]])
 def test_init_checks_its_arguments_before_torch_loads(line, capsys):
     assert cli.run(["init", *line]) in (2, 3)
