@@ -172,11 +172,11 @@ def _find(target: str, out: Path) -> _Target:
     if len(names) != 1:
         # A package's own file is often empty, and the model in one of its modules.
         inside = [each.name for each in pkgutil.iter_modules(getattr(holder, "__path__", ()))]
-        found = ", ".join(names) or "no torch.nn.Module"
+        listed = ", ".join(names) or "no torch.nn.Module"
         where = f"{file}.{inside[0]}" if inside and not names else file
         raise UsageError(
             f"{target} has {len(names)} classes that could be the model.",
-            evidence=f"Found: {found}." + (f" Its modules: {', '.join(inside[:5])}." if inside else ""),
+            evidence=f"Found: {listed}." + (f" Its modules: {', '.join(inside[:5])}." if inside else ""),
             fix=f"memtune init {where}:{names[-1] if names else 'Name'}",
             code="MT150",
         )
