@@ -32,6 +32,7 @@ from memtune.autotune.space import DAMAGE, Sampler, Scored, SearchOptions
 from memtune.errors import EnvironmentFault, UsageError
 from memtune.executors import Executor
 from memtune.ssd import all_allowed
+from memtune.workload import split_target
 
 
 def search(
@@ -67,6 +68,7 @@ def search(
     with _locked(folder):
         finished = read_json(folder.path / RESULT)
         if finished is not None and options.resume:
+            folder.check_sources(split_target(options.workload)[0])
             return _finished_study(SearchOutcome.from_dict(finished), folder, options)
         setup = prepare(options, say=say)
         resumed = folder.claim(_fingerprint(options, setup), resume=options.resume)

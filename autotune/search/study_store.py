@@ -140,7 +140,28 @@ class StudyFolder:
             return False
         if not resume:
             self.check_new()
-        changed = differences(before, {"memtune": SCHEMA, **fingerprint})
+        self._require_equal(before, {"memtune": SCHEMA, **fingerprint})
+        return True
+
+    def check_sources(self, file: Path) -> None:
+        """Compare the model's file and those that it imported from its folder with the study's; run no code.
+
+        Raises:
+            UsageError: One has changed.
+        """
+        workload = (self.fingerprint() or {}).get("workload")
+        imports = workload.get("imports") if isinstance(workload, dict) else None
+        if not isinstance(workload, dict) or not isinstance(imports, dict):
+            return
+        then = {"source_sha256": workload.get("source_sha256"), "imports": imports}
+        now = {
+            "source_sha256": _sha256_of(file),
+            "imports": {name: _sha256_of(file.parent / name) for name in imports},
+        }
+        self._require_equal({"workload": then}, {"workload": now})
+
+    def _require_equal(self, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        changed = differences(then, now)
         if changed:
             raise UsageError(
                 f"Study '{self.name}' was made for another setup; its trials would not be comparable.",
@@ -148,7 +169,6 @@ class StudyFolder:
                 fix="undo the change, or start a new study with --study another",
                 code="MT406",
             )
-        return True
 
     def save_config(self, config: TunedConfig, out: Path) -> Path:
         """Write `config` to `out`, after noting its hash.
@@ -313,6 +333,13 @@ def _json(value: Mapping[str, Any]) -> str:
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def _sha256_of(path: Path) -> str | None:
+    try:
+        return _sha256(path.read_bytes())
+    except OSError:
+        return None
 
 
 def _clock() -> str:

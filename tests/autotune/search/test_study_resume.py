@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import random
 import signal
@@ -178,6 +179,23 @@ def test_resume_of_finished_study_prints_result():
         again = run(asked(resume=True), never)
         assert again.config == outcome.config
         assert load_config("tuned.yaml").document() == outcome.config
+
+
+@pytest.mark.parametrize("name", ["gpt.py", "layers.py"])
+def test_resume_of_finished_study_refuses_changed_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    model, layers = tmp_path / "gpt.py", tmp_path / "layers.py"
+    model.write_bytes(Path(asked().workload).read_bytes())
+    layers.write_text("WIDTH = 1\n")
+    imports = {"layers.py": hashlib.sha256(layers.read_bytes()).hexdigest()}
+    monkeypatch.setattr("memtune.workload.workload.Workload.imports", lambda self: imports)
+    outcome = run(asked(workload=str(model)))
+    assert run(asked(workload=str(model), resume=True)).config == outcome.config
+    (tmp_path / name).write_text("WIDTH = 2\n")
+    with pytest.raises(UsageError, match="made for another setup") as caught:
+        run(asked(workload=str(model), resume=True))
+    assert ("workload.imports.layers.py" if name == "layers.py" else "source_sha256") in caught.value.evidence
 
 
 def test_resume_overwrites_only_its_own_config():
