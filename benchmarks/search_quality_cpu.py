@@ -364,12 +364,13 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "|---" * (9 + len(TRIALS)) + "|",
     ]
     for row in rows:
+        noise = "–" if math.isnan(row["noise"]) else format(row["noise"], ".1%")  # no setting ran twice
         for name, by_trials in row["regret"].items():
             cells = [f"{each['median']:.1%} / {each['worst']:.1%}" for each in by_trials.values()]
             lines.append(
                 f"| {row['case']} | {'none' if row['budget'] is None else format(row['budget'], '.0%')} |"
                 f" {row['settings']} | {row['best']} | {format_seconds(row['best_step_s'])} |"
-                f" {row['noise']:.1%} | {row['median_error_before']:.0%}, {row['median_error']:.0%} |"
+                f" {noise} | {row['median_error_before']:.0%}, {row['median_error']:.0%} |"
                 f" {row['rank_correlation']:.2f} | {name} | {' | '.join(cells)} |"
             )
     lines += [
