@@ -314,7 +314,7 @@ def replay(
         "best_step_s": statistics.median(rows[best]["step_s"]),
         "noise": statistics.median((max(each) - min(each)) / 2 / statistics.median(each) for each in repeated)
         if repeated
-        else math.nan,
+        else None,
         "median_error_before": statistics.median(abs(each - 1) for each in before.values()),
         "median_error": statistics.median(abs(each - 1) for each in errors.values()),
         "rank_correlation": _rank_correlation(
@@ -364,7 +364,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "|---" * (9 + len(TRIALS)) + "|",
     ]
     for row in rows:
-        noise = "–" if math.isnan(row["noise"]) else format(row["noise"], ".1%")  # no setting ran twice
+        noise = "–" if row["noise"] is None else format(row["noise"], ".1%")  # no setting ran twice
         for name, by_trials in row["regret"].items():
             cells = [f"{each['median']:.1%} / {each['worst']:.1%}" for each in by_trials.values()]
             lines.append(
