@@ -100,14 +100,17 @@ def sharded_storages(step: Step) -> tuple[I32, I32]:
     return mine[whole], owner[whole]
 
 
-def shard_updates(edit: Edit, step: Step, ratio: F64) -> None:
-    """Scale flops and traffic of the update's ops to the shards that they work on.
+def resize_to_shards(edit: Edit, step: Step, ratio: F64, storages: I32, owner: I32) -> None:
+    """Scale storages to the shards of their parameters, and with them flops and traffic of the update's ops.
 
     Args:
-        edit: The edit that resizes the tensors.
+        edit: The edit that is changed.
         step: The step that it edits.
         ratio: (parameters,) elements of the shard over those of the whole.
+        storages: Rows of the storages that are sharded.
+        owner: Row of the parameter of each.
     """
+    edit.storages.bytes[storages] = np.round(edit.storages.bytes[storages] * ratio[owner]).astype(np.int64)
     rows, share = _shares_of_updates(step, ratio)
     flops, traffic = step.ops.flops.copy(), step.ops.traffic_bytes.copy()
     flops[rows] *= share

@@ -36,7 +36,7 @@ from memtune.program import (
     columns_of,
     pending_copy_sources,
     raw_gradients,
-    shard_updates,
+    resize_to_shards,
     sharded_storages,
     shards_of,
     units_of,
@@ -344,8 +344,7 @@ def _resized(edit: Edit, step: Step, how: Sharding, reduced: ReducedUnit) -> Ste
     # State, gradients and the optimizer's temporaries shrink with their parameter.
     rows, owner = sharded_storages(step)
     ratio = shards.numel / np.maximum(columns.numel, 1)
-    edit.storages.bytes[rows] = np.round(edit.storages.bytes[rows] * ratio[owner]).astype(np.int64)
-    shard_updates(edit, step, ratio)
+    resize_to_shards(edit, step, ratio, rows, owner)
     if how.param_itemsize is not None:  # sums of narrow gradients are as wide as the shards
         sums = step.storages.kind[rows] == Kind.GRADIENT
         edit.storages.bytes[rows[sums]] = shards.n_bytes[owner[sums]]

@@ -35,7 +35,7 @@ from memtune.program import (
     columns_of,
     held_in_backward,
     raw_gradients,
-    shard_updates,
+    resize_to_shards,
     sharded_storages,
     shards_of,
 )
@@ -364,8 +364,7 @@ def _resize(edit: Edit, step: Step, how: Partitioning) -> None:
     columns = columns_of(step.parameters)
     ratio = shards_of(columns, how.ranks).numel / np.maximum(columns.numel, 1)
     rows, owner = _optimizer_rows(step)
-    edit.storages.bytes[rows] = np.round(edit.storages.bytes[rows] * ratio[owner]).astype(np.int64)
-    shard_updates(edit, step, ratio)
+    resize_to_shards(edit, step, ratio, rows, owner)
 
 
 @functools.lru_cache(maxsize=16)
