@@ -9,9 +9,7 @@ CPU seconds of this process, which other work on the machine does not change. Co
 ratios to the plain model of the same round. Views do not count as ops.
 
 - `mode`: a dispatch mode that does nothing; the least that any Python code pays to see every op.
-- `online, first run`: `dtr` decides while the model runs and has nothing to evict; under a mode, because ops
-are new.
-- `online`: the same in all later runs, without a mode.
+- `online`: `dtr` decides while the model runs, under a dispatch mode, and has nothing to evict.
 - `warmed up`: the decisions of `online`, frozen.
 - `frozen`: the plain order as a frozen schedule.
 - `warmed up, tight`: the decisions of `dtr` at 80 % of the bytes, frozen; its time includes recomputed ops.
@@ -49,7 +47,6 @@ LAYERS, HEADS, VOCAB = 6, 4, 256
 WAYS = (
     "plain",
     "mode",
-    "online, first run",
     "online",
     "warmed up",
     "frozen",
@@ -130,16 +127,13 @@ def _step(net: nn.Module, tokens: Tensor) -> Callable[[], None]:
     return run
 
 
-def _online(
-    width: int, budget_bytes: int, freeze_after: int = 0, *, use_replayer: bool = True
-) -> tuple[nn.Module, OnlineRegion]:
+def _online(width: int, budget_bytes: int, freeze_after: int = 0) -> tuple[nn.Module, OnlineRegion]:
     net = gpt(width)
     settings = OnlineSettings(
         replace(DTR, in_place=True, forget=True),
         budget_bytes,
         COSTS,
         freeze_after=freeze_after,
-        use_replayer=use_replayer,
     )
     region = OnlineRegion(net, torch.optim.SGD(net.parameters()), settings, CPU)
     region.install()
@@ -152,7 +146,6 @@ def measured(size: str, rounds: int) -> list[Row]:
     tokens = torch.randint(VOCAB, (batch, sequence))
     plain, frozen = gpt(width), gpt(width)
     free, region = _online(width, 1 << 40)
-    first, _ = _online(width, 1 << 40, use_replayer=False)
     _step(free, tokens)()
     tight_bytes = region.runs.peak_bytes * 8 // 10
     tight, tight_region = _online(width, tight_bytes)
@@ -169,7 +162,6 @@ def measured(size: str, rounds: int) -> list[Row]:
             _step(plain, tokens)()
 
     nets = {
-        "online, first run": first,
         "online": free,
         "online, tight": tight,
         "warmed up": warm,
@@ -183,8 +175,6 @@ def measured(size: str, rounds: int) -> list[Row]:
     }
     times = measure(ways, rounds, steps=1, warmup=2)  # captures, code, caches
     assert schedule.runs.plain == 0
-    for each in (region, tight_region):
-        assert each.runs.steps_without_mode >= rounds, each.replayer.why_not
     for each in (warm_region, warm_tight_region):
         assert each.frozen_steps >= rounds, each.why_online
     replays = tight_region.runs.replays // tight_region.runs.steps

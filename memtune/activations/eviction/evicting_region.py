@@ -6,9 +6,9 @@ The module's forward and backward run under a dispatch mode: each op passes thro
 autograd would have saved. The region has an inner autograd graph, whose backward is run by a node of the
 outer graph, so the mode sees backward as well.
 
-A logged run is repeated without the mode (`activations.eviction.replayer`), with the same result. After a few
-equal runs in a row the decisions run as a schedule, also without the mode
-(`activations.eviction.schedule_cache`), until a call differs.
+After a few equal runs in a row the decisions run as a schedule, without the mode
+(`activations.eviction.schedule_cache`), until a call differs or begins before the backward of the previous
+one.
 
 Concurrency: one thread at a time runs a forward, or a backward under the mode. Calls without gradients are
 not accounted and run concurrently, but not during a capture (`activations.capture.capture_lock`).
@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from memtune import _native, refusals
+from memtune import refusals
 from memtune.activations.capture import (
     CaptureLock,
     GradientLike,
@@ -42,13 +41,9 @@ from memtune.activations.capture import (
     is_hooked,
     is_watched,
 )
-from memtune.activations.eviction.decision_log import DecisionLog, LoggedRun
-from memtune.activations.eviction.evictable_tensor import too_small
 from memtune.activations.eviction.eviction_table import OnlineTable
 from memtune.activations.eviction.op_metadata import Costs, OpMetadataCache
 from memtune.activations.eviction.policy import Policy
-from memtune.activations.eviction.replay_run import ReplayRun
-from memtune.activations.eviction.replayer import Opened, Replayer
 from memtune.activations.eviction.schedule_cache import Decided, ScheduleCache
 from memtune.runtime import HOST, ReplacedForward, members_of, storages_of, tier
 
@@ -58,8 +53,6 @@ class OnlineRuns:
     """Counters of online runs, for the audit."""
 
     steps: int = 0
-    steps_without_mode: int = 0
-    """Number of steps that ran without a dispatch mode."""
     replays: int = 0
     evictions: int = 0
     peak_bytes: int = 0
@@ -84,8 +77,6 @@ class OnlineSettings:
     """Background bytes that are no arguments of the module, such as labels."""
     freeze_after: int = 3
     """Number of equal runs in a row after which the decisions run as a schedule; 0: never."""
-    use_replayer: bool = True
-    """Repeat logged runs without a dispatch mode."""
 
 
 class OnlineRegion(ReplacedForward):
@@ -119,25 +110,14 @@ class OnlineRegion(ReplacedForward):
         """Parameters and buffers at the last call of forward."""
         self._live: weakref.WeakSet[_Run] = weakref.WeakSet()
         self.schedule_cache = ScheduleCache(
-            module, self._original, self.online, settings.freeze_after, device, self._lock
-        )
-        self.replayer = Replayer(
-            module,
-            self._original,
-            device,
-            settings.policy.parts,
-            self.online,
-            self._opened,
-            self._replay_ended,
-            (self.forward_lock, self._lock),
+            module, self._original, self._online, settings.freeze_after, device, self._lock
         )
         # Autograd needs an input that requires a gradient, or it would never call the region's backward.
         with tier(HOST):  # not accounted as device memory: the prediction has no such tensor
             self.token = torch.zeros((), device=device, requires_grad=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OnlineRegion:
-        """Return the region of a copy of the module, without logs and schedules, which belong to the
-        original.
+        """Return the region of a copy of the module, without schedules, which belong to the original.
 
         It has the copy of the optimizer if that was made first, else the original one, whose state is
         resident as well.
@@ -175,39 +155,18 @@ class OnlineRegion(ReplacedForward):
     def _within(self, args: Any, kwargs: Any) -> Any:
         key = self._key(args, kwargs)
         # A schedule was made for the whole budget, so no other forward may hold values.
-        ready = self.schedule_cache.ready(key, alone=not self._live and not self.replayer.waiting_bytes())
-        if ready is not None:
-            return ready.forward(*args, **kwargs)
-        return self.replayer.forward(key, args, kwargs) if not self._live else self.online(key, args, kwargs)
-
-    def online(self, key: Any, args: Any, kwargs: Any) -> Any:
-        """Run the module's forward under the mode, which decides evictions as each op runs."""
-        with self.forward_lock:  # re-entrant: a preempted forward runs again inside its backward
-            return self._online(key, args, kwargs)
+        ready = self.schedule_cache.ready(key, alone=not self._live)
+        return self._online(key, args, kwargs) if ready is None else ready.forward(*args, **kwargs)
 
     def _online(self, key: Any, args: Any, kwargs: Any) -> Any:
-        alone = (
-            not self._live and not self.replayer.waiting_bytes() and not self.schedule_cache.waiting_bytes()
-        )
-        if not alone:
-            self.replayer.preempt()
-            self.schedule_cache.preempt()
-        settings = self.settings
-        follows = (
-            # `freeze_after` 1 makes a schedule at once; without `forget`, decisions depend on values of
-            # earlier steps.
-            settings.use_replayer
-            and settings.freeze_after != 1
-            and settings.policy.forget
-            and alone
-            and self.replayer.wants(key)
-        )
-        run = _Run(self, self._table_for(args, kwargs, DecisionLog() if follows else None), key)
+        """Run the module's forward under the mode, which decides evictions as each op runs."""
+        alone = not self._live and not self.schedule_cache.waiting_bytes()
+        run = _Run(self, self._table_for(args, kwargs, waits=not alone), key)
         for each in self._live:
             each.alone = alone
         run.alone, run.table.waits = alone, not alone
         self._live.add(run)
-        # Several forwards in flight share one table and budget, so none of them is a run to log or repeat.
+        # Several forwards in flight share one table and budget, so none of them is a run to repeat.
         return run.start(self._original, args, kwargs)
 
     @property
@@ -219,11 +178,6 @@ class OnlineRegion(ReplacedForward):
     def why_online(self) -> str:
         """Reason why the last run was decided online although a schedule was due, or ''."""
         return self.schedule_cache.why_online
-
-    @property
-    def why_under_mode(self) -> str:
-        """Reason why a kind of call keeps using the mode, '' if none does."""
-        return next(iter(self.replayer.why_not.values()), "")
 
     def trainable(self) -> list[nn.Parameter]:
         """Return the parameters that require a gradient, as of the last call of forward."""
@@ -242,25 +196,18 @@ class OnlineRegion(ReplacedForward):
             None if called is None else (called, self.module.training, gradients, len(self._optimizer.state))
         )
 
-    def _table_for(self, args: Any, kwargs: Any, log: DecisionLog | None) -> OnlineTable:
+    def _table_for(self, args: Any, kwargs: Any, *, waits: bool) -> OnlineTable:
         """Return the table that all forwards waiting for their backward share."""
         # Weakly: the runs own the table, and with the last of them its values are freed.
         table = self._table()
         if table is None or not self._live:
             policy, budget_bytes = self.settings.policy, self.settings.budget_bytes
             background = self._background_bytes(tree_leaves((args, kwargs)))
-            table = OnlineTable(self.module, policy, budget_bytes - background, background, self.facts, log)
+            table = OnlineTable(
+                self.module, policy, budget_bytes - background, background, self.facts, waits=waits
+            )
             self._table = weakref.ref(table)
         return table
-
-    def _opened(self, inputs: Iterable[Any]) -> Opened:
-        """Return the rematerializer and budget of a run without the mode."""
-        background = self._background_bytes(inputs)
-        budget_bytes = self.settings.budget_bytes - background
-        if budget_bytes <= 0:
-            raise too_small("the model", 0, 0, background)
-        settings = self.settings.policy.settings(budget_bytes)
-        return Opened(partial(_native.Rematerializer, settings), budget_bytes, background)
 
     def _background_bytes(self, inputs: Iterable[Any]) -> int:
         """Return the bytes resident throughout: parameters, buffers, gradients, optimizer state and
@@ -272,38 +219,18 @@ class OnlineRegion(ReplacedForward):
         storages = (each for tensor in held if isinstance(tensor, Tensor) for each in storages_of(tensor))
         # Each storage once: tied weights and views share theirs.
         there = sum({each._cdata: each.nbytes() for each in storages}.values())
-        return (
-            there
-            + self.settings.unseen_bytes
-            + self.schedule_cache.waiting_bytes()
-            + self.replayer.waiting_bytes()
-        )
+        return there + self.settings.unseen_bytes + self.schedule_cache.waiting_bytes()
 
     def finish(self, run: _Run) -> None:
-        """Count and log `run`, whose backward has ended."""
+        """Count `run`, whose backward has ended."""
         table = run.table
         self._live.discard(run)
-        if not run.is_whole:  # a partial backward (`autograd.grad`) must not become a log or schedule
+        if not run.is_whole:  # a partial backward (`autograd.grad`) must not become a schedule
             self._count(table.counted(), table.background_bytes)
             return
-        # Reported even if other forwards were waiting: the replayer must know that this kind is not alone.
-        if table.log is not None:
-            self.replayer.note(
-                run.key,
-                LoggedRun(table.log, table.ran, run.n_forward, run.flowed_in) if run.alone else None,
-            )
         decided = Decided(table.ran, run.n_forward, table.replays, run.flowed_in)
         self.schedule_cache.note(run.key, decided if run.alone else None)
         self._count(table.counted(), table.background_bytes)
-
-    def _replay_ended(self, key: Any, logged: LoggedRun, run: ReplayRun) -> None:
-        """Count and log a run without the mode, whose backward has ended."""
-        with self.forward_lock:
-            alone = not self._live
-            decided = Decided(logged.ran, logged.n_forward, run.replays, logged.gradients)
-            self.schedule_cache.note(key, decided if alone else None)
-            self.runs.steps_without_mode += 1
-            self._count(run.remat.counted(), run.background_bytes)
 
     def _count(self, counted: dict[str, Any], background_bytes: int) -> None:
         self.runs.steps += 1
@@ -404,7 +331,7 @@ class _Run:
         self.table.backward = True
         for at, each in zip(self._roots, self.gradients, strict=False):
             if each is not None:
-                self.table.flow_in(at, each)
+                self.table.watch(each)
                 self.flowed_in[at] = GradientLike(tuple(each.shape), each.stride(), each.dtype)
         root, each = torch.zeros_like(inner), None  # from here on only the engine holds the gradients
         inputs, self._inputs = self._inputs, []

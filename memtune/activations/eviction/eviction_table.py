@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from memtune import _native
 from memtune.activations.capture import no_autocast
-from memtune.activations.eviction.decision_log import DecisionLog, LoggingRematerializer, OpLog
 from memtune.activations.eviction.evictable_tensor import (
     OutsideTensor,
     PackedValue,
@@ -43,7 +42,7 @@ from memtune.errors import ApplyError
 from memtune.program import ON_GPU_ONLY
 from memtune.runtime import RandomState, element_bytes, generator_of, is_uncounted, mutated, tensors_in
 
-TRIES = 4
+_TRIES = 4
 """Attempts of an op for which the device is out of memory, each after more evictions."""
 
 
@@ -56,7 +55,7 @@ class OnlineTable:
         budget_bytes: Budget of the values alone.
         background_bytes: Other resident bytes, for messages.
         facts: Metadata of ops, kept over many steps.
-        log: Log of the run, or None.
+        waits: Another forward waits for its backward, for messages.
     """
 
     def __init__(
@@ -66,10 +65,11 @@ class OnlineTable:
         budget_bytes: int,
         background_bytes: int,
         facts: OpMetadataCache,
-        log: DecisionLog | None = None,
+        *,
+        waits: bool = False,
     ) -> None:
-        self.budget_bytes, self.background_bytes, self.log = budget_bytes, background_bytes, log
-        self.backward, self.paused, self.waits = False, False, False
+        self.budget_bytes, self.background_bytes = budget_bytes, background_bytes
+        self.backward, self.paused, self.waits = False, False, waits
         self.ran: list[OpMetadata] = []
         """Every op, once for each first run."""
         self.replays: list[ReplayRecord] = []
@@ -86,10 +86,9 @@ class OnlineTable:
         self._dead: deque[StorageWatch] = deque()
         self._unkept: deque[Value] = deque()
         if budget_bytes <= 0:
-            raise too_small("the model", 0, 0, background_bytes)
+            raise too_small("the model", 0, 0, background_bytes, waits=waits)
         self._parts = policy.parts
-        remat = _native.Rematerializer(policy.settings(budget_bytes))
-        self._remat: Any = remat if log is None else LoggingRematerializer(remat, log)
+        self._remat = _native.Rematerializer(policy.settings(budget_bytes))
 
     # -- an op runs ------------------------------------------------------------------------------------------
 
@@ -137,26 +136,17 @@ class OnlineTable:
         """Run the op; if the device is out of memory although it should fit, evict more and try again."""
         about = facts.about
         needs_bytes = facts.makes_bytes + facts.scratch_bytes
-        for attempt in range(TRIES):
+        for attempt in range(_TRIES):
             # Twice as much at each attempt: free memory may lie in blocks that are too small for the request.
             self._make_room(needs_bytes << attempt, about.name)
-            if self.log is not None:
-                self._note(attempt)
             try:
                 return about.func(*args, **kwargs)
             except RuntimeError as error:
                 # An op that writes in place may have written a part already, so it is not tried again.
-                last = writes or attempt == TRIES - 1 or needs_bytes << (attempt + 1) > self.budget_bytes
+                last = writes or attempt == _TRIES - 1 or needs_bytes << (attempt + 1) > self.budget_bytes
                 if last or not is_out_of_memory(error):
                     raise
         raise AssertionError
-
-    def _note(self, attempt: int) -> None:
-        assert self.log is not None
-        if attempt:
-            self.log.why_not = "the device had less free memory than the rematerializer accounts"
-        else:
-            self.log.ops.append(OpLog(len(self.log.calls)))
 
     def _repeatable(
         self, facts: OpMetadata, args: Any, kwargs: Any, inputs: list[Tensor], written: list[Tensor]
@@ -213,7 +203,6 @@ class OnlineTable:
         """
         given = self._given.pop(tensor.untyped_storage()._cdata, None)
         if given is not None and not isinstance(tensor, nn.Parameter) and not self.backward:
-            self._cannot_follow("an op writes into an outside tensor that was read before")
             # Ops that have read the old values may have to run again after this write.
             self._make_room(given.tensor.untyped_storage().nbytes(), "a copy of a buffer")
             whole = whole_of(given.tensor).clone()
@@ -227,17 +216,12 @@ class OnlineTable:
         for each in written:
             value = self._values.get(each.untyped_storage()._cdata)
             if value is not None:
-                self._cannot_follow("an op that must not run again writes into a value")
                 value.writes += 1
                 value.undeclared_writes += is_uncounted(func, args, each)
                 # Evicted, it could not be restored: the op that wrote into it must not run again.
                 if value.again:
                     value.again = False
                     self._remat.hold(value.number)
-
-    def _cannot_follow(self, why: str) -> None:
-        if self.log is not None:
-            self.log.why_not = why
 
     # -- outputs of an op ------------------------------------------------------------------------------------
 
@@ -269,46 +253,29 @@ class OnlineTable:
         made = self._called(
             repeatable.facts, cost_s, numbers, [size for _, _, _, size in fresh], -1, elements
         )
-        if self.log is not None:
-            self.log.ops[-1].again = len(self._ops)
         self._ops.append(repeatable)
         for number, (at, each, address, size) in zip(made, fresh, strict=True):
-            if self.log is not None:
-                self.log.made(each, number, size)
             # A detached alias: the table must not hold the graph, and autograd must not count it as a view.
             value = Value(number, size, True, each.detach(), address)
             repeatable.made.append((at, value))
             values[address] = self._by_number[number] = self._held[number] = value
 
     def _enter_constant(self, tensor: Tensor, size: int) -> None:
-        number = self.watch(tensor) if self.backward else self._constant(size)
-        if self.log is not None and number is not None:
-            self.log.made(tensor, number, size)
-        if self.backward or number is None:
+        if self.backward:
+            self.watch(tensor)
             return
-        value = Value(number, size, again=False)
+        value = Value(self._constant(size), size, again=False)
         self._remat.hold(value.number)
         self._adopt(value, tensor.detach())
 
-    def flow_in(self, at: int, gradient: Tensor) -> None:
-        """Account a gradient of output `at` of forward."""
-        number = self.watch(gradient)
-        if number is None:
-            self._cannot_follow("an incoming gradient is a value of the model")
-        elif self.log is not None:
-            self.log.flowed_in.append((number, at))
-
-    def watch(self, tensor: Tensor) -> int | None:
-        """Account `tensor` as a constant while it has holders; return its number, or None if it is a
-        value.
-        """
+    def watch(self, tensor: Tensor) -> None:
+        """Account `tensor` as a constant while it has holders, unless it is a value."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._values:
-            return None
+            return
         number = self._constant(storage.nbytes())
         watch = self._watches[number] = StorageWatch(storage, self._dead.append)
         watch.number = number
-        return number
 
     def _constant(self, n_bytes: int) -> int:
         try:
@@ -345,8 +312,6 @@ class OnlineTable:
         # The op's own reference is the new version's; otherwise the old one could never be evicted.
         self._remat.let_go(old.number)
         (number,) = self._called(repeatable.facts, cost_s, numbers, [old.bytes], old.number)
-        if self.log is not None:
-            self.log.ops[-1].again, self.log.ops[-1].over = len(self._ops), (old.number, number)
         self._ops.append(repeatable)
         self._remat.release(old.number)
         old.outside = False
@@ -453,8 +418,6 @@ class OnlineTable:
         """Evict until `n_bytes` are free, for the ops between forward and backward."""
         self._settle()
         self._make_room(n_bytes, "the loss")
-        if self.log is not None:
-            self.log.forward_end = len(self.log.calls)
 
     def note_outputs(self, outputs: list[Tensor]) -> None:
         """Note the outputs of forward. The mode does not see later writes into them, but their version
@@ -551,8 +514,3 @@ def _alone() -> int:
 
 _ALONE = _alone()
 """Use count of a storage that one tensor holds."""
-
-
-def is_shared_storage(address: int) -> bool:
-    """Return whether more than one tensor holds the storage at `address`."""
-    return _count(address) > _ALONE

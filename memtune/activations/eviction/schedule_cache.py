@@ -7,8 +7,8 @@ the latest decisions: the order of first runs and replays. It frees every value 
 never holds more than the policy did.
 
 Before each run the guards are checked (`activations.capture.guards`). A difference ends the schedule with one
-warning, as does a gradient of an output that had none when it was decided, or a forward that begins while
-another waits for its backward, which is preempted (`activations.eviction.preemption`).
+warning, as does a forward that begins while another waits for its backward, whose values then count as memory
+that cannot be evicted.
 """
 
 from __future__ import annotations
@@ -18,21 +18,14 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from memtune.activations.capture import CaptureLock, GradientLike, Tape
+from memtune.activations.capture import CaptureLock, GradientLike, Slot, Tape
 from memtune.activations.eviction.evictable_tensor import ReplayRecord
 from memtune.activations.eviction.op_metadata import Key, OpMetadata, key_of
-from memtune.activations.eviction.preemption import (
-    OutputsRun,
-    PreemptibleRun,
-    WaitingForwards,
-    why_outputs_differ,
-)
 from memtune.activations.schedules import ScheduledRegion
 from memtune.program import Action, Schedule, ScheduleStep, build_schedule, find_schedule_error
 
@@ -70,7 +63,7 @@ class Case:
     """It remains online from now on."""
 
 
-class ScheduleCache(WaitingForwards):
+class ScheduleCache:
     """Counter of equal runs that turns their decisions into schedules.
 
     Args:
@@ -110,9 +103,12 @@ class ScheduleCache(WaitingForwards):
             return None
         if not alone or self.waiting_bytes():
             self.end(key, "a forward begins before the backward of the previous one")
-            self.preempt()
             return None
         return case.frozen
+
+    def waiting_bytes(self) -> int:
+        """Return the bytes held by forwards that wait for their backward."""
+        return sum(each.waiting_bytes() for each in self._all())
 
     def _all(self) -> list[_CachedRegion]:
         return [*(case.frozen for case in self.cases.values() if case.frozen is not None), *self._retired]
@@ -184,20 +180,8 @@ class _CachedRegion(ScheduledRegion):
     def _back(self, *args: Any, **kwargs: Any) -> Any:
         return self._cache.instead(self._key, self.runs.why_plain, self.tries_again, args, kwargs)
 
-    def _run(self, captured: Any, args: Any, kwargs: Any) -> PreemptibleRun:
-        run = OutputsRun(self, captured)
-        run.called_with(args, kwargs, self._cache.again)
-        run.notify_with(partial(self._cache.end, self._key))
-        return run
-
     def _wanted(self) -> tuple[dict[int, GradientLike], ...]:
         return (self._decided.gradients,)
-
-    def preempt(self) -> None:
-        """Preempt its waiting forwards."""
-        for each in self._runs():
-            if isinstance(each, PreemptibleRun):
-                each.preempt()
 
     def _differs(self, tape: Tape) -> str:
         # Before the base class' check, which compares the tape with the schedule made here.
@@ -206,6 +190,20 @@ class _CachedRegion(ScheduledRegion):
             return found
         self.schedule = found
         return super()._differs(tape)
+
+
+_NO_GRADIENT = "one of its outputs got no gradient, but may get one in another step"
+
+
+def why_outputs_differ(tape: Tape) -> str:
+    """Return why `tape` needs the mode: an output without a gradient that may get one; '' if there is none.
+
+    If all outputs with a gradient are scalars, the model returns its own loss, and other outputs are assumed
+    to have none.
+    """
+    outputs = (tape.outputs[at] for at in tape.asked)
+    has_own_loss = all(isinstance(each, Slot) and each.size == () for each in outputs)
+    return "" if tape.asked == tape.differentiable or has_own_loss else _NO_GRADIENT
 
 
 def schedule_of(tape: Tape, decided: Decided) -> Schedule | str:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         solve_exactly,
         solve_rounded,
     )
-    from memtune.activations.schedules.codegen_expr import CallText, bases_of, outside_name, slots_in, viewed
     from memtune.activations.schedules.free_after_forward_planner import FreeAfterForwardPlanner
     from memtune.activations.schedules.partial_ops_pass import elements_of
     from memtune.activations.schedules.region_pass import (
@@ -33,36 +32,29 @@ if TYPE_CHECKING:
         region_of,
     )
     from memtune.activations.schedules.schedule_pass import run_schedule
-    from memtune.activations.schedules.scheduled_region import ScheduledRegion, ScheduledRun, held_bytes
+    from memtune.activations.schedules.scheduled_region import ScheduledRegion
 else:
     __getattr__ = open_door(__name__)
 
 __all__ = [
     "BlockRegions",
-    "CallText",
     "FreeAfterForwardPlanner",
     "Problem",
     "Region",
     "ScheduledRegion",
-    "ScheduledRun",
     "Solution",
     "added_gradients",
-    "bases_of",
     "block_regions_of",
     "codegen",
     "codegen_expr",
     "elements_of",
     "find_block_schedule_error",
-    "held_bytes",
     "not_foreseen",
-    "outside_name",
     "region_among",
     "region_of",
     "run_blocks",
     "run_schedule",
     "scheduled_region",
-    "slots_in",
     "solve_exactly",
     "solve_rounded",
-    "viewed",
 ]

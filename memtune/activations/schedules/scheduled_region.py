@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -171,7 +171,7 @@ class ScheduledRegion(ReplacedForward):
         with self._lock:
             # Looked up under the lock, run outside: only captures exclude each other.
             captured = self._find(args, kwargs)
-            run = captured if isinstance(captured, str) else self._begun(captured, args, kwargs)
+            run = captured if isinstance(captured, str) else self._begun(captured)
         if isinstance(run, str):
             return self._instead(*args, **kwargs)
         inputs = tree_leaves((args, kwargs))
@@ -179,14 +179,11 @@ class ScheduledRegion(ReplacedForward):
         # The run frees its inputs after their last reader, so this frame must not hold them.
         return run.start(inputs)
 
-    def _begun(self, captured: _Captured, args: Any, kwargs: Any) -> ScheduledRun:
+    def _begun(self, captured: _Captured) -> ScheduledRun:
         self.runs.frozen += 1
-        run = self._run(captured, args, kwargs)
+        run = ScheduledRun(self, captured)
         self._latest.add(run)
         return run
-
-    def _run(self, captured: _Captured, args: Any, kwargs: Any) -> ScheduledRun:
-        return ScheduledRun(self, captured)
 
     def _plain(self, *args: Any, **kwargs: Any) -> Any:
         with self._lock.running():
@@ -194,18 +191,11 @@ class ScheduledRegion(ReplacedForward):
 
     def waiting_bytes(self) -> int:
         """Return the bytes held by forwards that wait for their backward."""
-        return held_bytes([each for run in self._runs() for each in run.waiting()])
-
-    def _runs(self) -> list[ScheduledRun]:
         with self._lock:
-            return list(self._latest)
-
-    def is_as_captured(self, captured: _Captured, state: list[Tensor]) -> bool:
-        """Return whether the module would still run the captured ops on the tensors of `state`."""
-        with self._lock:
-            if captured.guards.changed():
-                return False
-            return all(now is before for now, before in zip(captured.guards.tensors(), state, strict=True))
+            runs = list(self._latest)
+        values = (each for run in runs for saved in run.saved for each in saved)
+        storages = (each.untyped_storage() for each in values if isinstance(each, Tensor))
+        return sum({each._cdata: each.nbytes() for each in storages}.values())  # each storage once
 
     def _find(self, args: Any, kwargs: Any) -> _Captured | str:
         """Return the capture for these arguments and the module's state, or the reason why the plain module
@@ -412,12 +402,6 @@ def _like(tape: Tape) -> Any:
     return tuple(sorted((i, slot.size, slot.stride, slot.dtype) for i, slot in slots))
 
 
-def held_bytes(values: Iterable[Any]) -> int:
-    """Return the bytes of the tensors among `values`, each storage once."""
-    storages = (each.untyped_storage() for each in values if isinstance(each, Tensor))
-    return sum({each._cdata: each.nbytes() for each in storages}.values())
-
-
 class ScheduledRun:
     """One forward of a region and the backward that follows it."""
 
@@ -439,8 +423,6 @@ class ScheduledRun:
         self._ready: list[Tensor] = []
         self._reached: frozenset[int] | None = None
         """Parameters that have a gradient; None: all."""
-        self.in_pieces = False
-        """A chain of nodes runs its backward."""
         self._back: tuple[Callable[[Any], Tensor], ...] = ()
         """The unpack function of the activation table, if there is one."""
 
@@ -452,8 +434,7 @@ class ScheduledRun:
         with torch.no_grad():
             self.forward()
         # DDP and FSDP2 expect each gradient as soon as it is ready, by autograd's own nodes.
-        self.in_pieces = is_watched(self._state[number] for number in self._numbers)
-        if self.in_pieces:
+        if is_watched(self._state[number] for number in self._numbers):
             token = chain_end(self, *flow) if flow else self.token
             # Autograd runs the chain from its end, so the node built last is the first to run.
             for number in reversed(self._numbers):
@@ -482,14 +463,6 @@ class ScheduledRun:
         self.saved = [saved]
         # Counters only grow, so a sum suffices.
         self._versions = self._sum_of_versions()
-
-    def waiting(self) -> list[Any]:
-        """Return the values that it holds for its backward."""
-        return [each for held in self.saved for each in held]
-
-    def is_written(self) -> bool:
-        """Return whether a value that backward needs was written into since forward."""
-        return self._sum_of_versions() != self._versions
 
     def _sum_of_versions(self) -> int:
         saved = sum(each._version for each in self.saved[0] if isinstance(each, Tensor))
@@ -567,7 +540,7 @@ class ScheduledRun:
         self._require_first_order()
         if not self.saved:
             raise refusals.error_of(refusals.second_backward())
-        if self.is_written():
+        if self._sum_of_versions() != self._versions:
             raise ApplyError(
                 "a tensor that backward needs was written into after the model's forward.",
                 evidence="One of: the weights, a buffer, an input of the model, an output of the model.",

@@ -426,8 +426,4 @@ def _check_online(region: OnlineRegion) -> dict[str, Any]:
             "the model should run within a budget, but its forward is not the runtime's.", code="MT313"
         )
     facts: dict[str, Any] = {f"online_{name}": value for name, value in asdict(region.runs).items()}
-    return facts | {
-        "frozen_runs": region.frozen_steps,
-        "why_online": region.why_online,
-        "why_under_mode": region.why_under_mode,
-    }
+    return facts | {"frozen_runs": region.frozen_steps, "why_online": region.why_online}

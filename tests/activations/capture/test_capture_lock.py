@@ -75,13 +75,6 @@ def online(net: Net, freeze_after: int = 0) -> OnlineRegion:
     return region
 
 
-def replayed(net: Net) -> OnlineRegion:
-    """Return a region whose next call captures the module for the replayer."""
-    region = online(net)
-    gradients(net, torch.ones(5, 6))
-    return region
-
-
 def cached(net: Net) -> OnlineRegion:
     """Return a region whose next call captures the module for a schedule."""
     region = online(net, freeze_after=1)
@@ -107,7 +100,7 @@ def built(install: Callable[[Net], Any]) -> tuple[Net, Any, Net]:
     return net, install(net), plain
 
 
-@pytest.mark.parametrize("install", [frozen, replayed, cached])
+@pytest.mark.parametrize("install", [frozen, cached])
 def test_evaluation_during_a_capture_sees_no_fakes(install: Callable[[Net], Any]) -> None:
     net, _, plain = built(install)
     x, y = torch.randn(5, 6), torch.randn(5, 6)
@@ -129,7 +122,7 @@ def test_evaluation_during_a_capture_sees_no_fakes(install: Callable[[Net], Any]
     assert all(map(torch.equal, got, gave))
 
 
-@pytest.mark.parametrize("install", [frozen, replayed, cached])
+@pytest.mark.parametrize("install", [frozen, cached])
 def test_capture_waits_for_a_running_evaluation(install: Callable[[Net], Any]) -> None:
     net, _, plain = built(install)
     x, y = torch.randn(5, 6), torch.randn(5, 6)
@@ -166,9 +159,8 @@ def test_capture_is_shared_by_first_calls_in_two_threads() -> None:
     assert (region.runs.captures, region.runs.frozen, region.runs.plain) == (1, 4, 0)
 
 
-@pytest.mark.parametrize("install", [online, replayed])
-def test_online_forwards_of_several_threads_are_serialized(install: Callable[[Net], Any]) -> None:
-    net, region, plain = built(install)
+def test_online_forwards_of_several_threads_are_serialized() -> None:
+    net, region, plain = built(online)
     inside: list[int] = []
     most = 0
 
