@@ -12,19 +12,15 @@ import signal
 import threading
 import warnings
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from support.gloo import FRESH, run_ranks
 from support.killed_training import (
-    OTHERS,
     STEPS,
-    end_updaters,
     fresh,
     kill_at_durable_act,
-    model_for,
     run,
     same,
     tuned_of,
@@ -80,13 +76,6 @@ def test_resume_with_ssd_parameters_is_bitwise(tmp_path: Path, kind: str, acts: 
     assert killed_and_resumed(tmp_path, range(20, acts, 17), resume=f"last_step,{kind}") >= least
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize("again", [-1, 60])
-def test_resume_with_experts_is_bitwise(tmp_path: Path, again: int) -> None:
-    assert killed_and_resumed(tmp_path, range(20, 300, 5), again, "last_step,experts") > 10
-
-
 def test_resume_after_kill_in_backward_is_bitwise(tmp_path: Path) -> None:
     """Pieces written in backward are not those of the last complete step."""
     assert killed_and_resumed(tmp_path, range(56, 57), resume="last_step,lohan") == 1
@@ -96,20 +85,6 @@ def test_resume_after_kill_in_backward_is_bitwise(tmp_path: Path) -> None:
 @pytest.mark.timeout(3000)
 def test_resume_with_early_updates_is_bitwise(tmp_path: Path) -> None:
     assert killed_and_resumed(tmp_path, range(20, 200, 5), resume="last_step,lohan") > 12
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-def test_resume_after_kill_of_writing_updaters_is_bitwise(tmp_path: Path) -> None:
-    """All updaters share one manifest; each has a slot that the running step does not write."""
-    assert killed_and_resumed(tmp_path, range(84, 85), resume="last_step,updaters") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-def test_resume_with_updaters_is_bitwise(tmp_path: Path) -> None:
-    """Orders to updaters are acts too; those of a dead trainer may end while the resume runs."""
-    assert killed_and_resumed(tmp_path, range(22, 2000, 11), resume="last_step,updaters") > 10
 
 
 @pytest.mark.slow
@@ -206,9 +181,8 @@ def test_truncated_or_changed_manifest_is_ignored(tmp_path: Path, monkeypatch: p
             assert Manifest.read(place) is None
 
 
-@pytest.mark.parametrize("other", ["", ",updaters", ",experts"])
 def test_finish_leaves_the_process_ready_for_another_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a notebook; a step that another model keeps is still there."""
     monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
@@ -216,18 +190,17 @@ def test_finish_leaves_the_process_ready_for_another_training(
     kept.step([torch.randn(4, 6)])
     ends = []
     for _ in range(2):
-        tuned = tuned_of(model_for(f"last_step{other}"), f"last_step{other}")
+        tuned = tuned_of(fresh(), "last_step")
         assert tuned.resumed_steps == 0
         generator = torch.Generator().manual_seed(5)
         for _ in range(2):
-            tuned.step([torch.randn(2 if "experts" in other else 4, 6, generator=generator)])
+            tuned.step([torch.randn(4, 6, generator=generator)])
         ends.append(tuned.state_dict()["model"])
         tuned.finish()
     assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
     assert len(list(tmp_path.glob("*/manifest-*-[01]"))) == 1
     kept.finish()
     assert not list(tmp_path.glob("*/manifest-*-[01]"))
-    end_updaters()
 
 
 def test_resume_searches_all_allowed_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,24 +283,14 @@ def test_rank_finds_its_step_while_other_ranks_check_its_folder(tmp_path: Path) 
 def train_on_rank(
     directory: str, sharding: str, kill_at: int, kind: str = "zero_infinity"
 ) -> tuple[int, dict[str, torch.Tensor]]:
-    """Train to step `STEPS`; rank 1 kills itself at durable act number `kill_at`.
-
-    All ranks have the same samples, but of a model with experts, of which ranks then use different ones.
-    """
+    """Train to step `STEPS`; rank 1 kills itself at durable act number `kill_at`."""
     os.environ[offload_dir.VARIABLE] = directory
     if kill_at >= 0 and torch.distributed.get_rank() == 1:
         kill_at_durable_act(kill_at)
-    has_experts = kind == "moesys"
-    model = model_for("last_step,experts") if has_experts else fresh(2)
+    model = fresh(2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    states: dict[str, Any] = {
-        "kind": kind,
-        "resume": "last_step",
-        **(OTHERS["experts"] if has_experts else {}),
-    }
+    states = {"kind": kind, "resume": "last_step"}
     settings = {"sharding": {"states": {"kind": sharding}}, "offload": {"states": states}}
-    if has_experts:
-        torch.manual_seed(torch.distributed.get_rank())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it goes on
         tuned = memtune.apply(
@@ -335,56 +298,18 @@ def train_on_rank(
         )
     began = tuned.resumed_steps
     for _ in range(began, STEPS):
-        tuned.step([torch.randn(2 if has_experts else 4, 6)])
+        tuned.step([torch.randn(4, 6)])
     found = {name: value.clone() for name, value in tuned.state_dict()["model"].items()}
     tuned.finish()
-    end_updaters()
     # what the end of an interpreter does; processes forked from a server have none
     ssd_tensors.folder().close()
     return began, found
 
 
 @pytest.mark.slow
-def test_killed_rank_resumes_with_new_updaters(tmp_path: Path) -> None:
-    a_killed_rank_goes_on(tmp_path, "zero1", 40, "smart_infinity")
-
-
-@pytest.mark.slow
-def test_missing_updater_folder_prevents_the_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model is unchanged, and files of another model's run are not removed."""
-    directory = tmp_path_of(tmp_path, "kept")
-    assert run(directory, tmp_path / "log", kill_at=84, resume="last_step,updaters") != 0
-    monkeypatch.setenv(offload_dir.VARIABLE, str(directory))
-    trainer, *of_updaters = sorted(
-        directory.iterdir(), key=lambda path: not list(path.glob("manifest-*-[01]"))
-    )
-    assert len(of_updaters) == 2
-    of_updaters[1].rename(tmp_path / "elsewhere")
-    model = fresh(2)
-    with pytest.raises(EnvironmentFault, match="storage domain") as caught:
-        tuned_of(model, "last_step,updaters")
-    assert caught.value.code == "MT365"
-    assert all(
-        torch.equal(one, other) for one, other in zip(model.parameters(), fresh(2).parameters(), strict=True)
-    )
-    assert trainer.exists()
-    (tmp_path / "elsewhere").rename(of_updaters[1])
-    with patch.object(Manifest, "read", return_value=None):  # no manifest names them any more
-        assert tuned_of(fresh(2), "last_step,updaters").resumed_steps == 0
-    assert not any(each.exists() for each in of_updaters)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("act", [63, 75])
 def test_killed_rank_with_early_updates_resumes(tmp_path: Path, act: int) -> None:
     a_killed_rank_goes_on(tmp_path, "fsdp", act, "lohan")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
-@pytest.mark.parametrize("act", [91, 105, 118])
-def test_killed_rank_with_experts_resumes(tmp_path: Path, sharding: str, act: int) -> None:
-    a_killed_rank_goes_on(tmp_path, sharding, act, "moesys")
 
 
 @pytest.mark.slow
@@ -432,7 +357,7 @@ def refused_on_one_rank(directory: str) -> tuple[str, bool, int]:
     return str(caught.value), same, int(ranks)
 
 
-def full(*_: Any) -> None:
+def full(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 

@@ -11,20 +11,16 @@ from typing import Any
 
 import torch
 from support.gloo import FRESH
-from support.models.routed_experts import STATES, routed
 from torch import nn
 
 import memtune
-from memtune.offload.near_storage import update_worker_client
 from memtune.ssd import offload_dir, ssd_tensors
 
 STEPS = 3
 OTHERS: dict[str, dict[str, Any]] = {
     "ssd": {"parameters": "ssd", "parameter_prefetch": 0},
     "lohan": {"kind": "lohan", "bucket_mib": 0},
-    "updaters": {"kind": "smart_infinity", "sub_group_mib": 0.0002, "buffers": 2},
     "pages": {"kind": "angel_ptm", "optimizer": "ssd"},
-    "experts": STATES,
 }
 PLANS: dict[str, dict[str, Any]] = {"pages": {"page_bytes": 512, "frames": 4, "prefetch": [0] * 4}}
 
@@ -39,9 +35,7 @@ def fresh(blocks: int = 1) -> nn.Module:
 
 
 def model_for(resume: str) -> nn.Module:
-    if not resume.endswith(",experts"):
-        return fresh(2 if "," in resume else 1)
-    return routed()
+    return fresh(2 if "," in resume else 1)
 
 
 def tuned_of(model: nn.Module, resume: str) -> memtune.Tuned:
@@ -67,19 +61,12 @@ def train(directory: str, resume: str, kill_at: int, log: str) -> None:
     with open(log, "a") as out:
         print("start", tuned.resumed_steps, file=out, flush=True)
         for step in range(tuned.resumed_steps, STEPS):
-            tuned.step([torch.randn(2 if resume.endswith(",experts") else 4, 6)])
+            tuned.step([torch.randn(4, 6)])
             print("done", step + 1, file=out, flush=True)
         torch.save((tuned.state_dict(), torch.get_rng_state()), f"{log}.pt")
     tuned.finish()
-    end_updaters()
     # what the end of an interpreter does; processes forked from a server have none
     ssd_tensors.folder().close()
-
-
-def end_updaters() -> None:
-    """End the updaters, as the end of an interpreter does."""
-    for link in list(update_worker_client._links.values()):
-        link.close()
 
 
 def kill_at_durable_act(number: int) -> None:
@@ -97,7 +84,7 @@ def kill_at_durable_act(number: int) -> None:
         return one
 
     acts = [(os, "fsync"), (os, "fdatasync"), (os, "replace"), (os, "unlink"), (os, "rmdir")]
-    for where, name in [*acts, (ssd_tensors.Disk, "store"), (update_worker_client.UpdaterLink, "order")]:
+    for where, name in [*acts, (ssd_tensors.Disk, "store")]:
         setattr(where, name, counted(getattr(where, name)))
 
 

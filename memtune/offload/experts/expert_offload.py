@@ -25,8 +25,6 @@ Rule 7. Under FSDP2 a rank has its rows of each expert on SSD; they are gathered
   their block (`offload.core.fsdp_shards`), and all experts are used. Reduced gradients of a block are views
   of one buffer, so those of resident parameters are copied out of it; otherwise they would keep the experts'
   gradients in memory.
-
-With `keep` each complete step is kept on SSD (`offload.experts.resume_experts`).
 """
 
 from __future__ import annotations
@@ -48,12 +46,11 @@ import memtune.ssd.ssd_tensors  # noqa: F401  (defines torch.ops.memtune, to_ssd
 from memtune.offload.core import Piece as Place
 from memtune.offload.core import allocate_together, free_together, is_gathered, sharded_like, to_host_now
 from memtune.offload.experts.host_cache import HostCache, experts_to_read, moments_of
-from memtune.offload.experts.resume_experts import ExpertSlots, ResidentParameter, ResidentSlots
 from memtune.offload.parameters import ParameterOffloader
 from memtune.offload.ssd_states import SsdOptimizer
 from memtune.program import Residency, Rule
-from memtune.runtime import HOST, Context, after_step, before_step, local, mark, tier, transfer
-from memtune.ssd import Piece, RecordSlots
+from memtune.runtime import HOST, Context, before_step, local, mark, tier, transfer
+from memtune.ssd import Piece
 from memtune.workload import Expert
 
 
@@ -67,10 +64,8 @@ class ExpertOptimizer(SsdOptimizer):
         slots: Experts that host memory holds.
         rule: Eviction rule of the cache.
         on_device: Blocks whose experts are resident at once.
-        keep: Every complete step is kept, as in `SsdOptimizer`.
 
     Attributes:
-        hosts: SSD tensors of experts' weights, which the user's parameters show; kept steps swap their slots.
         before_reload: Adopts weights that a load has written, before the state that it has loaded.
 
     Raises:
@@ -85,7 +80,6 @@ class ExpertOptimizer(SsdOptimizer):
         slots: int,
         rule: Rule,
         on_device: int,
-        keep: bool = False,
     ) -> None:
         parameters = list(context.model.parameters())
         mine = {parameters[index] for expert in experts for index in expert.parameters}
@@ -95,7 +89,7 @@ class ExpertOptimizer(SsdOptimizer):
         self._group = dist.new_group() if averages else None
         if self._group is not None:
             context.undo.callback(dist.destroy_process_group, self._group)
-        super().__init__(context, master=False, read_ahead=0, keep=keep, chosen=mine)
+        super().__init__(context, master=False, read_ahead=0, chosen=mine)
         # Experts without trained parameters have no records, so not every parameter is found.
         piece_of = {piece.device: piece for piece in self._pieces}
         self.pieces = [
@@ -118,35 +112,10 @@ class ExpertOptimizer(SsdOptimizer):
         self._missed: dict[nn.Parameter, list[dict[str, Any]]] = {}
         self.moment = 0
         self.caught_up = 0
-        self.hosts: dict[nn.Parameter, Tensor] | None = None
         self.before_reload: Callable[[], None] = lambda: None
         self._compute_device = context.device
         # Before the optimizer's own step, which would skip experts: their device gradients are None.
         before_step(self._optimizer, lambda *_: self._update_rest())
-        self._resident_slots: ResidentSlots | None = None
-        self._is_loaded = False
-        if keep:
-            self._optimizer.register_load_state_dict_post_hook(lambda _: self._loaded())
-            self._resident_slots = ResidentSlots(self._resident_parameters(context), self._optimizer)
-            after_step(self._optimizer, lambda *_: self._complete())
-            experts_ = RecordSlots(self._pieces, self._optimizer)
-            self._keep_steps(context, ExpertSlots(experts_, self._pieces, self._resident_slots, self._missed))
-
-    def _resident_parameters(self, context: Context) -> list[ResidentParameter]:
-        """Return the parameters that the optimizer trains on the device, with two SSD slots for each of their
-        tensors.
-        """
-        names = {parameter: name for name, parameter in context.model.named_parameters()}
-        held = {piece.held for piece in self._pieces}
-        found = []
-        for group in self._optimizer.param_groups:
-            moments = self._native.moment_names(group)
-            for parameter in group["params"]:
-                if parameter.requires_grad and parameter not in held:
-                    name, host = names.get(parameter, "a parameter"), to_host_now(local(parameter))
-                    places = (self._on_ssd(host, name) for _ in range(2 * (1 + len(moments))))
-                    found.append(ResidentParameter.of(name, parameter, group, moments, places))
-        return found
 
     # -- host memory -----------------------------------------------------------------------------------------
 
@@ -203,18 +172,9 @@ class ExpertOptimizer(SsdOptimizer):
         # `host` applies the missed updates.
         for expert in sorted(missed):
             self.host(expert)
-        self._write_changed()
-
-    def _swap_slots(self, piece: Piece) -> None:
-        super()._swap_slots(piece)
-        if self.hosts is not None:
-            # Users must read the slot that is being written, not the one before.
-            self.hosts[piece.device] = piece.held.detach()
-
-    def _write_changed(self) -> None:
         for expert, hosts in self._resident.items():
             self._write_back(expert, hosts)
-        # Two SSD writes may be in flight; state dicts and kept steps read what has arrived.
+        # Two SSD writes may be in flight; state dicts read what has arrived.
         while self._writing:
             self._finish_oldest()
 
@@ -242,35 +202,11 @@ class ExpertOptimizer(SsdOptimizer):
     def _reload(self) -> None:
         """Adopt loaded weights and optimizer state."""
         self.before_reload()
-        self._adopt_all()
-        if self._resident_slots is not None:
-            self._complete(steps=0)
-
-    def _loaded(self) -> None:
-        self._is_loaded = True
-
-    def _adopt_all(self) -> None:
-        self._is_loaded = False
         for expert, pieces in enumerate(self.pieces):
             for piece, host in zip(pieces, self.host(expert), strict=True):
                 self._adopt_state(piece, self._optimizer.state[piece.held], piece.parts(host)[1:])
             self._dirty.add(expert)
         self.flush()
-
-    @torch.no_grad()
-    def _complete(self, steps: int = 1) -> None:
-        """Write all that a step has changed, and wait for all ranks."""
-        assert self._resident_slots is not None
-        if self._is_loaded:  # by the optimizer's own load_state_dict, which emits no event
-            self._adopt_all()
-        self._write_changed()
-        self._resident_slots.write()
-        if self._last is not None:
-            self._last.complete(steps)
-        if self._group is not None:
-            # A barrier: no rank may average gradients of the next step before all have kept this one.
-            done = torch.zeros(1, device=self._compute_device)
-            torch.ops.memtune.all_reduce_(done, self._group.group_name, self._group.size(), "avg")
 
     def clear_missed(self) -> None:
         """Forget missed updates, when `apply` is undone."""
@@ -344,8 +280,6 @@ class ExpertOptimizer(SsdOptimizer):
         """Update experts that backward has not updated, and note the missed updates of zero gradients (Rules
         4 and 5).
         """
-        if self._resident_slots is not None:
-            self._resident_slots.require_known({piece.held for piece in self._pieces})
         self.average_gradients(self.expert_of)
         self.update(self.expert_of)
         settings: dict[int, dict[str, Any]] = {}
@@ -368,9 +302,7 @@ class ExpertOptimizer(SsdOptimizer):
             ApplyError: Some state is not on SSD.
         """
         cached = sum(host.nbytes for hosts in self._resident.values() for host in hosts)
-        facts = super().check()
-        facts["ssd_bytes"] += self._resident_slots.n_bytes if self._resident_slots is not None else 0
-        return {**facts, "cached_bytes": cached, "caught_up": self.caught_up}
+        return {**super().check(), "cached_bytes": cached, "caught_up": self.caught_up}
 
 
 class ExpertOffloader(ParameterOffloader):
@@ -405,7 +337,7 @@ class ExpertOffloader(ParameterOffloader):
         self._places: dict[nn.Parameter, Place] = {}
         self._accessed: set[int] = set()  # by the user, since the last moment or step
         super().__init__(context, residency, optimizer, members=members)
-        optimizer.hosts, optimizer.before_reload = self._hosts, self._write_accessed
+        optimizer.before_reload = self._write_accessed
         if self._gathered is not None:  # Rule 7: a gather reads all experts' rows
             # One list for both: it never changes.
             self._last = self._used = [set(mine) for mine in self._members]

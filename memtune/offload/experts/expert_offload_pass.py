@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune.offload.experts.host_cache import expert_traffic
-from memtune.offload.experts.resume_experts_pass import hold_to_the_end, spare_slots, write_resident
 from memtune.offload.parameters import first_ops, stream_parameters
 from memtune.program import (
     FOREVER,
@@ -48,8 +47,6 @@ class ExpertOffloadSpec:
     rule: Rule
     read_ahead: int
     on_device: int
-    keeps: bool = False
-    """Each complete step is kept on SSD."""
 
 
 def only_experts(step: Step, experts: tuple[Expert, ...]) -> Step:
@@ -149,19 +146,14 @@ def experts_on_ssd(
     # The host cache: every slot has room for the largest expert.
     held = np.asarray([min(spec.slots, len(experts)) * int(n_bytes.max())])
     edit.add_storages(held, producer=nowhere, tier=Tier.HOST, kind=Kind.BUFFER, held_until=forever)
-    evicted, at_end = _transfers(edit, streamed, experts, spec, n_bytes)
-    if spec.slots < len(experts) and (len(evicted) or not spec.keeps):  # records that are being written
+    _transfers(edit, streamed, experts, spec, n_bytes)
+    if spec.slots < len(experts):  # records that are being written
         held = np.asarray(
             [max(int(pieces[list(expert.parameters[-WRITES_IN_FLIGHT:])].sum()) for expert in experts)]
         )
-        from_, until = (evicted, None) if spec.keeps else (nowhere, forever)
-        some = edit.add_storages(held, producer=from_, tier=Tier.HOST, kind=Kind.BUFFER, held_until=until)
-        if spec.keeps:
-            edit.hold_through(some, at_end)
+        edit.add_storages(held, producer=nowhere, tier=Tier.HOST, kind=Kind.BUFFER, held_until=forever)
     if ranks > 1:
         _gradient_averages(edit, streamed, mine, ranks)
-    if spec.keeps:
-        _keep(edit, streamed, mine, pieces, ranks)
     edit.parameters = replace(columns_of(streamed.parameters), block=before.block)
     return edit.done()
 
@@ -221,40 +213,19 @@ def _piece_bytes(step: Step, mine: npt.NDArray[np.intp], moments: I32) -> npt.ND
     return found
 
 
-def _keep(
-    edit: Edit, step: Step, mine: npt.NDArray[np.intp], pieces: npt.NDArray[np.int64], ranks: int
-) -> None:
-    """Add second SSD slots of all trained parameters, the writes of resident ones, and the barrier between
-    ranks.
-    """
-    spare_slots(edit, pieces[mine])
-    last = write_resident(edit, step, mine)
-    if ranks > 1:
-        end = np.full(1, step.ops.n, np.int32)
-        # A step is complete when all ranks have written theirs.
-        last = _flags(edit, end, np.full(1, 4, np.int64), ranks, Phase.OPTIMIZER)
-    if len(last):
-        hold_to_the_end(edit, step, last)
-
-
 def _transfers(
     edit: Edit,
     step: Step,
     experts: tuple[Expert, ...],
     spec: ExpertOffloadSpec,
     n_bytes: npt.NDArray[np.int64],
-) -> tuple[I32, I32]:
-    """Add reads and writes of a steady step, before the first op of each moment.
-
-    Returns:
-        The op from which on an evicted expert is being written, if any is evicted, and the first write at the
-        step's end.
-    """
+) -> None:
+    """Add reads and writes of a steady step, before the first op of each moment."""
     end = int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1]) + 1
-    begins = np.append(first_ops(step), np.asarray([end, step.ops.n], np.int32))
-    boundary = len(begins) - 2
+    begins = np.append(first_ops(step), np.asarray([end], np.int32))
+    boundary = len(begins) - 1
     gathered = gathers_of(step) is not None
-    knobs = spec.slots, spec.rule, spec.read_ahead, spec.on_device, gathered, spec.keeps
+    knobs = spec.slots, spec.rule, spec.read_ahead, spec.on_device, gathered
     moved = expert_traffic([each.block for each in experts], len(step.blocks), *knobs)
     # Kind 0 is a write, 1 a read, in the order of `_OPS`.
     moved_experts = [
@@ -265,36 +236,15 @@ def _transfers(
     ]
     kind, expert, moment = np.asarray(moved_experts, np.int32).reshape(-1, 3).T
     phase = np.where(moment < len(step.blocks), Phase.FORWARD, Phase.BACKWARD)
-    phase = np.where(moment == boundary, Phase.BOUNDARY, np.where(moment > boundary, Phase.OPTIMIZER, phase))
+    phase = np.where(moment == boundary, Phase.BOUNDARY, phase)
     names = np.asarray([edit.name_id(f"memtune.{name}.default") for name, _ in _OPS], np.int32)
-    rows = edit.add_ops(
+    edit.add_ops(
         names[kind],
         before=begins[moment].astype(np.int32),
         phase=phase.astype(np.uint8),
         resource=np.asarray([resource for _, resource in _OPS], np.uint8)[kind],
         traffic_bytes=n_bytes[expert],
     )
-    first = next((at for at, each in enumerate(moved) if each.room_for), -1)
-    evicted = rows[(kind == 0) & (moment == first)][:1]
-    if len(evicted):
-        evicted = _eviction_start(step, experts, first, moved[first].room_for[0], evicted)
-    return evicted, rows[moment > boundary][:1]
-
-
-def _eviction_start(step: Step, experts: tuple[Expert, ...], moment: int, comes: int, write: I32) -> I32:
-    """Return the op from which on the expert evicted for `comes` is being written.
-
-    Experts of a block are updated one after the other, and each update frees its gradients.
-    """
-    # Block b has its backward in moment 2 n - 1 - b of n blocks, and its updates in the next one.
-    block = experts[comes].block
-    if moment != 2 * len(step.blocks) - block:  # it is loaded for the device, not for an update
-        return write
-    updates, parameter = _updates(step)
-    before = [index for each in experts[:comes] if each.block == block for index in each.parameters]
-    # The eviction makes room for this expert's update, so it starts when the one before it is updated.
-    over = updates[np.isin(parameter, before)][-1:]
-    return over if len(over) else write
 
 
 def _gradient_averages(edit: Edit, step: Step, mine: npt.NDArray[np.intp], ranks: int) -> None:

@@ -114,8 +114,6 @@ class ExpertTraffic(NamedTuple):
 
     written: Units
     read: Units
-    room_for: Units
-    """Expert for which each written one is evicted; empty at the end of a step, where none is evicted."""
 
 
 def expert_traffic(
@@ -126,7 +124,6 @@ def expert_traffic(
     read_ahead: int,
     on_device: int,
     gathered: bool = False,
-    keeps: bool = False,
 ) -> tuple[ExpertTraffic, ...]:
     """Return (moments,) the SSD traffic of a steady step that uses every expert.
 
@@ -138,7 +135,6 @@ def expert_traffic(
         read_ahead: Moments by which experts are read ahead.
         on_device: Blocks whose experts are resident at once.
         gathered: As in `order_of_use`.
-        keeps: Write all dirty experts at the end of the step, in one more moment (for resuming).
     """
     cache, members = (
         HostCache(slots, rule, block_of, moments_of(blocks, on_device, gathered)),
@@ -149,19 +145,19 @@ def expert_traffic(
     for _ in range(3):  # the cache is in a steady state after the first steps
         found = []
         for moment in range(2 * blocks + 1):
-            written: list[tuple[int, int]] = []
+            written: list[int] = []
             read: list[int] = []
 
             def load(
                 expert: int,
                 moment: int = moment,
-                written: list[tuple[int, int]] = written,
+                written: list[int] = written,
                 read: list[int] = read,
             ) -> None:
                 must_read, evicted = cache.take(expert, moment)
                 if evicted is not None and evicted in dirty:
                     dirty.discard(evicted)
-                    written.append((evicted, expert))
+                    written.append(evicted)
                 if must_read:
                     read.append(expert)
 
@@ -176,16 +172,7 @@ def expert_traffic(
             # After the moment's own loads, as in the runtime: they must not be evicted for a guess.
             for expert in experts_to_read(moment, read_ahead, slots, members, members, gathered):
                 load(expert)
-            found.append(
-                ExpertTraffic(
-                    tuple(evicted for evicted, _ in written),
-                    tuple(read),
-                    tuple(expert for _, expert in written),
-                )
-            )
-        if keeps:
-            found.append(ExpertTraffic(tuple(expert for expert in cache.held if expert in dirty), (), ()))
-            dirty.clear()
+            found.append(ExpertTraffic(tuple(written), tuple(read)))
     return tuple(found)
 
 

@@ -50,7 +50,7 @@ from memtune.runtime import (
     transfer,
     with_hooks,
 )
-from memtune.ssd import LastStep, Piece, RecordSlots, Slots, ssd_tensors
+from memtune.ssd import LastStep, Piece, RecordSlots, ssd_tensors
 
 
 class SsdOptimizer:
@@ -61,8 +61,8 @@ class SsdOptimizer:
         master: bfloat16 parameters have float32 masters.
         read_ahead: Records that are read ahead.
         keep: Every complete step is kept (`ssd.last_step`), and training resumes from the newest one.
-        chosen: The parameters to move. The optimizer's own step updates all others, and a subclass that
-            chooses calls `_keep_steps` itself. None: all parameters, and no own step.
+        chosen: The parameters to move, whose steps are not kept. The optimizer's own step updates all others,
+            and a subclass that chooses has its own state dicts. None: all parameters, and no own step.
 
     Raises:
         ApplyError: The native update does not support the optimizer or a parameter's type.
@@ -124,19 +124,14 @@ class SsdOptimizer:
                 lambda _: None if context.events.is_loading else self._adopt_loaded_state()
             )
         self._last: LastStep | None = None
-        if keep and chosen is None:
-            self._keep_steps(context, RecordSlots(self._pieces, self._optimizer))
+        # A recording or a dry run must not take over the records of a real run.
+        if keep and not any(isinstance(piece.ssd, FakeTensor) for piece in self._pieces):
+            self._last = LastStep(context, RecordSlots(self._pieces, self._optimizer))
+            context.loop.resumed_steps = self._last.resume()
+            context.events.finished.subscribe(self._last.finish)
         self._writes = ExternalWrites(context, (piece.device for piece in self._pieces if chosen is None))
         if chosen is None:
             replace_step(self._optimizer, with_hooks(self._optimizer, self._step))
-
-    def _keep_steps(self, context: Context, kept: Slots) -> None:
-        """Keep each complete step from here on, and resume from the newest one; not for fake tensors."""
-        # A recording or a dry run must not take over the records of a real run.
-        if not any(isinstance(piece.ssd, FakeTensor) for piece in self._pieces):
-            self._last = LastStep(context, kept)
-            context.loop.resumed_steps = self._last.resume()
-            context.events.finished.subscribe(self._last.finish)
 
     def _move(self, parameter: nn.Parameter, group: dict[str, Any], name: str) -> Piece:
         weight = master_of(to_host_now(local(parameter)), self._master)

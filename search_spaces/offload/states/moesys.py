@@ -88,26 +88,15 @@ class Moesys(Technique):
     """Blocks whose experts are on the device: with 2 those of the next one are loaded while the current one
     computes.
     """
-    resume: Literal["checkpoint", "last_step"] = "checkpoint"
-    """After a crash training resumes from the user's own checkpoint, or from the last complete step: then
-    experts and all other trained parameters have two slots on SSD. Each step writes the experts that it has
-    changed and all of the rest, and ends with a flush of the drive.
-    """
 
     def sentence(self) -> str:
         """Return the setting as one clause."""
         return f"keeps experts and their optimizer state on SSD, {self.cache} of them in host memory"
 
-    @property
-    def effects(self) -> Effects:
-        """Return the effects; only experts are offloaded."""
-        return Effects(
-            averages="experts",
-            calls="expert_hooks",
-            moves="expert",
-            eager_only=EAGER_ONLY,
-            keeps_steps=self.resume == "last_step",
-        )
+    effects: ClassVar[Effects] = Effects(
+        averages="experts", calls="expert_hooks", moves="expert", eager_only=EAGER_ONLY
+    )
+    """Only experts are offloaded."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Require experts, a drive, and blocks that run one after the other, in float32; on several ranks
@@ -139,12 +128,8 @@ class Moesys(Technique):
         return self._on_ssd(program, _used(program))
 
     def _on_ssd(self, program: Program, used: tuple[Expert, ...]) -> Program:
-        step, how = (
-            program.step,
-            ExpertOffloadSpec(
-                self.cache, self.eviction, self.read_prefetch, self.on_device, self.effects.keeps_steps
-            ),
-        )
+        step = program.step
+        how = ExpertOffloadSpec(self.cache, self.eviction, self.read_prefetch, self.on_device)
         return program.with_step(experts_on_ssd(step, experts_in(step), how, used, replicas(program)))
 
     def explain(self, plan: MoesysPlan) -> tuple[str, ...]:
@@ -170,9 +155,7 @@ class Moesys(Technique):
         experts, blocks = experts_of(context.model, context.blocks), len(context.blocks)
         if not experts:
             raise refusals.error_of(refusals.no_experts())
-        optimizer = ExpertOptimizer(
-            context, experts, self.cache, self.eviction, self.on_device, self.effects.keeps_steps
-        )
+        optimizer = ExpertOptimizer(context, experts, self.cache, self.eviction, self.on_device)
         residency = window_residency(blocks, min(self.on_device, blocks), gathered=is_gathered(context.model))
         store = ExpertOffloader(context, experts, residency, optimizer, self.read_prefetch)
         context.checks["offload.states"] = store.check
@@ -185,7 +168,6 @@ class Moesys(Technique):
             "read_prefetch": self.read_prefetch,
             "on_device": self.on_device,
         }
-        how |= {"resume": self.resume} if self.effects.keeps_steps else {}
         return {"states.offload": {"experts": "ssd", "optimizer": "device", "trigger": "in_backward", **how}}
 
 

@@ -7,13 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from memtune import refusals
-from memtune.effects import Effects
 from memtune.offload.near_storage import Updaters, UpdatersSpec, optimizer_on_updaters
 from memtune.offload.optimizer import UPDATES, no_native_update, not_contiguous
 from memtune.program import Kind, Program
 from memtune.runtime import Context
 from memtune.ssd import offload_dir
-from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique, no_directory
+from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 from memtune.units import MIB
 
 
@@ -62,26 +61,15 @@ class SmartInfinity(Technique):
     added to the next step's. Lossy, with evidence for fine-tuning only, and the device keeps one number per
     parameter for it. Default: all are sent.
     """
-    resume: Literal["checkpoint", "last_step"] = "checkpoint"
-    """After a crash training resumes from the user's own checkpoint, or from the last complete step: then
-    each sub-group has two slots on SSD, which takes twice the space for the same bytes written, and every
-    step waits for all writes and a flush of each drive. Not with `topk_ratio`, whose unsent gradients are not
-    on SSD.
-    """
 
     def sentence(self) -> str:
         """Return the setting as one clause."""
         top = "" if self.topk_ratio is None else f", sends the largest {self.topk_ratio:.0%} of gradients"
         return f"keeps optimizer state on SSD, where a process per drive updates{top}{UPDATES[self.update]}"
 
-    @property
-    def effects(self) -> Effects:
-        """Return the effects: complete steps are kept with `resume: last_step`."""
-        return Effects(keeps_steps=self.resume == "last_step")
-
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Require a drive, and parameters to update in a type of the native update."""
-        if (reason := no_directory(target) or self.refuses(Facts.of(program, target))) is not None:
+        if (reason := no_directory(target)) is not None:
             return reason
         step = program.step
         if (
@@ -93,25 +81,11 @@ class SmartInfinity(Technique):
             return reason
         return no_native_update(step, self.update, target)
 
-    def refuses(self, facts: Facts) -> Reason | None:
-        """Refuse `resume: last_step` with a share of the gradients."""
-        if self.effects.keeps_steps and self.topk_ratio:
-            return Reason(
-                "with a share of the gradients, the unsent ones are on the device only", "resume: checkpoint"
-            )
-        return None
-
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Move state to SSD; replace the optimizer's ops with transfers, and the updaters' reads, updates and
         writes.
         """
-        how = UpdatersSpec(
-            self.domains,
-            self._sub_group_numel,
-            self.buffers,
-            self.topk_ratio,
-            2 if self.effects.keeps_steps else 1,
-        )
+        how = UpdatersSpec(self.domains, self._sub_group_numel, self.buffers, self.topk_ratio)
         return program.with_step(optimizer_on_updaters(program.step, how))
 
     def apply(self, context: Context, plan: Plan) -> None:
@@ -125,7 +99,6 @@ class SmartInfinity(Technique):
             sub_group_numel=self._sub_group_numel,
             buffers=self.buffers,
             share=self.topk_ratio,
-            keep=self.effects.keeps_steps,
         )
         context.checks["offload.states"] = moved.check
 
@@ -141,15 +114,9 @@ class SmartInfinity(Technique):
             "update": self.update,
             "domains": self.domains,
         }
-        kept = {"resume": self.resume} if self.effects.keeps_steps else {}
         size = {"sub_group_numel": self._sub_group_numel, "buffers": self.buffers}
         return {
-            "states.offload": {
-                **how,
-                **size,
-                **({"topk_ratio": self.topk_ratio} if self.topk_ratio else {}),
-                **kept,
-            }
+            "states.offload": {**how, **size, **({"topk_ratio": self.topk_ratio} if self.topk_ratio else {})}
         }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:

@@ -240,17 +240,6 @@ def test_sharded_experts_in_other_steps(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("states", [REPLICAS, DIVIDED], ids=["replicas", "divided"])
-def test_kept_steps_write_the_predicted_bytes(ssd: Path, states: Technique) -> None:
-    """Each rank writes its changes, its part of resident parameters, and a message that the step is
-    complete.
-    """
-    ranks = check(ZOO["moe"], ssd, 1, states, experts=FEW.model_copy(update={"resume": "last_step"}))
-    program = candidate(ZOO["moe"], ssd, 1, (states, FEW.model_copy(update={"resume": "last_step"}))).program
-    assert 3 * ranks[0]["audit"]["ssd_bytes"] == 2 * program.step.peak_bytes(Tier.SSD)  # trained with SGD
-
-
-@pytest.mark.slow
 def test_replicas_with_unused_parameters(ssd: Path, tmp_path: Path) -> None:
     """DDP searches its own parameters without gradient; ranks ask each other about experts."""
     path = tmp_path / "spare.py"

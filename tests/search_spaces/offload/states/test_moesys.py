@@ -33,7 +33,7 @@ from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.offload.states.moesys import Moesys
 from memtune.search_spaces.recompute.full import Full
-from memtune.ssd import offload_dir, ssd_tensors
+from memtune.ssd import offload_dir
 from memtune.technique import Technique
 from memtune.testing import TechniqueSuite
 from memtune.testing.drift_check import plain_program, planned, target_of
@@ -45,7 +45,6 @@ EXPERT = 4 * (32 * 128 + 128 + 128 * 32 + 32)
 """Bytes of the weights of one expert."""
 LAYERS = 3
 FEW = Moesys(kind="moesys", cache=6, on_device=1)
-KEEPS = FEW.model_copy(update={"resume": "last_step"})
 ALL = Moesys(kind="moesys")
 LINKS = {
     "host_to_device": Resource.HOST_TO_DEVICE,
@@ -173,47 +172,6 @@ class TestMoesys(TechniqueSuite):
     def test_bytes_follow_the_trace_of_the_cache(self, knobs: dict[str, Any]) -> None:
         self.check_drift("moe", FEW.model_copy(update=knobs))
 
-    def test_keeping_the_last_step_takes_twice_the_space(self) -> None:
-        """The mechanism, by bytes: a step writes each changed expert once, and all parameters on the
-        device.
-        """
-        self.check_drift("moe", KEEPS)
-        few, kept = (
-            planned(HASHED, each)[0].step for each in (ALL, ALL.model_copy(update={"resume": "last_step"}))
-        )
-        numel = sum(each.numel() for each in build(HASHED)[1].parameters())
-        experts = 4 * LAYERS * EXPERT // 4
-        assert kept.peak_bytes(Tier.SSD) == 2 * 12 * numel
-        assert few.peak_bytes(Tier.SSD) == 12 * experts
-        assert total(few, Resource.SSD_WRITE) == 0  # the cache has all that is used
-        assert total(kept, Resource.SSD_WRITE) == 12 * (numel - experts) + LAYERS * 3 * EXPERT
-        assert total(kept, Resource.SSD_READ) == total(few, Resource.SSD_READ)
-        assert kept.peak_bytes() == few.peak_bytes()
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize(
-        "knobs",
-        [
-            {"on_device": 2},
-            {"cache": 3, "read_prefetch": 0},
-            {"cache": 8},
-            {"eviction": "belady", "cache": 3},
-            {"cache": 5},
-            {"cache": 1},
-        ],
-    )
-    def test_bytes_of_kept_steps_follow_the_trace(self, knobs: dict[str, Any]) -> None:
-        self.check_drift("moe", KEEPS.model_copy(update=knobs))
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("micro_batches", [1, 3])
-    def test_training_with_two_slots_is_bitwise(self, micro_batches: int) -> None:
-        wanted = without_gradients(train(HASHED, steps=5, micro_batches=micro_batches))
-        assert not differences(
-            without_gradients(train(HASHED, KEEPS, steps=5, micro_batches=micro_batches)), wanted
-        )
-        ssd_tensors.folder().remove()
-
     @pytest.mark.parametrize("micro_batches", [1, 3])
     def test_five_steps_are_bitwise_those_of_the_plain_run(self, micro_batches: int) -> None:
         """The mechanism: an expert's missed updates are replayed. Without that, weights differ."""
@@ -315,10 +273,9 @@ class TestMoesys(TechniqueSuite):
         assert not differences(without_gradients(train(HASHED, FEW, other, steps=4)), wanted)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("technique", [FEW, KEEPS], ids=["one slot", "two slots"])
-    def test_state_dict_is_complete_and_can_be_loaded(self, technique: Moesys) -> None:
+    def test_state_dict_is_complete_and_can_be_loaded(self) -> None:
         """Missed updates of experts are replayed first."""
-        workload, net, optimizer, tuned = tuned_with(technique)
+        workload, net, optimizer, tuned = tuned_with(FEW)
         plain_workload, plain_net, plain_optimizer = build(HASHED)
         for step in range(3):
             one_step(workload, net, optimizer, tuned, seed=SEED + step)
@@ -331,17 +288,16 @@ class TestMoesys(TechniqueSuite):
             )
         wanted = one_step(workload, net, optimizer, tuned, seed=SEED + 9)
         after = copy.deepcopy(tuned.state_dict()["model"])
-        workload, net, optimizer, tuned = tuned_with(technique)
+        workload, net, optimizer, tuned = tuned_with(FEW)
         tuned.load_state_dict(saved)
         got = one_step(workload, net, optimizer, tuned, seed=SEED + 9)
         assert torch.equal(got[0], wanted[0])
         assert all(torch.equal(after[name], value) for name, value in tuned.state_dict()["model"].items())
         tuned.finish()
 
-    @pytest.mark.parametrize("technique", [FEW, KEEPS], ids=["one slot", "two slots"])
-    def test_verify_and_state_dict_write_the_cache_first(self, technique: Moesys) -> None:
+    def test_verify_and_state_dict_write_the_cache_first(self) -> None:
         """Changed experts in the cache are written first; verification without that would check old data."""
-        workload, net, optimizer, tuned = tuned_with(technique)
+        workload, net, optimizer, tuned = tuned_with(FEW)
         one_step(workload, net, optimizer, tuned, seed=SEED)
         seen = verified_and_read(tuned.optimizer)
         assert len(seen) == 4 * 4 * LAYERS
