@@ -30,6 +30,7 @@ _FOLLOWED = (
 for _name in [each for each in os.environ if each.startswith(_FOLLOWED)]:
     del os.environ[_name]
 sys.dont_write_bytecode = False  # else every process that tests start compiles the package again
+gc.disable()  # until tests are collected: imports make a million objects that stay
 
 # Before anything imports torch or a hub client; child processes inherit it. Tests do not use results of
 # earlier searches.
@@ -127,9 +128,19 @@ def _freeze_live_objects() -> Iterator[None]:
     gc.freeze()
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("ray") and importlib.util.find_spec("ray") is None:
         pytest.skip("needs the extra memtune[ray]")
+    if item.get_closest_marker("native_ledger"):
+        from memtune.memory import cpu_allocator
+
+        if (fault := cpu_allocator.available()) is not None:
+            pytest.skip(f"no native ledger here: {fault}")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around the plugin that drops those not asked for

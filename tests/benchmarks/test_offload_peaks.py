@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from memtune.memory import cpu_allocator
-
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ROWS = json.loads((BENCHMARKS / "results" / "offload-peaks.json").read_text())["rows"]
 SPARE_BYTES = 64
@@ -39,7 +37,7 @@ def test_committed_peaks_and_bytes_equal_predictions() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.native_ledger
 def test_updates_overlapped_with_backward_are_bounded(tmp_path: Path) -> None:
     """For real: how many gradients wait on the host is no race."""
     file = tmp_path / "rows.json"

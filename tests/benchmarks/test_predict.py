@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from memtune.memory import cpu_allocator
 from memtune.search_spaces.recompute.every_nth import EveryNth
 from memtune.search_spaces.recompute.full import Full
 from memtune.search_spaces.recompute.selective import Selective
@@ -26,7 +25,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
-@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.native_ledger
 @pytest.mark.slow
 def test_predict_one_case_from_recording_to_page() -> None:
     import predict

@@ -18,9 +18,7 @@ from memtune.errors import EnvironmentFault
 from memtune.memory import cpu_allocator
 from memtune.runtime.memory_tiers import HOST, SSD, tier, tier_of
 
-pytestmark = pytest.mark.skipif(
-    cpu_allocator.available() is not None, reason=f"no native ledger here: {cpu_allocator.available()}"
-)
+pytestmark = pytest.mark.native_ledger
 
 
 @pytest.fixture(autouse=True)

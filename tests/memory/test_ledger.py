@@ -29,9 +29,7 @@ from memtune.workload.workload import Workload
 
 CPU = torch.device("cpu")
 ZOO = Path(__file__).parents[1] / "zoo"
-needs_shim = pytest.mark.skipif(
-    cpu_allocator.available() is not None, reason=f"no native ledger here: {cpu_allocator.available()}"
-)
+needs_shim = pytest.mark.native_ledger
 
 
 @pytest.fixture(autouse=True)

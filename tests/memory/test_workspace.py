@@ -21,9 +21,7 @@ from memtune.runtime.memory_tiers import tier
 from memtune.runtime.training_step import train_step
 from memtune.workload.workload import Workload
 
-pytestmark = pytest.mark.skipif(
-    cpu_allocator.available() is not None, reason=f"no native ledger here: {cpu_allocator.available()}"
-)
+pytestmark = pytest.mark.native_ledger
 
 CPU = torch.device("cpu")
 ZOO = Path(__file__).parents[1] / "zoo"

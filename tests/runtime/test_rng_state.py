@@ -16,7 +16,6 @@ from memtune.activations.eviction.op_metadata import Costs
 from memtune.activations.eviction.policy import DTR
 from memtune.activations.recompute.activation_table import ActivationTable
 from memtune.activations.recompute.rng_state_pass import STATE_BYTES
-from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
 from memtune.runtime.memory_tiers import HOST
 from memtune.runtime.rng_state import seed_generators
@@ -131,7 +130,7 @@ class Drops(nn.Module):
         return x + torch.sigmoid(y)
 
 
-@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.native_ledger
 @pytest.mark.parametrize("training", [True, False])
 def test_block_without_draws_keeps_no_state(training: bool) -> None:
     ledger, net = Ledger.open("cpu"), nn.Sequential(*(Drops(False) for _ in range(3))).train(training)

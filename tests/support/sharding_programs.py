@@ -7,17 +7,16 @@ from functools import cache
 
 from support.zoo_paths import ZOO
 
-from memtune.autotune.record.recorder import record
 from memtune.hardware.spec import find
 from memtune.program.edit import accumulate_gradients
 from memtune.program.step import Parameter, Program, RankClass, Step
 from memtune.technique import Target
-from memtune.workload.workload import Workload
+from memtune.testing.drift_check import recording_of
 
 
 @cache
 def step(model: str = "gpt") -> Step:
-    return record(Workload.load(ZOO[model])).at(2)
+    return recording_of(ZOO[model]).at(2)
 
 
 def program(model: str = "gpt", *, ranks: int = 2, accumulate: int = 1) -> Program:

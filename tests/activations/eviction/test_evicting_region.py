@@ -18,7 +18,6 @@ from memtune.activations.eviction.eviction_table import OnlineTable
 from memtune.activations.eviction.op_metadata import Costs, OpMetadataCache, scratch_name
 from memtune.activations.eviction.policy import COOP, DTR, MEGTAICHI, Policy
 from memtune.errors import ApplyError
-from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
 from memtune.testing.training import build
 
@@ -200,7 +199,7 @@ def test_outputs_may_be_written_if_backward_does_not_read_them() -> None:
         assert region.runs.steps == 3 * allowed
 
 
-@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.native_ledger
 @pytest.mark.parametrize("keeps", [False, True])
 def test_abandoned_forward_frees_its_values(keeps: bool) -> None:
     """Freed without the garbage collector; if another forward waits, at the next op."""

@@ -14,7 +14,6 @@ from memtune.activations.schedules.region_pass import region_of
 from memtune.api import apply
 from memtune.autotune.record.recorder import record
 from memtune.errors import ApplyError
-from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
 from memtune.memory.workspace import WorkspaceTable
 from memtune.program.edit import accumulate_gradients
@@ -73,7 +72,7 @@ def measured(
         ledger.close()
 
 
-@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.native_ledger
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "tied" else pytest.mark.slow) for name in BUDGETS]
 )
@@ -91,7 +90,7 @@ def test_ledger_peak_is_within_the_budget(name: str) -> None:
     assert (audit["frozen_runs"] > 0) == (name != "moe"), audit["why_online"]
 
 
-@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.native_ledger
 def test_random_states_on_the_host_match_the_prediction() -> None:
     """Each op that draws keeps a state under online eviction.
 
@@ -125,7 +124,7 @@ def test_random_states_on_the_host_match_the_prediction() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.native_ledger
 @pytest.mark.parametrize("freeze_after", [0, 3])
 @pytest.mark.parametrize("ratio", [0.4, 0.6])
 @pytest.mark.parametrize("kind", [Dtr, Coop, Megtaichi])
@@ -151,7 +150,7 @@ def test_accounted_peak_equals_ledger_and_prediction(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.native_ledger
 def test_schedule_peak_includes_scratch_of_recurrent_kernels() -> None:
     plan, _, peak_bytes, audit = measured("lstm", 16, Dtr(ratio=0.6), steps=2, exactly=True)
     assert audit["plain_runs"] == 0

@@ -17,7 +17,6 @@ from memtune.activations.eviction.eviction_pass import online_policy
 from memtune.activations.eviction.op_metadata import Costs
 from memtune.activations.eviction.policy import COOP, DTR, MEGTAICHI, Policy
 from memtune.errors import ApplyError
-from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
 from memtune.runtime.memory_tiers import HOST, tier
 
@@ -122,7 +121,7 @@ def budget(percent: int) -> tuple[int, int]:
     return there_bytes + (region.runs.peak_bytes - there_bytes) * percent // 100, there_bytes
 
 
-needs_ledger = pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+needs_ledger = pytest.mark.native_ledger
 
 
 @needs_ledger

@@ -12,8 +12,6 @@ from memtune.search_spaces.recompute._schedule_planner.policy_schedule import so
 from memtune.search_spaces.recompute._schedule_planner.region_placement import Placement, placement_of
 from memtune.testing.drift_check import plain_program, target_of
 
-PLAIN = plain_program(ZOO["gpt"])
-
 
 @pytest.fixture
 def plays(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
@@ -33,7 +31,7 @@ def test_freeze_begins_at_the_values_peak(
     options: tuple[Policy, ...], plays: list[Replay], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other bytes may set the peak, far above what the region's values need."""
-    place, n_ops = placement_of(PLAIN, target_of()), []
+    place, n_ops = placement_of(plain_program(ZOO["gpt"]), target_of()), []
 
     def peak_bytes(self: Placement, schedule: Schedule) -> int:
         n_ops.append(len(schedule.computes()))

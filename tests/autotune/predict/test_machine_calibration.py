@@ -18,7 +18,6 @@ from memtune.hardware.cpu_cores import usable_cores
 from memtune.hardware.op_clock import TimedOp
 from memtune.hardware.roofline import CLASSES, on_curve, op_costs
 from memtune.hardware.spec import Hardware, detect, find, with_measured
-from memtune.memory import cpu_allocator
 from memtune.memory.workspace import WorkspaceTable, op_of
 from memtune.program.step import Step
 
@@ -49,9 +48,7 @@ def test_calibrate_measures_every_rate_with_method(found: calibration_cache.Cali
     assert torch.get_num_threads() >= 1
 
 
-@pytest.mark.skipif(
-    cpu_allocator.available() is not None, reason=f"no native ledger here: {cpu_allocator.available()}"
-)
+@pytest.mark.native_ledger
 def test_calibrate_fills_workspace_table_of_recordings(
     found: calibration_cache.Calibration,
 ) -> None:

@@ -18,7 +18,6 @@ from memtune.autotune.search.preparation import prepare
 from memtune.autotune.space.search_options import PlanOptions
 from memtune.config import TunedConfig, dump_yaml, load_config
 from memtune.errors import ApplyError
-from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
 from memtune.runtime.memory_tiers import HOST, tier
 from memtune.workload.workload import Workload
@@ -115,7 +114,7 @@ def gradients(workload: Workload, batches: list[Any]) -> list[list[Tensor]]:
     return found
 
 
-@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.native_ledger
 @pytest.mark.parametrize("by_schedule", [False, True])
 def test_each_bucket_has_its_plan_its_peak_and_plain_gradients(tmp_path: Path, by_schedule: bool) -> None:
     recompute = {"recompute": {"kind": "planned", "by_schedule": by_schedule, "offload": False}}

@@ -19,7 +19,6 @@ from memtune.autotune.search.plan_report import EXACT_ROWS, plan
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.space.search_options import PlanOptions
 from memtune.autotune.ui.plan_text import render
-from memtune.memory import cpu_allocator
 from memtune.memory.workspace import WorkspaceTable
 from memtune.program.step import Step, Tier
 from memtune.technique import Reason, Target
@@ -110,9 +109,7 @@ def test_dry_run_traces_at_most_two_micro_batches() -> None:
     assert 0 <= two.peak_bytes() - predicted <= 16  # the sum of the losses, and the loss that is divided
 
 
-@pytest.mark.skipif(
-    cpu_allocator.available() is not None, reason="no native ledger to measure workspaces with"
-)
+@pytest.mark.native_ledger
 def test_dry_run_uses_workspaces_of_its_kernels() -> None:
     """A recomputed block keeps its tensors, not the scratch of their kernels."""
     table = WorkspaceTable.cached(threads=1)

@@ -25,7 +25,6 @@ from memtune.autotune.search.outcome import predicted_moments
 from memtune.autotune.search.preparation import prepare
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.space.search_options import PlanOptions
-from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
 from memtune.memory.workspace import WorkspaceTable
 from memtune.program.step import Recording
@@ -36,7 +35,7 @@ from memtune.testing.drift_check import recording_of
 from memtune.testing.training import build
 from memtune.workload.workload import Workload
 
-native = pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+native = pytest.mark.native_ledger
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "full": {"recompute": {"kind": "full"}},

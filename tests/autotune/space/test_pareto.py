@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from support.zoo_paths import ZOO
 
 from memtune import hardware
-from memtune.autotune.record.recorder import record
 from memtune.autotune.space.candidates import Choice, Rewriter
 from memtune.autotune.space.pareto import largest_micro_batch, pareto_front, refined_front
 from memtune.autotune.space.pruning import Pruner
@@ -18,7 +17,7 @@ from memtune.autotune.space.scoring import Scorer
 from memtune.search_spaces import find
 from memtune.search_spaces.execution import Execution
 from memtune.technique import Target
-from memtune.workload.workload import Workload
+from memtune.testing.drift_check import recording_of
 
 
 def scored(rate: float, peak: int, slots: int) -> Any:
@@ -71,7 +70,7 @@ def test_simulated_front_equals_front_of_all(
 
 
 def test_largest_micro_batch_is_last_that_fits() -> None:
-    scorer = Scorer(Rewriter(record(Workload.load(ZOO["gpt"])), Target(hardware.find("h100-80g"))))
+    scorer = Scorer(Rewriter(recording_of(ZOO["gpt"]), Target(hardware.find("h100-80g"))))
     for techniques in ({}, {"recompute": find("recompute", "full")(kind="full")}):
         choice = Choice.of(Execution(micro_batch=2), techniques)
 

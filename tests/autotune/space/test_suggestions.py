@@ -9,7 +9,6 @@ from fixed_cpu import CPU
 from support.zoo_paths import ZOO
 
 from memtune import hardware
-from memtune.autotune.record.recorder import record
 from memtune.autotune.space.candidates import Choice, Rewriter
 from memtune.autotune.space.scoring import Scored, Scorer
 from memtune.autotune.space.suggestions import (
@@ -23,13 +22,13 @@ from memtune.autotune.space.suggestions import (
 )
 from memtune.search_spaces.execution import Execution
 from memtune.technique import Target
+from memtune.testing.drift_check import recording_of
 from memtune.units import parse_bytes
-from memtune.workload.workload import Workload
 
 
 @pytest.fixture(scope="module")
 def rewriter() -> Rewriter:
-    return Rewriter(record(Workload.load(ZOO["gpt"])), Target(hardware.find("h100-80g")))
+    return Rewriter(recording_of(ZOO["gpt"]), Target(hardware.find("h100-80g")))
 
 
 def closest(rewriter: Rewriter, micro_batch: int) -> Scored:

@@ -19,7 +19,6 @@ from memtune.activations.offload.ssd_spill import SSDSpill
 from memtune.api import apply
 from memtune.autotune.predict.simulation import simulate
 from memtune.hardware.spec import find
-from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
 from memtune.program.residency import WRITES_IN_FLIGHT
 from memtune.program.step import Phase, Resource, Step, Tier
@@ -187,7 +186,7 @@ def wide(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.native_ledger
 @pytest.mark.parametrize(
     "knobs",
     [{}, {"prefetch": 0, "ratio": 0.6}, {"schedule": "interleaved_1f1b"}, {"recompute": "full"}],

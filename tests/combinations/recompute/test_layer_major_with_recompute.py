@@ -158,7 +158,7 @@ class TestOneRank:
                         planned(packs).program.step, link
                     )
 
-    @pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+    @pytest.mark.native_ledger
     @pytest.mark.parametrize("again", [FULL, PLANNED], ids=named)
     def test_recompute_meets_budget_that_packs_alone_exceed(self, again: Technique) -> None:
         """The purpose of recompute here: peak as predicted, bytes on links as counted, gradients clipped,

@@ -290,7 +290,7 @@ def test_fits_refuses_other_techniques_by_name(division: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.native_ledger
 @pytest.mark.parametrize(
     ("row", "recompute"),
     [

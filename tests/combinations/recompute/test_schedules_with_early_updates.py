@@ -18,7 +18,6 @@ from memtune import hardware
 from memtune.api import apply
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.errors import ApplyError
-from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
 from memtune.runtime.memory_tiers import HOST, tier
 from memtune.search_spaces.execution.order.roam import Roam
@@ -68,7 +67,7 @@ def peaks(recompute: dict[str, Any], order: str) -> tuple[int, int]:
         return ledger.peak_allocated_bytes() - empty, found.program.step.peak_bytes()
 
 
-@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.native_ledger
 def test_schedule_with_early_updates_needs_a_tenth_less() -> None:
     """The order of an otherwise equal setting, measured."""
     of_order = partial(peaks, {"kind": "attention_boundary"})
@@ -77,7 +76,7 @@ def test_schedule_with_early_updates_needs_a_tenth_less() -> None:
     assert early <= 0.9 * plainly
 
 
-@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.native_ledger
 def test_budget_that_the_policy_misses_in_program_order_is_met() -> None:
     budget_bytes = 3_900_000
     missed = Dtr(budget_bytes=budget_bytes).fits(plain_program(ZOO["gpt"], 4), Target(hardware.detect("cpu")))

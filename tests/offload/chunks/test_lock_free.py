@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from memtune.api import Tuned, apply
 from memtune.errors import ApplyError, EnvironmentFault
-from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
 from memtune.offload.optimizer import async_updates as sweeps
 from memtune.offload.optimizer.async_updates import Gradients, Sweeps
@@ -334,7 +333,7 @@ def _waits(self: Sweeps, last: bool) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(cpu_allocator.available() is not None, reason="needs the native ledger")
+@pytest.mark.native_ledger
 def test_host_bytes_equal_the_prediction_if_sweeps_keep_pace() -> None:
     """Two further steps' gradients at most, waiting ones and those of the sweep, where sweeps are slower."""
     step = rewritten(ZOO["gpt"], ON_SSD)

@@ -19,7 +19,6 @@ from memtune.autotune.record.recorder import record
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.config.tuned_config import TunedConfig
 from memtune.errors import ApplyError
-from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
 from memtune.offload.optimizer.native_update import wait_for_updates
 from memtune.runtime.memory_tiers import HOST, tier
@@ -63,7 +62,7 @@ def steps(
     return found
 
 
-@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.native_ledger
 @pytest.mark.parametrize(
     ("technique", "micro_batches", "budget_bytes"),
     [

@@ -18,17 +18,16 @@ from torch.utils.checkpoint import checkpoint
 from memtune import hardware
 from memtune.api import apply
 from memtune.autotune.predict.simulation import simulate
-from memtune.autotune.record.recorder import record
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.config.tuned_config import TunedConfig
 from memtune.errors import ApplyError, EnvironmentFault
-from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
 from memtune.program.step import Tier
 from memtune.runtime.memory_tiers import HOST, SSD, tier, tier_of
 from memtune.search_spaces.offload.states.lohan import Lohan
 from memtune.ssd import offload_dir, ssd_tensors
 from memtune.technique import Target
+from memtune.testing.drift_check import recording_of
 from memtune.testing.training import SEED, build, config_of, settings_of
 from memtune.workload.workload import Workload
 
@@ -77,12 +76,12 @@ def test_ssd_overlapped_optimizer_has_the_bits_of_the_plain_run(micro_batches: i
     assert all(torch.equal(got[1][name], value) for name, value in wanted[1].items())
 
 
-@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.native_ledger
 @pytest.mark.parametrize("micro_batches", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_ssd_overlapped_optimizer_peaks_as_predicted_where_plain_is_out_of_memory(micro_batches: int) -> None:
     """Within 2 % per tier; no tier holds more after the third step."""
     path, machine = ZOO["gpt"], hardware.detect("cpu")
-    rewriter = Rewriter(record(Workload.load(path)), Target(machine))
+    rewriter = Rewriter(recording_of(path), Target(machine))
     execution = {"micro_batch": 2, "accumulate": micro_batches}
     found = rewriter.candidate(Choice.from_document({**settings_of(SMALL), "execution": execution}))
     plain = rewriter.candidate(Choice.from_document({"execution": execution}))

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from memtune.api import Tuned, apply
 from memtune.errors import ApplyError
-from memtune.memory import cpu_allocator
 from memtune.parallel.collectives.fsdp_comm_hooks import Gather
 from memtune.parallel.collectives.message_layout import Form
 from memtune.runtime import node_topology
@@ -329,15 +328,14 @@ PEAKS = {
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.native_ledger
 def test_collectives_ledger_peak_equals_prediction() -> None:
-    from memtune.autotune.record.recorder import record
     from memtune.parallel.collectives.collectives_pass import rewrite_collectives
     from memtune.parallel.collectives.message_layout import Communication
     from memtune.parallel.sharding.fsdp_pass import Sharding, shard_states
-    from memtune.workload.workload import Workload
+    from memtune.testing.drift_check import recording_of
 
-    sharded = shard_states(record(Workload.load(ZOO["gpt"])).at(2), Sharding(RANKS, stages_messages=True))
+    sharded = shard_states(recording_of(ZOO["gpt"]).at(2), Sharding(RANKS, stages_messages=True))
     asked = {
         "hpz": Communication(LOCAL, secondary=True),
         "all": Communication(LOCAL, Form(8, 256, 1000), secondary=True, gradients=Form(4, 256, 1000)),

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 import memtune.parallel.sharding.fsdp_sharding as sharding
 from memtune.api import Tuned, apply
 from memtune.errors import ApplyError
-from memtune.memory import cpu_allocator
 from memtune.runtime.transfer import COUNTERS
 
 EPS = torch.finfo(torch.float32).eps
@@ -352,16 +351,15 @@ def test_fsdp_refuses_single_process_with_fix() -> None:
 # -- the peak, by the native ledger --------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.native_ledger
 def test_fsdp_ledger_peak_equals_prediction() -> None:
-    from memtune.autotune.record.recorder import record
     from memtune.parallel.replicas.ddp_pass import Replication, replicate
     from memtune.parallel.sharding.fsdp_pass import Sharding, shard_states
     from memtune.parallel.sharding.zero_partition_pass import Partitioning, partition_states
     from memtune.program.step import FOREVER
-    from memtune.workload.workload import Workload
+    from memtune.testing.drift_check import recording_of
 
-    step = record(Workload.load(ZOO["gpt"])).at(2)
+    step = recording_of(ZOO["gpt"]).at(2)
     predicted = {
         "fsdp": shard_states(step, Sharding(2, stages_messages=True)),
         "ddp": replicate(step, Replication(2, 25 << 20)),

@@ -15,11 +15,9 @@ from support.zoo_paths import ZOO
 from memtune import hardware
 from memtune.api import apply
 from memtune.autotune.predict.simulation import simulate
-from memtune.autotune.record.recorder import record
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
-from memtune.memory import cpu_allocator
 from memtune.technique import Target
-from memtune.workload.workload import Workload
+from memtune.testing.drift_check import recording_of
 
 RANKS, MICRO_BATCHES = 4, 2
 OTHER_TECHNIQUES: dict[str, dict[str, Any]] = {
@@ -71,7 +69,7 @@ def measured(path: str, cases: list[tuple[str, str]]) -> dict[tuple[str, str], i
 
 
 def check(cases: list[tuple[str, str]]) -> None:
-    rewriter = Rewriter(record(Workload.load(ZOO["gpt"])), Target(hardware.detect("cpu"), RANKS))
+    rewriter = Rewriter(recording_of(ZOO["gpt"]), Target(hardware.detect("cpu"), RANKS))
     runs = run_ranks(measured, RANKS, str(ZOO["gpt"]), cases, deadline_s=1100)
     for case in cases:
         candidate = rewriter.candidate(Choice.from_document(settings(*case)))
@@ -82,7 +80,7 @@ def check(cases: list[tuple[str, str]]) -> None:
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here"),
+    pytest.mark.native_ledger,
 ]
 
 

@@ -11,7 +11,6 @@ from support.suites.sharded_suite import SPARE_BYTES, peaks
 from memtune import hardware
 from memtune.autotune.record.recorder import record
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
-from memtune.memory import cpu_allocator
 from memtune.technique import Target
 from memtune.workload.workload import Workload
 
@@ -55,7 +54,7 @@ STATES = {
 EXECUTION = {"micro_batch": 2, "accumulate": 1}
 
 
-@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.native_ledger
 def test_peaks_of_ranks_are_predicted(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(TEXT)

@@ -18,9 +18,7 @@ from memtune.search_spaces.allocator.gmlake import GMLake
 from memtune.search_spaces.allocator.planned_layout import PlannedLayout
 from memtune.testing.training import build, one_step, settings_of
 
-pytestmark = pytest.mark.skipif(
-    cpu_allocator.available() is not None, reason=f"no native ledger here: {cpu_allocator.available()}"
-)
+pytestmark = pytest.mark.native_ledger
 
 
 class TestGMLake(ArenaSuite):

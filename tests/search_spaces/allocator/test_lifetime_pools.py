@@ -8,12 +8,10 @@ import pytest
 import torch
 from support.suites.arena_suite import ArenaSuite, trained
 
-from memtune.memory import arena, cpu_allocator
+from memtune.memory import arena
 from memtune.search_spaces.allocator.lifetime_pools import LifetimePools
 
-pytestmark = pytest.mark.skipif(
-    cpu_allocator.available() is not None, reason=f"no native ledger here: {cpu_allocator.available()}"
-)
+pytestmark = pytest.mark.native_ledger
 
 
 class TestLifetimePools(ArenaSuite):

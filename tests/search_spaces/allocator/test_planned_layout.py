@@ -8,13 +8,11 @@ from support.suites.arena_suite import ArenaSuite, trained
 from support.zoo_paths import ZOO
 
 from memtune.api import apply
-from memtune.memory import arena, cpu_allocator
+from memtune.memory import arena
 from memtune.search_spaces.allocator.planned_layout import PlannedLayout
 from memtune.testing.training import build, one_step, settings_of
 
-pytestmark = pytest.mark.skipif(
-    cpu_allocator.available() is not None, reason=f"no native ledger here: {cpu_allocator.available()}"
-)
+pytestmark = pytest.mark.native_ledger
 
 
 class TestPlannedLayout(ArenaSuite):

@@ -18,7 +18,6 @@ from memtune.api import Tuned, apply
 from memtune.autotune.predict.simulation import simulate
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.config.tuned_config import TunedConfig
-from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
 from memtune.runtime.memory_tiers import HOST, tier
 from memtune.search_spaces import kinds
@@ -140,7 +139,7 @@ def test_every_technique_has_a_run_under_budget() -> None:
     assert {*kinds("offload.states"), *kinds("offload.activations")} <= named
 
 
-@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.native_ledger
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_training_is_bitwise_under_a_budget_that_the_plain_run_exceeds(case: str) -> None:

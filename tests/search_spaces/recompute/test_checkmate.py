@@ -15,7 +15,6 @@ from memtune.activations.schedules.region_pass import region_of
 from memtune.activations.schedules.schedule_pass import run_schedule
 from memtune.api import Tuned, apply
 from memtune.errors import ApplyError, UsageError
-from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
 from memtune.program.op_schedule import plain_schedule
 from memtune.runtime.memory_tiers import HOST, tier
@@ -155,7 +154,7 @@ class TestCheckmate(TechniqueSuite):
         )
         assert exact["recompute_s"] <= approx["recompute_s"]
 
-    @pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+    @pytest.mark.native_ledger
     @pytest.mark.parametrize("model", ["lora", "hf_llama"])
     def test_measured_peak_is_the_schedules_to_the_byte(self, model: str) -> None:
         technique = Checkmate(share=0.3, nodes=16)

@@ -13,7 +13,6 @@ from typing import Any
 from support import zoo_paths
 
 from memtune import hardware
-from memtune.autotune.record.recorder import record
 from memtune.autotune.search import preparation
 from memtune.autotune.search.preparation import Setup
 from memtune.autotune.space.candidates import Choice, Rewriter
@@ -23,7 +22,7 @@ from memtune.autotune.space.search_space import ENUMERATE_UP_TO
 from memtune.executors.base import Trial, TrialResult
 from memtune.program.step import Recording
 from memtune.technique import Reason, Target
-from memtune.workload.workload import Workload
+from memtune.testing.drift_check import recording_of
 
 GPT = str(zoo_paths.ZOO["gpt"])
 AXES = ("execution", "recompute", "offload.activations")
@@ -39,7 +38,7 @@ class Probed:
 
 @cache
 def recording(name: str = "gpt") -> Recording:
-    return record(Workload.load(zoo_paths.ZOO[name]))
+    return recording_of(zoo_paths.ZOO[name])
 
 
 def rewriter(

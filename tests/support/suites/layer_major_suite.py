@@ -16,7 +16,6 @@ from memtune.autotune.record.recorder import Trace, start_session
 from memtune.autotune.search.dry_runs import traced_under
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.config.tuned_config import TunedConfig
-from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
 from memtune.program.step import Program, Step
 from memtune.runtime.memory_tiers import HOST, tier
@@ -113,7 +112,7 @@ class PacksSuite(TechniqueSuite):
         """Three micro-batches: summands of each weight's gradient are added in the plain order."""
         assert not differences(trained(self.variants[0], 3), in_place(3))
 
-    @pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+    @pytest.mark.native_ledger
     def test_trains_where_plain_model_is_out_of_memory(self) -> None:
         """Under a budget between the two predicted peaks the peak equals the prediction, and a step leaves no
         bytes.

@@ -23,7 +23,6 @@ from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.space.search_options import PlanOptions
 from memtune.config.tuned_config import TunedConfig, dump_yaml, load_config
 from memtune.errors import ApplyError
-from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
 from memtune.program.step import Step
 from memtune.runtime.memory_tiers import HOST, tier
@@ -128,7 +127,7 @@ def measured(path: Path, kind: str) -> tuple[int, dict[str, Any]]:
         return ledger.peak_allocated_bytes() - empty, tuned.audit()
 
 
-@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.native_ledger
 def test_peak_falls_as_predicted(wide: Path) -> None:
     """The drift test of a compiled technique: the native ledger around real steps against the recorded
     graphs.
@@ -182,7 +181,7 @@ def eager_peak(path: Path, kind: str, accumulate: int, loop: Loop) -> tuple[int,
         return ledger.peak_allocated_bytes() - empty, found.program.step.peak_bytes()
 
 
-@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.native_ledger
 @pytest.mark.parametrize(
     ("accumulate", "loop"),
     [(1, step_loop), (2, marked_loop)],
@@ -197,7 +196,7 @@ def test_eager_peaks_of_real_steps_are_those_predicted(deep: Path, accumulate: i
         assert plain - early >= 5 * 4 * 192 * 192
 
 
-@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.native_ledger
 @pytest.mark.parametrize("model", ["moe", "tobf16"])
 def test_eager_peak_is_a_tenth_below_program_order(model: str) -> None:
     """The paper's acceptance test: at least 10 % below program order on two models, measured."""

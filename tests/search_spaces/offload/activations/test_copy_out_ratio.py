@@ -21,7 +21,6 @@ from memtune.activations.offload.byte_quota import ByteShare
 from memtune.api import apply
 from memtune.autotune.predict.simulation import simulate
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
-from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
 from memtune.program.step import FOREVER, Resource, traffic_bytes
 from memtune.runtime.memory_tiers import HOST, tier
@@ -140,7 +139,7 @@ def uploads(model: str) -> int:
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here"),
+    pytest.mark.native_ledger,
 ]
 
 

@@ -259,7 +259,7 @@ class TestMoesys(TechniqueSuite):
         assert "all 12 experts" in ALL.explain(two)[0]
 
     @pytest.mark.slow
-    @pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+    @pytest.mark.native_ledger
     def test_trains_where_the_plain_model_is_out_of_memory(self) -> None:
         trains_where_the_plain_model_is_out_of_memory(ZOO["moe"], FEW)
 

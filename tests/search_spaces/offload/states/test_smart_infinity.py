@@ -23,7 +23,6 @@ from support.zoo_paths import ZOO
 
 from memtune.api import Tuned, apply
 from memtune.errors import EnvironmentFault
-from memtune.memory import cpu_allocator
 from memtune.offload.near_storage.update_worker_client import UpdaterLink
 from memtune.program.step import Resource, Step, Tier
 from memtune.runtime.memory_tiers import DEVICE, mark
@@ -236,7 +235,7 @@ class TestSmartInfinity(TechniqueSuite):
         )
 
     @pytest.mark.slow
-    @pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+    @pytest.mark.native_ledger
     def test_trains_where_the_plain_model_is_out_of_memory(self) -> None:
         trains_where_the_plain_model_is_out_of_memory(ZOO["gpt"], SMALL)
 

@@ -16,7 +16,7 @@ from fixed_cpu import CPU
 from memtune.api import apply
 from memtune.autotune.record import record
 from memtune.autotune.space import Candidate, Choice, Rewriter
-from memtune.memory import Ledger, WorkspaceTable, cpu_allocator
+from memtune.memory import Ledger, WorkspaceTable
 from memtune.runtime import HOST, tier
 from memtune.technique import Reason, Target
 from memtune.testing.training import build
@@ -24,7 +24,7 @@ from memtune.workload import Workload
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here"),
+    pytest.mark.native_ledger,
 ]
 FILE = Path(__file__).parents[3] / "support" / "models" / "recompute" / "momentum_encoders.py"
 SIZE = 8

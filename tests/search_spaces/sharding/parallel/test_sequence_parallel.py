@@ -28,7 +28,6 @@ from memtune import hardware
 from memtune.api import apply
 from memtune.autotune.predict.simulation import simulate
 from memtune.errors import ApplyError
-from memtune.memory import cpu_allocator
 from memtune.parallel.model.sequence_sharding import summed_parameters
 from memtune.program.step import Phase, Resource, Step
 from memtune.runtime.transfer import COUNTERS
@@ -171,7 +170,7 @@ def test_training_with_activation_techniques(name: str) -> None:
     assert_trained_as_one(found, trained(2, None, False, 1, True), atol=1e-5)
 
 
-@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.native_ledger
 @pytest.mark.parametrize(
     "name", ["alone", *(pytest.param(each, marks=pytest.mark.slow) for each in [*OTHERS][1:])]
 )

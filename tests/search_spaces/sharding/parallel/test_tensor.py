@@ -29,7 +29,6 @@ from memtune.api import apply
 from memtune.autotune.predict.simulation import simulate
 from memtune.autotune.record_parallel.sharded_recording import chosen_pairs
 from memtune.errors import ApplyError
-from memtune.memory import cpu_allocator
 from memtune.parallel.model.tensor_parallel import require_linear
 from memtune.program.step import Phase, Resource
 from memtune.search_spaces.sharding.parallel.tensor import TensorParallel
@@ -189,7 +188,7 @@ def test_different_samples_outside_of_step_raise() -> None:
         assert "different micro-batches" in other
 
 
-@pytest.mark.skipif(cpu_allocator.available() is not None, reason="no native ledger here")
+@pytest.mark.native_ledger
 @pytest.mark.parametrize(
     "other_slots",
     [

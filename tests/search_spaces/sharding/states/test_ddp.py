@@ -19,7 +19,9 @@ from memtune.program.step import FOREVER, Kind, Phase, Step
 from memtune.search_spaces.sharding.states.ddp import Ddp
 from memtune.technique import NO_PLAN
 
-GRADIENTS = sum(int(step().storages.bytes[p.gradient]) for p in step().parameters)
+
+def gradient_bytes() -> int:
+    return sum(int(step().storages.bytes[p.gradient]) for p in step().parameters)
 
 
 def rewritten(cap: int = 25, *, ranks: int = 2, accumulate: int = 1, model: str = "gpt") -> Step:
@@ -62,16 +64,16 @@ def test_fits_requires_find_unused_parameters() -> None:
 
 
 def test_buckets_are_never_freed() -> None:
-    assert buckets(rewritten()) == [GRADIENTS]
+    assert buckets(rewritten()) == [gradient_bytes()]
     # DDP's buckets are allocated in addition to incoming gradients: at least one copy more than the plain
     # step holds at its end.
-    assert rewritten().live_bytes()[0] == step().live_bytes()[0] + GRADIENTS
+    assert rewritten().live_bytes()[0] == step().live_bytes()[0] + gradient_bytes()
 
 
 def test_buckets_close_when_they_reach_their_size() -> None:
     after = replicate(step(), Replication(2, 100_000))
     found = buckets(after)
-    assert sum(found) == GRADIENTS
+    assert sum(found) == gradient_bytes()
     largest = max(int(step().storages.bytes[p.gradient]) for p in step().parameters)
     assert all(100_000 <= each < 100_000 + largest for each in found[:-1])
     assert len(found) > 3
@@ -101,12 +103,12 @@ def test_middle_micro_batches_hold_all_sums() -> None:
     )
     late.storages.bytes[made[:1]] += 20_000_000
     two, three = (replicate(late, Replication(2, 25 << 20, accumulate)).peak_bytes() for accumulate in (2, 3))
-    assert two < three == late.peak_bytes() + GRADIENTS
+    assert two < three == late.peak_bytes() + gradient_bytes()
 
 
 def test_accumulation_holds_sums_and_buckets_and_averages_once() -> None:
     once, twice = rewritten(), rewritten(accumulate=2)
-    assert twice.live_bytes()[0] == once.live_bytes()[0] + GRADIENTS
+    assert twice.live_bytes()[0] == once.live_bytes()[0] + gradient_bytes()
     assert {int(twice.ops.phase[op]) for op in ops(twice, "c10d.allreduce_.default")} == {
         Phase.BOUNDARY
     }  # once per step
