@@ -8,6 +8,7 @@ walking the ops from the last to the first.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -22,6 +23,8 @@ BITS = 12
 _WIDTH = 32
 """Combinations that are varied further in each round, if there are more tensors."""
 _ROUNDS = 3
+_CELLS = 40_000_000
+"""Largest number of ops times combinations in a round: about a second, and 80 MB."""
 
 Mask = npt.NDArray[np.bool_]
 
@@ -101,7 +104,8 @@ def combinations(
 
     With at most `BITS` tensors to decide on, all combinations are priced. With more, the search starts from
     decisions for groups of alike tensors (same op, same size) and from the sets in `known` of ops to keep,
-    and tries every change of one or two tensors on the undominated ones.
+    and tries every change of one or two tensors on the undominated ones. In a block of hundreds of tensors
+    (an LSTM, a scan) runs of alike tensors change together.
     """
     undecided = _undecided(ops)
     few = _keeping(undecided, known)
@@ -165,9 +169,9 @@ def _explored(
     priced = price(ops, undecided, start, offload)
     if len(undecided) <= BITS:
         return priced
-    one = np.eye(len(undecided), dtype=bool)
+    one = _changed_together(ops, undecided)
     changes = np.concatenate(
-        [one, *(one[:, i : i + 1] ^ one[:, i + 1 :] for i in range(len(undecided)))], axis=1
+        [one, *(one[:, i : i + 1] ^ one[:, i + 1 :] for i in range(one.shape[1]))], axis=1
     )
     for _ in range(_ROUNDS):
         best = _best(priced, _WIDTH)
@@ -175,6 +179,32 @@ def _explored(
         tried = (now[:, :, None] ^ changes[:, None, :]).reshape(len(undecided), -1)
         priced = price(ops, undecided, np.concatenate([now, tried], axis=1), offload)
     return priced
+
+
+def _changed_together(ops: tuple[BlockOp, ...], undecided: list[int]) -> Mask:
+    """Return the (undecided, units) masks of the tensors that change together.
+
+    Each tensor alone, or, where pairs of these would exceed `_CELLS`, runs of alike ones in the order of the
+    program: of a recurrence, some time steps.
+    """
+    count = len(undecided)
+    units = math.isqrt(2 * _CELLS // (_WIDTH * len(ops)))
+    if count <= units:
+        return np.eye(count, dtype=bool)
+    alike: dict[tuple[str, int], list[int]] = {}
+    for row, i in enumerate(undecided):
+        alike.setdefault((ops[i].name, ops[i].bytes), []).append(row)
+    if len(alike) > units:
+        alike = {("", 0): list(range(count))}
+    runs = [
+        run
+        for rows in alike.values()
+        for run in np.array_split(rows, max(1, min(len(rows), units * len(rows) // count)))
+    ]
+    found = np.zeros((count, len(runs)), bool)
+    for unit, run in enumerate(runs):
+        found[run, unit] = True
+    return found
 
 
 def _best(priced: _Priced, limit: int) -> npt.NDArray[np.intp]:

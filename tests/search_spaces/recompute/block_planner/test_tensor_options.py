@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memtune.search_spaces.recompute._block_planner import tensor_options
 from memtune.search_spaces.recompute._block_planner.tensor_options import (
     Action,
     BlockOp,
     Combination,
     combinations,
+    price,
 )
 
 
@@ -112,3 +115,20 @@ def test_many_alike_tensors_are_decided_together_first_and_then_one_by_one() -> 
     found = costs(combinations(experts, 100))
     assert {(400, 0.0), (390, 1.0), (10, 39.0), (0, 40.0)} <= set(found)
     assert all(held == 400 - 10 * seconds for held, seconds in found)
+
+
+@pytest.mark.parametrize("kinds", [3, 600])
+def test_combinations_of_a_recurrence_are_bounded(kinds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A time step reads the one before it; a hundred thousand pairs of tensors would take minutes.
+    steps = tuple(BlockOp(f"op{i % kinds}", 1.0, (i - 1,) if i else (), 10, True, True) for i in range(600))
+    cells: list[int] = []
+
+    def counted(ops: tuple[BlockOp, ...], undecided: list[int], retained: Any, offload: Any) -> Any:
+        cells.append(len(ops) * retained.shape[1])
+        return price(ops, undecided, retained, offload)
+
+    monkeypatch.setattr(tensor_options, "price", counted)
+    found = costs(combinations(steps, 100))
+    assert max(cells) < 1.2 * tensor_options._CELLS
+    assert {(6000, 0.0), (0, 600.0)} <= set(found)
+    assert len(found) > 20
