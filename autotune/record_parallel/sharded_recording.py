@@ -52,6 +52,7 @@ from memtune.parallel.model import (
     divided_attention,
     dropouts,
     grid_of,
+    order_experts,
     require_linear,
     require_plain_attention,
     rotatable,
@@ -438,6 +439,7 @@ def rotate_session(
         rotate_layers(
             model, layers, Ring(meshes("cpu", degree)[1].get_group().group_name, degree, 0, in_place)
         )
+        order_experts(model, layers)
     new_of = {old: model.get_parameter(name) for name, old in before.items()}
     for group in session.optimizer.param_groups:
         group["params"] = [new_of.get(parameter, parameter) for parameter in group["params"]]
@@ -445,7 +447,7 @@ def rotate_session(
 
 def nothing_rotates(refused: Collection[str]) -> Reason:
     """Return the reason that no weight rotates."""
-    first = min(refused, default="the model has no plain linear layer or embedding")
+    first = min(refused, default="the model has no plain linear layer, convolution or embedding")
     return Reason(f"no weight can go round the ranks: {first}", _FIX_ROTATED)
 
 

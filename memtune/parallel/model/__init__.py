@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         require_plain_attention,
         shard_fake_blocks,
     )
+    from memtune.parallel.model.rotated_experts import order_experts
     from memtune.parallel.model.sequence_parallel_layers import divide, shard_fake_sequence
     from memtune.parallel.model.sequence_sharding import SequenceLayout, dropouts
     from memtune.parallel.model.tensor_parallel import (
@@ -46,6 +47,7 @@ __all__ = [
     "dropouts",
     "grid_of",
     "mix_plain_and_sharded",
+    "order_experts",
     "require_linear",
     "require_plain_attention",
     "rotatable",

@@ -18,8 +18,8 @@ Six rules:
   the ranks that hold the same shards (`parallel.ranks.replica_groups`), that mechanism averages between the
   rings, and gradients of replicated parameters are averaged inside a ring, once per step.
 6. All ranks of a ring must call the same layers in the same order, or a rank would receive a shard of another
-  weight. Experts, whose calls depend on the samples, are therefore replicated, and in the 1st, 2nd, 4th, 8th
-  … forward ranks compare their calls.
+  weight. Experts, whose calls depend on the samples, are called in a fixed order by all ranks
+  (`parallel.model.rotated_experts`), and in the 1st, 2nd, 4th, 8th … forward ranks compare their calls.
 
 Source: Luo et al. 2023, RTP (arXiv:2311.01635).
 """
@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,17 +37,24 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.deferred_init import keep_only
 from memtune.errors import ApplyError
+from memtune.parallel.model.rotated_experts import (
+    expert_of,
+    expert_refusal,
+    order_experts,
+    remove_gradients_of_unused,
+)
 from memtune.parallel.model.tensor_parallel import Average, mix_plain_and_sharded
 from memtune.parallel.ranks import Ring, RingRound, RingSums, require_groups, require_ranks
 from memtune.parallel.sharding import meshes, rebind
-from memtune.program import is_in_expert
 from memtune.runtime import Context, UncopiedHook, local
 
 
@@ -64,9 +72,9 @@ class _Linear(torch.autograd.Function):
     """`F.linear` with a rotating weight (rules 1, 2 and 4)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Ring) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Ring, always: bool) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.ring = ring
+        ctx.ring, ctx.always = ring, always
         shards, rows, whole = RingRound(ring, weight.detach(), prefetch=False), weight.shape[0], None
         for hop in range(ring.ranks):
             # After t hops a rank holds the shard of the rank t before it.
@@ -83,11 +91,13 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         (x, weight), ring = ctx.saved_tensors, ctx.ring
-        to_x, to_weight, to_bias, _ = ctx.needs_input_grad
+        to_x, to_weight, to_bias, *_ = ctx.needs_input_grad
         flat, rows, of_x, of_weight = _flat(gradient), weight.shape[0], None, None
-        shards = RingRound(ring, weight.detach(), prefetch=True) if to_x else None
+        shards = RingRound(ring, weight.detach(), prefetch=True) if to_x or ctx.always else None
         sums = RingSums(ring)
         for hop in range(1, ring.ranks + 1):
             part = flat.narrow(1, (ring.rank - hop) % ring.ranks * rows, rows)
@@ -97,11 +107,119 @@ class _Linear(torch.autograd.Function):
             if shards is not None:
                 of_x = _add_product(of_x, part, shards.next(), gradient.dtype)
         return (
-            None if of_x is None else of_x.view(*gradient.shape[:-1], weight.shape[1]),
+            of_x.view(*gradient.shape[:-1], weight.shape[1]) if to_x and of_x is not None else None,
             of_weight,
             flat.sum(0) if to_bias else None,
             None,
+            None,
         )
+
+
+@dataclass(frozen=True)
+class _ConvSettings:
+    """Arguments of a convolution, per dim. Legend: I = input channels, O = output channels of a shard."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def inputs(self, x: Tensor, shard: int, ranks: int) -> Tensor:
+        """Return the channels of `x` (batch, I, …) that the output channels of `shard` read."""
+        if self.groups == 1:
+            return x
+        channels = x.shape[1] // ranks
+        return x.narrow(1, shard * channels, channels)
+
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int) -> Tensor:
+        """Return the output channels of a shard: x (batch, I or I/ranks, …) → (batch, O, …)."""
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3]
+        groups = max(self.groups // ranks, 1)
+        return convolve(x, weight, bias, self.stride, self.padding, self.dilation, groups)
+
+    def gradients(
+        self, gradient: Tensor, x: Tensor, weight: Tensor, ranks: int, wanted: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of a shard's inputs and weight, those that are `wanted`."""
+        found: tuple[Tensor | None, Tensor | None, Tensor | None] = torch.ops.aten.convolution_backward(
+            gradient,
+            x.to(gradient.dtype),
+            weight.to(gradient.dtype),
+            None,
+            self.stride,
+            self.padding,
+            self.dilation,
+            False,
+            (0,) * len(self.stride),
+            max(self.groups // ranks, 1),
+            (*wanted, False),
+        )
+        return found[:2]
+
+
+class _Convolution(torch.autograd.Function):
+    """A convolution whose weight rotates, some output channels at a time (rules 1, 2 and 4)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _ConvSettings, ring: Ring
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.how, ctx.ring = how, ring
+        shards, rows, whole = RingRound(ring, weight.detach(), prefetch=False), weight.shape[0], None
+        for hop in range(ring.ranks):
+            shard, index = shards.next(), (ring.rank - hop) % ring.ranks
+            part = how.run(
+                how.inputs(x, index, ring.ranks),
+                shard,
+                None if bias is None else bias.narrow(0, index * rows, rows),
+                ring.ranks,
+            )
+            del shard
+            if whole is None:
+                shape = (part.shape[0], rows * ring.ranks, *part.shape[2:])
+                whole = torch.empty(
+                    shape, dtype=part.dtype, device=part.device, memory_format=suggest_memory_format(part)
+                )
+            whole.narrow(1, index * rows, rows).copy_(part)
+            del part
+        shards.finish()
+        assert whole is not None
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        (x, weight), how, ring = ctx.saved_tensors, ctx.how, ctx.ring
+        to_x, to_weight, to_bias, *_ = ctx.needs_input_grad
+        rows, of_weight = weight.shape[0], None
+        of_x = torch.empty_like(x, dtype=gradient.dtype) if to_x and how.groups > 1 else None
+        shards = RingRound(ring, weight.detach(), prefetch=True) if to_x else None
+        sums = RingSums(ring)
+        for hop in range(1, ring.ranks + 1):
+            index = (ring.rank - hop) % ring.ranks
+            received = sums.next() if to_weight else None
+            of_inputs, mine = how.gradients(
+                gradient.narrow(1, index * rows, rows),
+                how.inputs(x, index, ring.ranks),
+                # Without a gradient of the input only the weight's shape is used.
+                weight.detach() if shards is None else shards.next(),
+                ring.ranks,
+                (to_x, to_weight),
+            )
+            if mine is not None:
+                mine = mine.to(weight.dtype)
+                of_weight = sums.add(mine if received is None else received.add_(mine))
+            if of_inputs is not None and how.groups > 1:
+                assert of_x is not None
+                how.inputs(of_x, index, ring.ranks).copy_(of_inputs)
+            elif of_inputs is not None:
+                of_x = of_inputs if of_x is None else of_x.add_(of_inputs)
+            del received, of_inputs, mine
+        of_bias = gradient.transpose(0, 1).flatten(1).sum(1) if to_bias else None
+        return of_x, of_weight, of_bias, None, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -186,10 +304,11 @@ class _SameCalls:
             return
         # Python's `hash` of a string differs between processes.
         number = zlib.crc32(name.encode())
-        ends = torch.from_numpy(np.array([number, -number])).to(
-            self._device
-        )  # numpy's memory: the ledger does not count it
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._group)
+        # numpy's memory: the ledger does not count it.
+        ends = torch.from_numpy(np.array([number, -number])).to(self._device)
+        # A recomputed block compares again, on all ranks: its guard against collectives must not see it.
+        with _disable_current_modes(), torch._C._AutoDispatchBelowAutograd():
+            dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._group)
         # The largest number and the negated smallest one: their sum is 0 if all are equal.
         if ends.sum().item():
             raise ApplyError(
@@ -204,11 +323,42 @@ class RotatedLinear(nn.Linear):
     """A linear layer whose weight rotates among the ranks."""
 
     ring: Ring
+    always_rotates: bool = False
+    """The weight rotates in backward even if this rank's input needs no gradient, as another rank's may."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return all outputs of this rank's samples."""
-        made: Tensor = _Linear.apply(input, local(self.weight), self._parameters["bias"], self.ring)  # type: ignore[no-untyped-call]
+        weight, bias = local(self.weight), self._parameters["bias"]
+        made: Tensor = _Linear.apply(input, weight, bias, self.ring, self.always_rotates)  # type: ignore[no-untyped-call]
         return made
+
+
+class _RotatedConvolution(nn.modules.conv._ConvNd):
+    """A convolution whose weight rotates among the ranks."""
+
+    ring: Ring
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return all output channels of this rank's samples."""
+        weight, bias, padding = local(self.weight), self._parameters["bias"], self.padding
+        assert not isinstance(padding, str), "`rotatable` refuses padding by name"
+        how = _ConvSettings(self.stride, padding, self.dilation, self.groups)
+        has_batch = input.dim() == weight.dim()
+        x = input if has_batch else input.unsqueeze(0)
+        made: Tensor = _Convolution.apply(x, weight, bias, how, self.ring)  # type: ignore[no-untyped-call]
+        return made if has_batch else made.squeeze(0)
+
+
+class RotatedConv1d(_RotatedConvolution, nn.Conv1d):
+    """A 1D convolution whose weight rotates among the ranks."""
+
+
+class RotatedConv2d(_RotatedConvolution, nn.Conv2d):
+    """A 2D convolution whose weight rotates among the ranks."""
+
+
+class RotatedConv3d(_RotatedConvolution, nn.Conv3d):
+    """A 3D convolution whose weight rotates among the ranks."""
 
 
 class RotatedEmbedding(nn.Embedding):
@@ -222,17 +372,26 @@ class RotatedEmbedding(nn.Embedding):
         return made
 
 
-_ROTATED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: RotatedLinear, nn.Embedding: RotatedEmbedding}
+_ROTATED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: RotatedLinear,
+    nn.Embedding: RotatedEmbedding,
+    nn.Conv1d: RotatedConv1d,
+    nn.Conv2d: RotatedConv2d,
+    nn.Conv3d: RotatedConv3d,
+}
+_KINDS = nn.Linear | nn.Embedding | nn.modules.conv._ConvNd
 
 
 def rotatable(model: nn.Module, degree: int) -> tuple[list[str], list[str]]:
     """Return the layers of `model` whose weights can rotate among `degree` ranks, and a line on each other
-    linear layer and embedding.
+    linear layer, convolution and embedding.
     """
-    layers = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)
-    }
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, _KINDS)}
     refused = {name: why for name, module in layers.items() if (why := _not_plain(name, module, degree))}
+    for name, module in layers.items():
+        expert = "" if name in refused else expert_of(name)
+        if expert and (why := expert_refusal(module, model.get_submodule(expert))):
+            refused[name] = why
     owners: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), set()).add(name)
@@ -253,8 +412,6 @@ def rotatable(model: nn.Module, degree: int) -> tuple[list[str], list[str]]:
 def _not_plain(name: str, module: nn.Module, degree: int) -> str:
     if type(module) not in _ROTATED:
         return f"is a {type(module).__name__}"
-    if is_in_expert(f"{name}.weight"):
-        return "is of an expert, which a rank whose samples go to others does not call"
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
         return "has hooks or a forward of its own"
     if isinstance(module, nn.Embedding):
@@ -267,9 +424,25 @@ def _not_plain(name: str, module: nn.Module, degree: int) -> str:
             return (
                 "is an embedding with settings of its own (padding_idx, max_norm, sparse, scale_grad_by_freq)"
             )
+    if isinstance(module, nn.modules.conv._ConvNd):
+        if expert_of(name):
+            return "is a convolution of an expert"
+        if why := _not_plain_convolution(module, degree):
+            return why
     rows = int(module._parameters["weight"].shape[0])  # type: ignore[union-attr]
-    what = "rows" if isinstance(module, nn.Embedding) else "outputs"
+    what = {nn.Linear: "outputs", nn.Embedding: "rows"}.get(type(module), "output channels")
     return f"has {rows} {what}, which {degree} ranks do not divide" if rows % degree else ""
+
+
+def _not_plain_convolution(module: nn.modules.conv._ConvNd, degree: int) -> str:
+    if module.padding_mode != "zeros" or isinstance(module.padding, str):
+        return f"is a convolution with padding {module.padding} of {module.padding_mode}"
+    if module.groups > 1 and module.groups % degree:
+        return f"has {module.groups} groups, which {degree} ranks do not divide"
+    weight = module._parameters["weight"]
+    assert weight is not None
+    # A hop sends contiguous memory, of which a channels-last weight has other strides.
+    return "" if weight.is_contiguous() else "has a weight in channels-last memory"
 
 
 def rotate_layers(model: nn.Module, layers: Sequence[str], ring: Ring) -> list[str]:
@@ -286,6 +459,8 @@ def rotate_layers(model: nn.Module, layers: Sequence[str], ring: Ring) -> list[s
         )
         module.__class__ = _ROTATED[type(module)]
         module.ring = ring  # type: ignore[assignment]
+        if isinstance(module, RotatedLinear):
+            module.always_rotates = bool(expert_of(name))
     mine = {id(parameter) for parameter in made.values()}
     return [name for name, parameter in model.named_parameters() if id(parameter) in mine]
 
@@ -304,7 +479,7 @@ def rotate(context: Context, layers: Sequence[str], degree: int, *, in_place: bo
 
     Args:
         context: Model and optimizer, changed in place; gets a `sync`.
-        layers: Linear layers and embeddings, by name.
+        layers: Linear layers, convolutions and embeddings, by name.
         degree: Ranks of a ring; divides the number of ranks.
         in_place: Overwrite the own shard (rule 3).
 
@@ -323,11 +498,14 @@ def rotate(context: Context, layers: Sequence[str], degree: int, *, in_place: bo
     before = dict(context.model.named_parameters())
     ring = Ring(mesh.get_group().group_name, degree, mesh.get_local_rank(), in_place, mesh)
     rotated = rotate_layers(context.model, layers, ring)
+    orders = order_experts(context.model, layers)
     keep_only(context.model, dict.fromkeys(rotated, ring.piece))
     rebind(context.optimizer, before, dict(context.model.named_parameters()))
     mix_plain_and_sharded()
     if not isinstance(local(context.model.get_parameter(rotated[0]).detach()), FakeTensor):
         _SameCalls(context, layers, mesh.get_group())
+    if orders:
+        remove_gradients_of_unused(context, orders, dist.distributed_c10d._get_default_group())
     context.placement.model_parallel_size = degree
     context.events.states_sharded.subscribe(lambda: _average(context, rotated, mesh, copies))
     context.checks["sharding.parallel"] = lambda: _check(context, layers, rotated, degree)

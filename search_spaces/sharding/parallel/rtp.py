@@ -39,11 +39,12 @@ class Rtp(PartitionedLayers):
     """Trades the all-gather of full units for one hop per shard and layer, and many small products for each
     large one.
 
-    A rank holds 1/degree of the weights of linear layers and embeddings, of their gradients and their
-    optimizer state. In a layer's forward the shards rotate over the ring, and each rank computes its own
-    samples' outputs with the current shard; in backward they rotate again together with the sums of their
-    gradients, which end on the owner. No layer is ever unsharded on a rank: 2/degree of one are allocated
-    besides the own shard (1/degree in place), and as much of its gradient.
+    A rank holds 1/degree of the weights of linear layers, convolutions, embeddings and experts, of their
+    gradients and their optimizer state. In a layer's forward the shards rotate over the ring, and each rank
+    computes its own samples' outputs with the current shard; in backward they rotate again together with the
+    sums of their gradients, which end on the owner. Weights of experts pass every rank, also one without
+    tokens for them; tokens are sent nowhere. No layer is ever unsharded on a rank: 2/degree of one are
+    allocated besides the own shard (1/degree in place), and as much of its gradient.
 
     Reordered: an output is the plain product's, some columns at a time. The gradient of a layer's input is a
     sum of `degree` partial sums, that of a weight the ranks' sums added in the order of the ring, within

@@ -187,6 +187,17 @@ def peak(document: dict[str, Any]) -> int:
 Measured = dict[str, tuple[int, int, int]]
 
 
+def bytes_received(document: dict[str, Any], path: Path = SEPARATE) -> tuple[int, int]:
+    """Return the bytes that a step receives inside a node and between nodes."""
+    workload, model, optimizer = build(path)
+    tuned = apply(model, optimizer, document, loss=workload.loss, strict=False)
+    batches = [workload.make_batch(SIZE) for _ in range(document["settings"]["execution"]["accumulate"])]
+    COUNTERS.take()
+    tuned.step(batches)
+    counted = COUNTERS.take()
+    return counted.get("intra_link", 0), counted.get("inter_link", 0)
+
+
 def measured(documents: dict[str, dict[str, Any]], node: int = 8) -> Measured:
     """Return per config the ledger's peak, and the bytes that a step receives inside a node and between
     nodes.
@@ -196,12 +207,6 @@ def measured(documents: dict[str, dict[str, Any]], node: int = 8) -> Measured:
     for name, document in documents.items():
         gc.collect()  # the model before is in cycles
         highest = peak(document) if cpu_allocator.available() is None else 0
-        workload, model, optimizer = build(SEPARATE)
-        tuned = apply(model, optimizer, document, loss=workload.loss, strict=False)
-        batches = [workload.make_batch(SIZE) for _ in range(document["settings"]["execution"]["accumulate"])]
-        COUNTERS.take()
-        tuned.step(batches)
-        counted = COUNTERS.take()
-        found[name] = (highest, counted.get("intra_link", 0), counted.get("inter_link", 0))
+        found[name] = (highest, *bytes_received(document))
         node_topology.declare(None)
     return found

@@ -19,6 +19,7 @@ from support.ranks.model_parallel_runs import (
     SIZE,
     Measured,
     assert_trained_as_one,
+    bytes_received,
     candidate,
     config,
     measured,
@@ -28,6 +29,7 @@ from support.ranks.model_parallel_runs import (
 )
 from support.ring_traffic import Rotation
 from support.suites.sharded_suite import ShardedSuite
+from support.zoo_paths import ZOO
 from torch import Tensor, nn
 
 from memtune import hardware
@@ -46,6 +48,7 @@ from memtune.technique import Target
 from memtune.testing.training import build
 
 KIND = "rtp"
+ROUTED = MODELS / "routed.py"
 HELD, TIED, EMBEDDED, FROZEN = 108544, 8192, 10240, 16384
 """Bytes of the weights of `SEPARATE`; of them one that two layers use, those of embeddings, a frozen one."""
 WHOLE = 2 * (2 * 2 * 32 + 3 * 32 + 4 * 32 + 32) * 4 + 2 * 32 * 4
@@ -78,6 +81,13 @@ def test_refusals_name_what_is_in_the_way() -> None:
     assert "0 has 8 outputs, which 3 ranks do not divide" in str(cut(3, "rotated", 3))
 
 
+class NoEmpty(nn.Module):
+    """Reads the first token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x[0]
+
+
 def changed(change: Any) -> list[str]:
     _, model, _ = build(SEPARATE)
     change(model)
@@ -101,8 +111,26 @@ def changed(change: Any) -> list[str]:
             "shares its weight with ln_f.weight",
         ),
         (
-            lambda model: setattr(model, "experts", nn.ModuleList(nn.Linear(32, 32) for _ in range(2))),
-            "experts.0 is of an expert, which a rank whose samples go to others does not call",
+            lambda model: setattr(model, "experts", nn.ModuleList([nn.Linear(8, 8).requires_grad_(False)])),
+            "experts.0 is of an expert with frozen weights",
+        ),
+        (
+            lambda model: setattr(
+                model, "experts", nn.ModuleList([nn.Sequential(nn.Linear(8, 8), NoEmpty())])
+            ),
+            "experts.0.0 is of an expert that does not run on zero tokens (IndexError)",
+        ),
+        (
+            lambda model: setattr(model, "conv", nn.Conv2d(6, 6, 3, groups=3)),
+            "conv has 3 groups, which 2 ranks do not divide",
+        ),
+        (
+            lambda model: setattr(model, "conv", nn.Conv2d(6, 6, 3, padding=1, padding_mode="circular")),
+            "conv is a convolution with padding (1, 1) of circular",
+        ),
+        (
+            lambda model: setattr(model, "conv", nn.ConvTranspose2d(6, 6, 3)),
+            "conv is a ConvTranspose2d",
         ),
         (lambda model: setattr(model, "more", nn.Bilinear(2, 2, 2)), ""),
     ],
@@ -141,7 +169,10 @@ def test_rtp_config_survives_yaml() -> None:
 def hops(step: Step) -> int:
     ops = [op for op in range(step.ops.n) if "send_next" in step.names[step.ops.name[op]]]
     assert {int(step.ops.resource[op]) for op in ops} <= {Resource.INTRA_LINK}
-    assert {int(step.ops.phase[op]) for op in ops} == {Phase.FORWARD, Phase.BACKWARD}
+    assert {int(step.ops.phase[op]) for op in ops} - {Phase.RECOMPUTE} == {
+        Phase.FORWARD,
+        Phase.BACKWARD,
+    }
     return int(step.ops.traffic_bytes[ops].sum())
 
 
@@ -252,6 +283,33 @@ def test_four_ranks_train_as_one(knobs: dict[str, Any]) -> None:
     )
 
 
+def routed(document: dict[str, Any]) -> tuple[tuple[int, int], dict[str, Any]]:
+    return bytes_received(document, ROUTED), trained(2, document, True, path=ROUTED)
+
+
+@pytest.mark.parametrize(
+    "other_slots",
+    [OTHERS["full"], *(pytest.param(OTHERS[each], marks=pytest.mark.slow) for each in ("alone", "copy_out"))],
+    ids=str,
+)
+def test_convolutions_and_experts_rotate_and_train_as_one(other_slots: dict[str, Any]) -> None:
+    """Each rank calls one expert of four, and the others' weights pass it. An expert that no rank has called
+    has no gradient and no state, as on one rank.
+    """
+    made = candidate(KIND, ROUTED, other_slots=other_slots)
+    assert {"conv", "depthwise", "layers.1.experts.3.down"} <= set(
+        made.plans["sharding.parallel"].document()["layers"]
+    )
+    found = run_ranks(routed, 2, config(KIND, 2, other_slots, ROUTED))
+    wanted = trained(2, None, True, path=ROUTED)
+    assert_trained_as_one([run for _, run in found], wanted)
+    assert len(wanted["optimizer"]) < sum(1 for _ in build(ROUTED)[1].parameters())
+    step = made.program.step
+    averaged = [op for op in range(step.ops.n) if "all_reduce" in step.names[step.ops.name[op]]]
+    predicted = hops(step) + int(step.ops.traffic_bytes[averaged].sum())
+    assert [n_bytes for n_bytes, _ in found] == [(predicted, 0)] * 2
+
+
 class EvenNet(TiedNet):
     """A `TiedNet` with some rows that four ranks divide, and some that they do not."""
 
@@ -305,6 +363,14 @@ class TestRtp(ShardedSuite):
     models: ClassVar[dict[str, Path]] = {"separate": SEPARATE}
     variants = (Rtp(), Rtp(in_place=True))
     accumulate, peak_rel, briefly = 2, 0.02, False
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("variant", variants, ids=str)
+    def test_convolutional_net_trains_as_the_plain_model(
+        self, variant: Rtp, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(type(self), "models", {"cnn": ZOO["cnn_bn"]})
+        self.check_training("cnn", variant)
 
 
 class Branches(nn.Module):
