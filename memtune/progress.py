@@ -103,14 +103,15 @@ def advance(done: int, noun: str, total: int = 0) -> None:
 class StatusLine:
     """One line about the present, below lines that stay.
 
-    On a terminal it is redrawn in place. Elsewhere its subject begins a line, to which the new parts of the
-    detail are appended within two seconds, or a dot if there are none, so that a log shows life without a
-    line per sign of it.
+    On a terminal it is redrawn in place. Elsewhere its subject begins a line, to which a dot is appended
+    within two seconds, or the new parts of the detail each time that twice as long has passed, so that a log
+    shows life without a line per sign of it.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self.redraws = stream, stream.isatty()
         self._subject, self._detail, self._written_s, self._open = "", "", 0.0, False
+        self._opened_s = self._told_s = 0.0
 
     def show(self, subject: str, detail: str) -> None:
         """Show `subject` and `detail` as the present."""
@@ -123,11 +124,15 @@ class StatusLine:
             self._end_line()
             self._write(subject)
             self._open, self._written_s, self._detail = True, now_s, ""
+            self._opened_s = self._told_s = now_s
         elif now_s - self._written_s >= SILENT_S:
-            known = self._detail.split(" · ")
-            new = [each for each in detail.split(" · ") if each and each not in known]
+            known, new = self._detail.split(" · "), list[str]()
+            if now_s - self._opened_s >= 2 * (self._told_s - self._opened_s):
+                new = [each for each in detail.split(" · ") if each and each not in known]
+            if new:
+                self._told_s, self._detail = now_s, detail
             self._write("".join(f" · {each}" for each in new) or ".")
-            self._written_s, self._detail = now_s, detail
+            self._written_s = now_s
         self._subject = subject
 
     def finish(self, line: str) -> None:

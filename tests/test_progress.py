@@ -67,14 +67,14 @@ def test_log_gets_one_line_per_subject_and_a_sign_of_life_every_two_seconds(cloc
     assert out.getvalue() == "recording · 2 s · 3 s\ndone\n"
 
 
-def test_log_gets_each_detail_once_and_dots_while_it_is_the_same(clock: list[float]):
+def test_log_gets_new_details_each_time_that_twice_as_long_has_passed_and_dots_between(clock: list[float]):
     out = io.StringIO()
     status = StatusLine(out)
-    for stage in ("starting", "starting", "starting", "starting", "step 1", "step 1 · 2 MiB"):
+    for stage in (*["starting"] * 4, *["step 1"] * 3, "step 2", "step 3 · 2 MiB", "step 3 · 2 MiB"):
         status.show("#3", f" · {stage}")
         clock[0] += 2
     status.print("done")
-    assert out.getvalue() == "#3 · starting.. · step 1 · 2 MiB\ndone\n"
+    assert out.getvalue() == "#3 · starting.. · step 1... · step 3 · 2 MiB.\ndone\n"
 
 
 def test_terminal_gets_one_line_that_is_redrawn_without_escapes():
