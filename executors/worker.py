@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from memtune.api import Tuned, apply, begins_with_shards
+from memtune.api import Tuned, apply, begins_with_shards, starts_off_device
 from memtune.config import TunedConfig, load_config
 from memtune.deferred_init import deferred
 from memtune.device import (
@@ -48,7 +48,7 @@ from memtune.hardware import (
     reference_s,
 )
 from memtune.memory import Ledger
-from memtune.runtime import COUNTERS, HOST, no_dropout, prepare_model, tier
+from memtune.runtime import COUNTERS, HOST, SSD, no_dropout, prepare_model, tier
 from memtune.units import bytes_in_words
 from memtune.workload import Workload, split_batch
 
@@ -185,13 +185,32 @@ def _stage(trial: Trial, step: int, tuned: Tuned) -> str:
 def _build(rank: _Rank, workload: Workload) -> tuple[Tuned, nn.Module, dict[str, torch.Size]]:
     """Return the tuned model, its module, and the full shape of each parameter."""
     config = load_config(rank.trial.config)
-    model = prepare_model(_model(rank, workload, config)).train()
+    off_device = starts_off_device(config, rank.world)
+    model = prepare_model((_model_on_host if off_device else _model)(rank, workload, config)).train()
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     optimizer = workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
     if rank.trial.fingerprint or rank.trial.gradient_steps:
         _reserve_first_hook(optimizer)
-    tuned = apply(model, optimizer, config, loss=workload.loss)
+    tuned = apply(
+        model, optimizer, config, loss=workload.loss, device=rank.device if off_device else None
+    )
     return tuned, model, shapes
+
+
+def _model_on_host(rank: _Rank, workload: Workload, config: TunedConfig) -> nn.Module:
+    """Return the model on the host, from where `apply` moves the weights that the config keeps on the device.
+
+    Deferred, if possible, when weights start on SSD: the host may have no memory for all of them.
+    """
+    torch.manual_seed(rank.trial.seed)
+    if config.settings.technique("offload.states").effects.parameters_on == SSD:
+        try:
+            return deferred(workload.build_model, rank.device)
+        except MemtuneError as error:
+            print(error, file=sys.stderr)
+            torch.manual_seed(rank.trial.seed)
+    with tier(HOST):
+        return workload.build_model()
 
 
 def _model(rank: _Rank, workload: Workload, config: TunedConfig) -> nn.Module:

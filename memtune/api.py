@@ -37,6 +37,7 @@ from memtune.config import (
 from memtune.deferred_init import agreed_state, construction_of, fill, require_untouched
 from memtune.device import backend_of, explained, keep_freed_pages, platform_of, require_one_device
 from memtune.errors import ApplyError
+from memtune.offload.core import move_model, rest_off_device
 from memtune.offload.gradients import clip_everywhere, unscale_everywhere
 from memtune.offload.optimizer import host_capacity
 from memtune.parallel.ranks import (
@@ -49,7 +50,7 @@ from memtune.parallel.ranks import (
 )
 from memtune.parallel.sharding import rebind
 from memtune.refusals import error_of, one_graph
-from memtune.runtime import Context, ForwardSwitch, LossFunction, Snapshot, prepare_model
+from memtune.runtime import DEVICE, Context, ForwardSwitch, LossFunction, Snapshot, prepare_model
 from memtune.search_spaces import is_null
 from memtune.search_spaces._support import one_for_all_buckets, refusal
 from memtune.technique import Facts, Technique
@@ -212,20 +213,24 @@ def apply(
     *,
     loss: LossFunction | None = None,
     strict: bool = True,
+    device: torch.device | str | None = None,
 ) -> Tuned:
     """Change `model` and `optimizer` in place so that they train as `config` says.
 
     On any error both are restored to their state before the call.
 
     Args:
-        model: The model on its device, before any wrapper; or `memtune.deferred(build)`, which is initialized
-            now, shard by shard if its parameters are sharded.
+        model: The model on its device, or on CPU with `device`, before any wrapper; or
+            `memtune.deferred(build)`, which is initialized now, shard by shard if its parameters are sharded.
         optimizer: Its optimizer; the same object is rebound, so schedulers built on it keep working. Of a
             wrapper such as Accelerate's, the optimizer in it.
         config: A TunedConfig, the path of one, or a mapping with `settings`.
         loss: `loss(model, micro_batch) -> scalar`, used by `Tuned.step`.
         strict: Refuse a config that was made for another model or number of ranks, has a plan that was made
             with another release of torch or for another device, or needs more host memory than there is.
+        device: Device to train on; None: the model's. The model is moved there, without the weights that the
+            config keeps off the device between uses: these never exist on it as a whole, nor do those of a
+            deferred model.
 
     Raises:
         ConfigError: The config is malformed, or was made for another model or machine.
@@ -239,6 +244,7 @@ def apply(
             config if isinstance(config, TunedConfig) else load_config(config),
             loss,
             strict,
+            None if device is None else torch.empty(0, device=device).device,
         )
 
 
@@ -262,7 +268,12 @@ def _unwrapped(optimizer: Optimizer) -> Optimizer:
 
 
 def _applied(
-    model: nn.Module, optimizer: Optimizer, config: TunedConfig, loss: LossFunction | None, strict: bool
+    model: nn.Module,
+    optimizer: Optimizer,
+    config: TunedConfig,
+    loss: LossFunction | None,
+    strict: bool,
+    device: torch.device | None,
 ) -> Tuned:
     if hasattr(model, _MARK):
         raise ApplyError(
@@ -275,13 +286,14 @@ def _applied(
     require_untouched(model)
     if construction_of(model) is None:  # a deferred model has no device yet
         require_one_device(model, optimizer.state)
-    _join_ranks(model)  # before anything below asks for the rank or the number of ranks
+    moves, device = device is not None, device or _device_of(model)
+    _join_ranks(device)  # before anything below asks for the rank or the number of ranks
     blocks = (
         expand(config.made_for.blocks) if config.made_for and config.made_for.blocks else find_blocks(model)
     )
     check_blocks(config, model, blocks)
     prepare_model(model)
-    context = Context(model, optimizer, blocks, _device_of(model), ActivationTable(model, blocks))
+    context = Context(model, optimizer, blocks, device, ActivationTable(model, blocks))
     if strict:
         check_made_for(config, model, context.placement.world_size)
         check_machine(config, context.device.type, _hardware(config, context.device), str(torch.__version__))
@@ -294,7 +306,7 @@ def _applied(
             require_same_config(_agreement_text(config, model), context.device)
         if strict and not any(isinstance(each, FakeTensor) for each in model.parameters()):
             _require_host_memory(context, config)
-        _apply_axes(context, config)
+        _apply_axes(context, config, moves=moves)
         # Inside the try block: a config that is not in effect must leave the model as it was.
         audit(context)
         if platform_of(context.device).is_host:
@@ -321,6 +333,15 @@ def _states_divide_parameters(config: TunedConfig, ranks: int) -> bool:
     states, parallel = (config.settings.technique(f"sharding.{slot}") for slot in ("states", "parallel"))
     copies = ranks // parallel.ranks_of_a_copy(ranks)
     return copies > 1 and states.divides_parameters(copies, states.plan_in(config.plan))
+
+
+def starts_off_device(config: TunedConfig, ranks: int) -> bool:
+    """Return True if the weights that `config` keeps off the device need never be there as a whole: `apply`
+    puts those of a deferred model, or of one on CPU, on their tier.
+    """
+    keeps = config.settings.technique("offload.states").effects.parameters_on != DEVICE
+    sharded = config.settings.technique("sharding.states").effects.shards not in ("none", "replicas")
+    return keeps and not sharded and not begins_with_shards(config, ranks)
 
 
 def _hardware(config: TunedConfig, device: torch.device) -> str:
@@ -399,18 +420,15 @@ def _require_fitting(context: Context, config: TunedConfig) -> None:
         )
 
 
-def _apply_axes(context: Context, config: TunedConfig) -> None:
+def _apply_axes(context: Context, config: TunedConfig, *, moves: bool) -> None:
     """Apply all techniques from the inside out: a later axis sees, and moves or shards, the result of earlier
-    ones.
+    ones. With `moves` the model is moved to the device first.
     """
     _require_fitting(context, config)
-    # A deferred model gets its values as late as its sharding allows: here if no axis shards parameters,
-    # after model parallelism if only that does, and inside `sharding.states` otherwise.
-    if not begins_with_shards(config, context.placement.world_size):
-        fill(context.model, context.optimizer, rebind)
-    _execution(context, config)
     # Before the other slots: DDP and FSDP2 must know which gradients the offload will average itself.
     context.placement.offload = config.settings.technique("offload.states").effects
+    _put_in_place(context, config, moves=moves)
+    _execution(context, config)
     # Before everything that works on blocks: it replaces layers and defines this rank's blocks.
     _apply_slot(context, config, "sharding.parallel")
     if not _states_divide_parameters(config, context.placement.world_size):
@@ -431,6 +449,25 @@ def _apply_axes(context: Context, config: TunedConfig) -> None:
         clip_everywhere(context, unscale_everywhere(context))
     # Last: it counts from here on, and what was made before stays in torch's allocator.
     _apply_slot(context, config, "allocator")
+
+
+def _put_in_place(context: Context, config: TunedConfig, *, moves: bool) -> None:
+    """Move the model to its device, or materialize a deferred one, without the weights that stay off the
+    device.
+
+    A deferred model gets its values as late as its sharding allows: here if no axis shards parameters, after
+    model parallelism if only that does, and inside `sharding.states` otherwise.
+    """
+    ranks = context.placement.world_size
+    at_rest = rest_off_device(context) if starts_off_device(config, ranks) else {}
+    construction = construction_of(context.model)
+    if construction is not None:
+        construction.device = context.device
+        if not begins_with_shards(config, ranks):
+            fill(context.model, context.optimizer, rebind, at_rest)
+            context.placement.at_rest.update(map(context.model.get_parameter, at_rest))
+    elif moves:
+        move_model(context, at_rest)
 
 
 def _apply_to_saved_tensors(context: Context, config: TunedConfig) -> None:
@@ -510,10 +547,10 @@ def _device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device if construction is None else construction.device
 
 
-def _join_ranks(model: nn.Module) -> None:
+def _join_ranks(device: torch.device) -> None:
     """Start the process group under torchrun unless the training script has done so."""
     if dist.is_available() and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group(backend_of(_device_of(model).type))
+        dist.init_process_group(backend_of(device.type))
     # Also for the user's own process group: gloo's threads are the same.
     if dist.is_available() and dist.is_initialized():
         shutdown.drain_at_exit()

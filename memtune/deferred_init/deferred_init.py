@@ -9,15 +9,19 @@ needs only names and shapes until the model is sharded:
 - Tensor parallelism and pipeline stages: each parameter is cut on the meta device, and a rank keeps its piece
   of the value (`keep_only`); FSDP2 may shard that piece further.
 - Other models are filled before the first technique that needs values (`fill`).
+
+Parameters that the config keeps off the device are put on their tier at once (`at_rest`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,9 +41,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from memtune.device import accelerator
 from memtune.errors import ApplyError, MemtuneError
-from memtune.runtime import DEVICE, HOST, local, mutated, tensors_in, tier
+from memtune.runtime import DEVICE, HOST, local, mark, mutated, page_locked, tensors_in, tier, transfer
 
 _MARK, _PIECES = "_memtune_construction", "_memtune_pieces"
+
+AtRest = Mapping[str, Callable[[Tensor], Tensor]]
+"""By name of a parameter that starts off the device: maps its values on the host to the memory that it
+shows.
+"""
+_NONE: AtRest = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -185,7 +195,9 @@ def agreed_state(model: nn.Module) -> list[str]:
     return [f"random numbers at the model's construction: sha256:{digest.hexdigest()[:16]}"]
 
 
-def fill(model: nn.Module, optimizer: Optimizer, rebind: Callable[..., None]) -> None:
+def fill(
+    model: nn.Module, optimizer: Optimizer, rebind: Callable[..., None], at_rest: AtRest = _NONE
+) -> None:
     """Fill a deferred model on its device: this rank's pieces of all parameters and buffers.
 
     Other models are left unchanged.
@@ -194,6 +206,7 @@ def fill(model: nn.Module, optimizer: Optimizer, rebind: Callable[..., None]) ->
         model: Model; changed in place.
         optimizer: Optimizer that is rebound to the new parameters.
         rebind: `parallel.sharding.fsdp_sharding.rebind`.
+        at_rest: Parameters that start off the device.
     """
     construction, pieces = vars(model).pop(_MARK, None), vars(model).pop(_PIECES, {})
     if construction is None:
@@ -203,19 +216,20 @@ def fill(model: nn.Module, optimizer: Optimizer, rebind: Callable[..., None]) ->
 
     def place(name: str, whole: Tensor) -> None:
         mine = pieces[name](whole) if name in pieces else whole
-        _put(places[name], _like(places[name], mine, construction))
+        value = at_rest[name](mine) if name in at_rest else _value(places[name], mine, construction)
+        _put(places[name], _like(places[name], value))
 
     construction.run(place)
     for found in places.values():
         real = found[0][2]
         if not real.is_meta and real.device != construction.device and _goes_along(found):
-            _put(found, _like(found, local(real.detach()), construction))
+            _put(found, _like(found, _value(found, local(real.detach()), construction)))
     rebind(optimizer, before, dict(model.named_parameters()))
 
 
-def _like(places: _Places, mine: Tensor, construction: Construction) -> Tensor:
-    """Return a copy of `mine` on its device, of the type in `places`: parameter or buffer, DTensor or not."""
-    old, value = places[0][2], _value(places, mine, construction)
+def _like(places: _Places, value: Tensor) -> Tensor:
+    """Return `value` with the type in `places`: parameter or buffer, DTensor or not."""
+    old = places[0][2]
     if isinstance(old, DTensor):
         value = DTensor.from_local(
             value, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
@@ -226,34 +240,47 @@ def _like(places: _Places, mine: Tensor, construction: Construction) -> Tensor:
     return value
 
 
-def fill_shards(model: nn.Module) -> None:
+def fill_shards(model: nn.Module, at_rest: Collection[str] = ()) -> list[nn.Parameter]:
     """Fill this rank's shards of a deferred model that FSDP2 has sharded on the meta device.
 
     Other models are left unchanged.
+
+    Args:
+        model: Model; changed in place.
+        at_rest: Names of parameters whose shards start on the host.
+
+    Returns:
+        The parameters on the host.
     """
     construction, pieces = vars(model).pop(_MARK, None), vars(model).pop(_PIECES, {})
     if construction is None:
-        return
+        return []
     places = _places(model)
     shards = {id(each.sharded_param): each for each in _fsdp_params(model)}
 
     def place(name: str, whole: Tensor) -> None:
         old, mine = places[name][0][2], pieces[name](whole) if name in pieces else whole
         if id(old) in shards:
-            _fill_shard(shards[id(old)], mine, construction.device)
+            _fill_shard(shards[id(old)], mine, construction.device, on_host=name in at_rest)
             return
-        _put(places[name], _like(places[name], mine, construction))
+        _put(places[name], _like(places[name], _value(places[name], mine, construction)))
 
     construction.run(place)
+    return [each for name, each in model.named_parameters() if name in at_rest]
 
 
-def _fill_shard(shard: FSDPParam, whole: Tensor, device: torch.device) -> None:
+def _fill_shard(shard: FSDPParam, whole: Tensor, device: torch.device, *, on_host: bool) -> None:
     """Give `shard` its rows of `whole`, padded as FSDP2 pads them."""
     dim, rank = shard.fsdp_placement.dim, shard.mesh_info.shard_mesh_rank
     padded, length = shard.padded_sharded_param_size, shard.sharded_size[dim]
     old = shard.sharded_param
-    with tier(DEVICE):
-        memory = torch.zeros(padded, dtype=whole.dtype, device=device)
+    with tier(HOST if on_host else DEVICE):
+        make = partial(torch.zeros, padded, dtype=whole.dtype, device="cpu" if on_host else device)
+        memory = page_locked(
+            lambda locked: make(pin_memory=locked), wanted=on_host and transfer.pins(device)
+        )
+        if on_host:
+            mark(memory, HOST)
         mine = memory.narrow(dim, 0, length)
         if length:
             mine.copy_(whole.narrow(dim, rank * padded[dim], length))

@@ -115,6 +115,14 @@ class Context:
     undo: ExitStack = field(default_factory=ExitStack)
     """Closed when `apply` fails: undoes changes to tensors, which `Snapshot` does not record."""
 
+    def off_device(self) -> set[str]:
+        """Return the names of the parameters that `offload.states` keeps off the device between uses."""
+        if self.placement.offload.parameters_on == "device":
+            return set()
+        blocks = [self.model.get_submodule(name) for name in self.blocks]
+        inside = {id(each) for block in blocks for each in block.parameters()}
+        return {name for name, each in self.model.named_parameters() if id(each) in inside}
+
 
 class Snapshot:
     """References to all state of model and optimizer that `apply` may change, to restore it after a failure.

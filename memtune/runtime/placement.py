@@ -70,6 +70,11 @@ class Placement:
     Written by ZeRO's shards first, then by `offload.states`; read by mechanisms that look up gradients, state
     or masters of a model's parameter. FSDP2's shards are the model's own parameters and are no keys.
     """
+    at_rest: set[nn.Parameter] = field(default_factory=set)
+    """Parameters that show memory of the host or SSD, until the technique of `offload.states` takes them over.
+
+    Written when a model is materialized or moved; see `offload.core.at_rest`.
+    """
     all_gather_weights: Callable[[], None] | None = None
     """All-gather the shards that other ranks have updated into the full weights; collective. None if no
     weight is kept both full and sharded.

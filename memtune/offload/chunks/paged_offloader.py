@@ -19,12 +19,13 @@ from memtune.offload.core import (
     OffloadedParameter,
     Pages,
     Piece,
+    host_values,
     place_in,
     put_back,
     runs,
     set_data,
 )
-from memtune.offload.parameters import HostCopies, ParameterOffloader, host_copy
+from memtune.offload.parameters import HostCopies, ParameterOffloader
 from memtune.program import Residency
 from memtune.runtime import HOST, SSD, Context, local, mark, page_locked, tier, tier_of, transfer
 
@@ -66,7 +67,7 @@ class PagedOffloader(ParameterOffloader):
     def _host_values(self, context: Context, mine: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         held_for = context.placement.optimizer_params
         on_host = {p: held for p in mine if (held := held_for.get(p)) is not None and tier_of(held) != SSD}
-        return {p: on_host[p].detach() if p in on_host else host_copy(p) for p in mine}
+        return {p: on_host[p].detach() if p in on_host else host_values(context, p) for p in mine}
 
     def _apply_layout(
         self, context: Context, mine: list[nn.Parameter], chunks: Chunks | Pages
@@ -206,23 +207,26 @@ def in_frames(
         pages: Place of each one.
         gathered: Given where FSDP2 shards them; their rows are moved then.
     """
-    like = parameters[0]
     with tier(HOST):
         n_bytes = pages.count * pages.page_bytes
         memory = page_locked(
             lambda locked: torch.empty(n_bytes, dtype=torch.uint8, device="cpu", pin_memory=locked),
-            wanted=transfer.pins(like.device),
+            wanted=transfer.pins(context.device),
         )
     mark(memory, HOST)
     if gathered is not None:
         memory.zero_()  # FSDP2 pads rows with zeros
     in_pages = dict(hosts)  # complete from the start: undo reads it even if a copy below raises
-    own = {} if gathered is not None else {each: each.detach() for each in parameters}
+    at_rest = context.placement.at_rest.intersection(parameters)
+    own = {} if gathered is not None else {p: p.detach() for p in parameters if p not in at_rest}
     context.undo.callback(_separate, parameters, in_pages, own, gathered)
     for parameter, page, at in zip(parameters, pages.first, pages.offset, strict=True):
         place = place_in(memory, local(parameter.detach()), page * pages.page_bytes + at)
-        place.copy_(hosts[parameter])
+        # The earlier host memory is freed at once.
+        place.copy_(hosts.pop(parameter))
         in_pages[parameter] = place
+        if parameter in at_rest and gathered is None:
+            set_data(parameter, place)
         held = context.placement.optimizer_params.get(parameter)
         if held is not None and tier_of(held) != SSD:
             held.data = place
@@ -235,10 +239,12 @@ def in_frames(
     for parameter in parameters:
         if gathered is None:
             set_data(parameter, parameter.detach().new_empty(0))
-            own[parameter].untyped_storage().resize_(0)
+            if parameter in own:
+                own[parameter].untyped_storage().resize_(0)
         else:
             gathered.rows_of(parameter).untyped_storage().resize_(0)
-    frames = torch.zeros(pages.frame_bytes, dtype=torch.uint8, device=like.device)
+    context.placement.at_rest -= at_rest
+    frames = torch.zeros(pages.frame_bytes, dtype=torch.uint8, device=context.device)
     for parameter, page, at in zip(parameters, pages.first, pages.offset, strict=True):
         there = pages.frame[page] * pages.page_bytes + at
         if gathered is None:
@@ -256,8 +262,10 @@ def _separate(
 ) -> None:
     """Give each parameter its own memory again, with the host's values."""
     for parameter in parameters:
-        if gathered is None:
+        if gathered is None and parameter in own:
             put_back(parameter, own[parameter], hosts[parameter])
+        elif gathered is None:
+            set_data(parameter, hosts[parameter])
         else:
             gathered.put_rows(parameter, torch.zeros_like(gathered.rows_of(parameter)))
             local(parameter.detach()).copy_(hosts[parameter])

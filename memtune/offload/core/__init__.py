@@ -7,6 +7,14 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
+    from memtune.offload.core.at_rest import (
+        freed_memory,
+        host_values,
+        move_model,
+        move_to_device,
+        rest_off_device,
+        ssd_values,
+    )
     from memtune.offload.core.deferred_updates_plan import BlockTimes, deferred_blocks
     from memtune.offload.core.fsdp_shards import (
         GatheredBlocks,
@@ -77,10 +85,14 @@ __all__ = [
     "count_changes",
     "deferred_blocks",
     "free_together",
+    "freed_memory",
+    "host_values",
     "in_chunks",
     "is_gathered",
     "loads_of",
     "model_order",
+    "move_model",
+    "move_to_device",
     "not_one_by_one",
     "optimizer_parameter",
     "own_grad",
@@ -89,12 +101,14 @@ __all__ = [
     "place_in",
     "put_back",
     "resident_count",
+    "rest_off_device",
     "room_bytes",
     "runs",
     "sentinel_index",
     "set_data",
     "set_own_grad",
     "sharded_like",
+    "ssd_values",
     "state_to_host",
     "timeline",
     "to_host_now",

@@ -51,7 +51,7 @@ class GatheredBlocks:
         self._units: list[Any] = [_unit(context, name) for name in context.blocks]
         self._of = {each.sharded_param: each for unit in self._units for each in unit.fsdp_params}
         self._reads: torch.Event | None = None
-        # Now, while all rows are resident: it reads them.
+        # Now, while the parameters show their rows: it reads them.
         model._get_fsdp_state()._lazy_init()
         for each in self._of.values():
             # After a load FSDP2 would gather the rows that a parameter shows, which are on the host.
@@ -69,6 +69,16 @@ class GatheredBlocks:
         shape = local(parameter.detach()).shape
         each._sharded_param_data = rows
         each.sharded_param._local_tensor = rows[: shape.numel()].view(shape)
+
+    def free_rows(self, parameter: nn.Parameter, device: torch.device) -> Tensor:
+        """Move the parameter's rows from the host to freed memory on `device`; return the shard in it."""
+        each = self._of[parameter]
+        shape = local(parameter.detach()).shape
+        rows = torch.empty_like(each._sharded_param_data, device=device)
+        shard = rows[: shape.numel()].view(shape)
+        rows.untyped_storage().resize_(0)
+        each._sharded_param_data = rows
+        return shard
 
     def before_gathers(
         self, block: int, load: Callable[[], None], pieces: Callable[[], list[Tensor]]

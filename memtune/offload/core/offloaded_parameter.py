@@ -61,8 +61,9 @@ class OffloadedParameter:
     """The memory of one parameter, of a rank's rows if FSDP2 shards it, on the device and between uses.
 
     Args:
-        parameter: Of the model; on the device.
+        parameter: Of the model; on the device, or at rest (`at_rest`).
         host: Its values between uses, of the same shape and dtype.
+        device: Given for a parameter at rest: its memory on the device, freed.
         keeps: The parameter shows the device's memory at all times.
     """
 
@@ -71,11 +72,17 @@ class OffloadedParameter:
         *("device", "host", "is_resident", "parameter"),
     )
 
-    def __init__(self, parameter: nn.Parameter, host: Tensor, *, keeps: bool = False) -> None:
-        self.parameter, self.host, self._keeps, self.is_resident = parameter, host, keeps, True
+    def __init__(
+        self, parameter: nn.Parameter, host: Tensor, device: Tensor | None = None, *, keeps: bool = False
+    ) -> None:
+        self.parameter, self.host, self._keeps, self.is_resident = parameter, host, keeps, device is None
         self._is_shard = isinstance(parameter, DTensor)
-        # A detached alias shares the version counter, and keeps the storage that saved views refer to.
-        self.device = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
+        if device is None:
+            # A detached alias shares the version counter, and keeps the storage that saved views refer to.
+            device = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
+        else:
+            self._show(host)
+        self.device: Tensor = device
         self._device_at, self._host_at = _at(self.device), _at(host)
         self._class: type | None = None  # the parameter's own class while its values are in flight
         self._writes, self._grad_version = self._count_writes(), 0
@@ -340,7 +347,8 @@ def in_chunks(
         chunks: Place of each one.
         gathered: Given where FSDP2 shards the parameters; their rows are moved then.
     """
-    own = {} if gathered is not None else {each: each.detach() for each in parameters}
+    at_rest = context.placement.at_rest.intersection(parameters)
+    own = {} if gathered is not None else {p: p.detach() for p in parameters if p not in at_rest}
     context.undo.callback(lambda: [put_back(each, there, each.detach()) for each, there in own.items()])
     pieces = []
     for chunk in range(chunks.count):
@@ -353,11 +361,12 @@ def in_chunks(
             place = place_in(memory, values, at)
             # Values first, then the views move: a failure in between leaves the parameter as it was.
             place.copy_(values)
-            if gathered is None:
-                set_data(parameter, place)
-                own[parameter].untyped_storage().resize_(0)
-            else:
+            if gathered is not None:
                 gathered.put_rows(parameter, place)
+            else:
+                set_data(parameter, place)
+                if parameter in own:
+                    own[parameter].untyped_storage().resize_(0)
         # One host buffer per chunk, so that one copy loads it; the optimizer's parameters become views of it.
         host = to_host_now(memory)
         mark(host, HOST)
@@ -367,6 +376,9 @@ def in_chunks(
                 context.placement.optimizer_params[parameter].data = hosts[parameter]
         of = tuple(OffloadedParameter(parameter, hosts[parameter]) for parameter, _ in members)
         pieces.append(Piece(memory, host, of=of))
+        if at_rest:  # the device holds one chunk at a time
+            free_together(pieces[-1:])
+    context.placement.at_rest -= at_rest
     return pieces
 
 

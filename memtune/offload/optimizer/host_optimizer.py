@@ -33,6 +33,7 @@ from memtune.device import platform_of
 from memtune.errors import ApplyError
 from memtune.offload.core import (
     PendingUpdates,
+    host_values,
     model_order,
     not_one_by_one,
     optimizer_parameter,
@@ -112,7 +113,9 @@ class HostOptimizer:
         self._gradients: dict[nn.Parameter, Tensor] = {}
         for group in self._optimizer.param_groups:
             # The group objects remain: schedulers hold references to them.
-            group["params"] = [p if p in self._resident else self._host_copy(p) for p in group["params"]]
+            group["params"] = [
+                p if p in self._resident else self._host_copy(context, p) for p in group["params"]
+            ]
         # The order of the model, as in the pass; a user's groups may have another one.
         place = model_order(context)
         self._pairs.sort(key=lambda pair: place.get(pair[0], len(place)))
@@ -250,9 +253,9 @@ class HostOptimizer:
                 self._deferred.start(self._run_updates)
         self._steps += 1
 
-    def _host_copy(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _host_copy(self, context: Context, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter that the optimizer gets instead of `parameter`; move its state to the host."""
-        host = to_host_now(local(parameter))
+        host = host_values(context, parameter)
         if self._native is not None:
             host = master_of(host, self._master)
         copy = optimizer_parameter(parameter, host)

@@ -46,6 +46,8 @@ from memtune.offload.core import (
     Piece,
     allocate_together,
     free_together,
+    freed_memory,
+    host_values,
     in_chunks,
     is_gathered,
     own_grad,
@@ -91,7 +93,7 @@ class HostCopies(Protocol):
 
 
 class HostParameters:
-    """The parameters of the blocks of `context` with host copies; all are on the device at first.
+    """The parameters of the blocks of `context` with host copies; all are on the device, or at rest, at first.
 
     Args:
         context: Its model.
@@ -134,6 +136,7 @@ class HostParameters:
         mine = [parameter for block in self._blocks for parameter in block]
         self._when_ready, self._copy = when_ready, copy
         self._outside = _outside(context.model, mine)
+        self._were_at_rest = not context.placement.at_rest.isdisjoint(mine)
         self._hosts = self._host_values(context, mine)
         self._trained = {p: placement.optimizer_params[p] for p in mine if p in placement.optimizer_params}
         offloaded = [
@@ -142,7 +145,7 @@ class HostParameters:
         optimizer.leave_to_offloader(parameter for block in offloaded for parameter in block)
         self.blocks_on_host = sum(map(bool, offloaded))
         if chunks is None:
-            self._units = [[self._piece_of(parameter) for parameter in block] for block in offloaded]
+            self._units = [[self._piece_of(context, each) for each in block] for block in offloaded]
             self._of_block: Sequence[Sequence[int]] = [(index,) for index in range(len(self._blocks))]
         else:
             self._units, self._of_block = self._apply_layout(context, mine, chunks), chunks.of_block
@@ -202,11 +205,12 @@ class HostParameters:
         held = context.placement.optimizer_params
         # A trained parameter's host copy is the optimizer's own parameter, so an update needs no further
         # copy.
-        return {p: held[p].detach() if p in held else host_copy(p) for p in mine}
+        return {p: held[p].detach() if p in held else host_values(context, p) for p in mine}
 
-    def _piece_of(self, parameter: nn.Parameter) -> Piece:
+    def _piece_of(self, context: Context, parameter: nn.Parameter) -> Piece:
         """Return the memory of a parameter that is in no chunk."""
-        each = OffloadedParameter(parameter, self._hosts[parameter], keeps=not self._when_ready)
+        freed = freed_memory(context, parameter, self._gathered)
+        each = OffloadedParameter(parameter, self._hosts[parameter], freed, keeps=not self._when_ready)
         padded = 0 if self._gathered is None else self._gathered.rows_of(parameter).nbytes
         return Piece(each.device, each.host, padded_bytes=padded, of=(each,))
 
@@ -290,7 +294,11 @@ class HostParameters:
                     each.of[0].expect_values(partial(self._load_unit, index))
 
     def _load_all(self) -> None:
-        """Make all units resident when the config is undone."""
+        """Make all units resident when the config is undone, unless the parameters were at rest before."""
+        if self._were_at_rest:
+            for each in self._offloaded():
+                each.settle()
+            return
         for index, pieces in enumerate(self._units):
             # Memory, not `_resident`, decides: `apply` may have raised between the two.
             if any(piece.memory.untyped_storage().nbytes() == 0 for piece in pieces):

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import ApplyError
-from memtune.offload.core import model_order, optimizer_parameter, state_to_host, to_host_now
+from memtune.offload.core import host_values, model_order, optimizer_parameter, state_to_host, to_host_now
 from memtune.offload.gradients import ExternalWrites, watch_loads
 from memtune.offload.optimizer import (
     NativeUpdate,
@@ -99,7 +99,7 @@ class SsdOptimizer:
         for group in self._optimizer.param_groups:
             mine = [each for each in group["params"] if chosen is None or each in chosen]
             # The group changes only when all of its records exist.
-            moved = {each: self._move(each, group, names.get(each, "a parameter")) for each in mine}
+            moved = {each: self._move(context, each, group, names.get(each, "a parameter")) for each in mine}
             group["params"] = [moved[each].held if each in moved else each for each in group["params"]]
             self._pieces += moved.values()
         place = model_order(context)
@@ -133,8 +133,8 @@ class SsdOptimizer:
         if chosen is None:
             replace_step(self._optimizer, with_hooks(self._optimizer, self._step))
 
-    def _move(self, parameter: nn.Parameter, group: dict[str, Any], name: str) -> Piece:
-        weight = master_of(to_host_now(local(parameter)), self._master)
+    def _move(self, context: Context, parameter: nn.Parameter, group: dict[str, Any], name: str) -> Piece:
+        weight = master_of(host_values(context, parameter), self._master)
         state = {key: state_to_host(value) for key, value in self._optimizer.state.pop(parameter, {}).items()}
         piece = self._piece(name, parameter, group, weight, state)
         mine = self._optimizer.state[piece.held]

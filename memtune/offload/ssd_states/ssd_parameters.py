@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
-from memtune.offload.core import OffloadedParameter, Piece
+from memtune.offload.core import OffloadedParameter, Piece, host_values, ssd_values
 from memtune.offload.parameters import ParameterOffloader, host_copy
 from memtune.offload.ssd_states.ssd_optimizer import SsdOptimizer
 from memtune.program import WRITES_IN_FLIGHT, Residency, ssd_reads_by_moment
@@ -105,18 +105,9 @@ class TieredOffloader(ParameterOffloader):
     def _host_values(self, context: Context, mine: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """Return the copies of parameters between uses (Rule 1)."""
         if self._where == "host":
-            return {
-                parameter: _on_host(parameter, context.placement.optimizer_params.get(parameter))
-                for parameter in mine
-            }
+            return {parameter: _on_host(context, parameter) for parameter in mine}
         names = {parameter: name for name, parameter in context.model.named_parameters()}
-        return {parameter: self._on_ssd(parameter, names[parameter]) for parameter in mine}
-
-    def _on_ssd(self, parameter: nn.Parameter, name: str) -> Tensor:
-        ssd: Tensor = torch.ops.memtune.to_ssd(host_copy(parameter), f"the weight {name}")
-        ssd_tensors.written(ssd)
-        mark(ssd, SSD)
-        return ssd
+        return {parameter: ssd_values(context, parameter, names[parameter]) for parameter in mine}
 
     # -- gradients -------------------------------------------------------------------------------------------
 
@@ -305,13 +296,12 @@ class TieredOffloader(ParameterOffloader):
         )
 
 
-def _on_host(parameter: nn.Parameter, held: nn.Parameter | None) -> Tensor:
-    """Return the host copy of `parameter`; `held` is the optimizer's replacement, which serves if the dtype
-    is equal.
-    """
+def _on_host(context: Context, parameter: nn.Parameter) -> Tensor:
+    """Return the host copy of `parameter`: the optimizer's replacement if its dtype is equal."""
+    held = context.placement.optimizer_params.get(parameter)
     if held is not None and tier_of(held) == HOST and held.dtype is parameter.dtype:
         return held.detach()
-    return host_copy(parameter)
+    return host_values(context, parameter)
 
 
 class SsdGradients:

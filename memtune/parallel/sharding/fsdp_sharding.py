@@ -270,7 +270,8 @@ def shard(
         ignored_params=_absent(context),
     )
     # After sharding, so that a deferred model never has a full parameter on a rank.
-    fill_shards(context.model)
+    is_whole = sharers is None and placement.model_parallel_size == 1
+    placement.at_rest.update(fill_shards(context.model, context.off_device() if is_whole else ()))
     if grid is not None and placement.model_parallel_size > 1 and not in_stages:
         allow_nested_collectives(grid.both)
         for module in context.model.modules():

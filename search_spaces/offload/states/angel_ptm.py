@@ -126,6 +126,7 @@ class AngelPtm(Technique):
             averages="blocks",
             calls="block_hooks",
             moves="page",
+            parameters_on="host",
             eager_only=EAGER_ONLY,
             host_share=0.0 if self._caches or self.optimizer == "ssd" else 1.0,
             keeps_steps=self.resume == "last_step",

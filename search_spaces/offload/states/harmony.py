@@ -82,6 +82,7 @@ class Harmony(Technique):
         calls="block_hooks",
         packs=backward_packs,
         moves="block",
+        parameters_on="host",
         eager_only=EAGER_ONLY,
         host_share=1.0,
     )

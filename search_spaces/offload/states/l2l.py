@@ -88,11 +88,17 @@ class L2L(Technique):
                 calls="block_hooks",
                 packs=_single_blocks,
                 moves="block",
+                parameters_on="host",
                 eager_only=EAGER_ONLY,
                 host_share=1.0,
             )
         return Effects(
-            averages="blocks", calls="block_hooks", moves="block", eager_only=EAGER_ONLY, host_share=1.0
+            averages="blocks",
+            calls="block_hooks",
+            moves="block",
+            parameters_on="host",
+            eager_only=EAGER_ONLY,
+            host_share=1.0,
         )
 
     def refuses(self, facts: Facts) -> Reason | None:

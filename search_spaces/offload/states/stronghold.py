@@ -68,7 +68,12 @@ class Stronghold(Technique):
     paper: ClassVar[str] = "STRONGHOLD"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
     effects: ClassVar[Effects] = Effects(
-        averages="blocks", calls="block_hooks", moves="block", eager_only=EAGER_ONLY, host_share=1.0
+        averages="blocks",
+        calls="block_hooks",
+        moves="block",
+        parameters_on="host",
+        eager_only=EAGER_ONLY,
+        host_share=1.0,
     )
 
     window: Annotated[int, Field(ge=1)] | None = None

@@ -151,6 +151,7 @@ class ZeroInfinity(Technique):
             averages="blocks",
             calls="block_hooks",
             moves="tile" if self.tiles > 1 else "block",
+            parameters_on=self.parameters,
             eager_only=EAGER_ONLY,
             host_share=share,
             keeps_steps=keeps_steps,

@@ -16,7 +16,7 @@ from memtune import refusals
 from memtune.effects import Effects
 from memtune.errors import ApplyError
 from memtune.offload.chunks import ChunkPlan, GradientsInPlace, as_few_as_used, chunk_sizes
-from memtune.offload.core import bytes_in_chunks, is_gathered, pack
+from memtune.offload.core import bytes_in_chunks, is_gathered, move_to_device, pack
 from memtune.offload.gradients import average_on_device
 from memtune.offload.optimizer import HostOptimizer, optimizer_on_host, updated_first
 from memtune.offload.parameters import (
@@ -58,6 +58,7 @@ def effects_of_chunks(*, device_updates: bool) -> Effects:
         averages="blocks",
         calls="block_hooks",
         moves="chunk",
+        parameters_on="host",
         eager_only=EAGER_ONLY,
         host_share=0.0 if device_updates else 1.0,
     )
@@ -207,6 +208,7 @@ def apply_chunks(context: Context, kind: str, plan: ChunksPlan, rule: Rule, pref
     if how.in_place and is_gathered(context.model):
         # FSDP2 reduces gradients at a time when the chunk of their rows may be evicted.
         raise wrong_model_error(context, kind, plan)
+    move_to_device(context, resident)
     optimizer = HostOptimizer(context, "user", resident=resident)
     store: ParameterOffloader
     if how.in_place:

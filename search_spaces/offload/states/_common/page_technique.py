@@ -20,7 +20,7 @@ from memtune.offload.chunks import (
     in_frames,
     schedule,
 )
-from memtune.offload.core import ALIGNMENT, Pages, is_gathered, paged, timeline
+from memtune.offload.core import ALIGNMENT, Pages, is_gathered, move_to_device, paged, timeline
 from memtune.offload.optimizer import HostOptimizer, cannot_part, optimizer_on_host
 from memtune.offload.parameters import in_blocks, sizes_in_blocks, state_bytes, stream_parameters
 from memtune.offload.ssd_states import (
@@ -204,6 +204,7 @@ def apply_pages(
     resident = [p for name in context.blocks for p in context.model.get_submodule(name).parameters()][
         : how.cached
     ]
+    move_to_device(context, resident)
     if on_ssd is not None:
         moved = (
             SsdOptimizer(context, master=False, read_ahead=on_ssd.prefetch, keep=on_ssd.keeps_steps)

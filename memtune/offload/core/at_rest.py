@@ -1,0 +1,153 @@
+"""Parameters at rest: their values are on the host or SSD before any offload has seen the device hold them.
+
+A model whose weights exceed the device starts so. `apply` puts the parameters that `offload.states` keeps off
+the device between uses straight on their tier (`Effects.parameters_on`): those of a deferred model one by one
+when they are materialized, those of a model on the host where they are. Parameters then show that memory, as
+between two uses, until the technique takes them over: its host copy is this memory, and no second one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
+from memtune.offload.core.fsdp_shards import GatheredBlocks
+from memtune.offload.core.offloaded_parameter import set_data
+from memtune.offload.core.optimizer_param import to_host_now
+from memtune.runtime import DEVICE, HOST, SSD, Context, host_like, local, mark, tier, tier_of, transfer
+from memtune.ssd import ssd_tensors
+
+AtRest = dict[str, Callable[[Tensor], Tensor]]
+"""By parameter name, a function that returns memory off the device with the values of a host tensor."""
+
+
+def rest_off_device(context: Context) -> AtRest:
+    """Return how the parameters that `offload.states` keeps off the device are materialized.
+
+    Args:
+        context: `placement.offload` is known, and ranks do not divide blocks yet.
+    """
+    is_on_ssd = context.placement.offload.parameters_on == SSD
+    put: Callable[[str, Tensor], Tensor] = _on_ssd if is_on_ssd else partial(_on_host, context.device)
+    return {name: partial(put, name) for name in context.off_device()}
+
+
+def _on_host(device: torch.device, name: str, values: Tensor) -> Tensor:
+    locked = transfer.pins(device)
+    if tier_of(values) == HOST and not locked and values.untyped_storage().nbytes() == values.nbytes:
+        return values
+    host = host_like(values, locked=locked).copy_(values)
+    mark(host, HOST)
+    return host
+
+
+def _on_ssd(name: str, host: Tensor) -> Tensor:
+    ssd: Tensor = torch.ops.memtune.to_ssd(host, f"the weight {name}")
+    ssd_tensors.written(ssd)
+    mark(ssd, SSD)
+    return ssd
+
+
+@torch.no_grad()
+def move_model(context: Context, at_rest: AtRest) -> None:
+    """Move the model of `context` to its device, parameters in `at_rest` to their tier; one tensor at a time.
+
+    Objects remain, as with `Module.to`. `undo` gets the reverse.
+    """
+    device, moved = context.device, dict[Tensor, Tensor]()
+
+    def on_device(x: Tensor) -> Tensor:
+        there = tier_of(x) == DEVICE and x.device == device
+        return x if there else torch.empty_like(x, device=device).copy_(x)
+
+    for name, parameter in context.model.named_parameters():
+        own = memory_of(parameter)
+        new = at_rest[name](own) if name in at_rest else on_device(own)
+        if name in at_rest:
+            context.placement.at_rest.add(parameter)
+        if new is not own:
+            context.undo.callback(_move_back, parameter, own.device)
+            set_data(parameter, new)
+        state = context.optimizer.state.get(parameter, {})
+        if name not in at_rest:
+            same = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == parameter.shape}
+            state.update({key: on_device(value) for key, value in same.items()})
+            if parameter.grad is not None:
+                parameter.grad = on_device(parameter.grad)
+    for module in context.model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                moved.setdefault(buffer, on_device(buffer))
+                module._buffers[key] = moved[buffer]
+
+
+def _move_back(parameter: nn.Parameter, device: torch.device) -> None:
+    with torch.no_grad():
+        set_data(parameter, memory_of(parameter).to(device, copy=True))
+
+
+def memory_of(parameter: Tensor) -> Tensor:
+    """Return the memory that `parameter`, or this rank's shard, shows; it counts versions of its own."""
+    memory: Tensor = getattr(parameter, "_local_tensor", parameter)
+    found: Tensor = torch._C.TensorBase.data.__get__(memory)  # type: ignore[attr-defined]
+    return found
+
+
+def host_values(context: Context, parameter: nn.Parameter) -> Tensor:
+    """Return host memory with the values of `parameter`: its own if it rests there, else a complete copy."""
+    if parameter not in context.placement.at_rest:
+        host = to_host_now(local(parameter))
+    else:
+        host = memory_of(parameter)
+        if tier_of(host) == SSD:
+            host = host_like(host, locked=transfer.pins(context.device)).copy_(host)
+    mark(host, HOST)
+    return host
+
+
+def ssd_values(context: Context, parameter: nn.Parameter, name: str) -> Tensor:
+    """Return a tensor on SSD with the values of `parameter`: its own if it rests there.
+
+    Raises:
+        EnvironmentFault: There is no room on SSD; names the parameter.
+    """
+    if parameter in context.placement.at_rest and tier_of(memory := memory_of(parameter)) == SSD:
+        return memory
+    return _on_ssd(name, host_values(context, parameter))
+
+
+def freed_memory(
+    context: Context, parameter: nn.Parameter, gathered: GatheredBlocks | None = None
+) -> Tensor | None:
+    """Return freed device memory for a parameter at rest, which is at rest no more; None for other ones.
+
+    Its owner is `OffloadedParameter` from here on.
+    """
+    if parameter not in context.placement.at_rest:
+        return None
+    context.placement.at_rest.discard(parameter)
+    if gathered is not None:
+        return gathered.free_rows(parameter, context.device)
+    memory = torch.empty_strided(
+        parameter.size(), parameter.stride(), dtype=parameter.dtype, device=context.device
+    )
+    memory.untyped_storage().resize_(0)
+    return memory
+
+
+@torch.no_grad()
+def move_to_device(context: Context, parameters: Iterable[nn.Parameter]) -> None:
+    """Move those of `parameters` that are at rest to the device, where they stay."""
+    mine = [each for each in parameters if each in context.placement.at_rest]
+    gathered = GatheredBlocks(context) if any(isinstance(each, DTensor) for each in mine) else None
+    for each in mine:
+        context.placement.at_rest.discard(each)
+        if gathered is not None:
+            gathered.put_rows(each, gathered.rows_of(each).to(context.device))
+        else:
+            set_data(each, memory_of(each).to(context.device))
