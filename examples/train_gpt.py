@@ -51,11 +51,12 @@ def train(config: "memtune.TunedConfig", steps: int) -> None:
         else torch.device("cpu")
     )
     torch.manual_seed(0)
-    model = gpt.model().to(device)
+    model = gpt.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
 
-    tuned = memtune.apply(model, optimizer, config, loss=gpt.loss)
+    # From the CPU: weights that the config keeps off the device never are there as a whole.
+    tuned = memtune.apply(model, optimizer, config, loss=gpt.loss, device=device)
 
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     execution = config.settings.execution

@@ -464,8 +464,8 @@ def _put_in_place(context: Context, config: TunedConfig, *, moves: bool) -> None
     if construction is not None:
         construction.device = context.device
         if not begins_with_shards(config, ranks):
-            fill(context.model, context.optimizer, rebind, at_rest)
-            context.placement.at_rest.update(map(context.model.get_parameter, at_rest))
+            context.placement.at_rest.update(fill(context.model, context.optimizer, rebind, at_rest))
+            move_model(context, at_rest)  # weights that the construction has read from files
     elif moves:
         move_model(context, at_rest)
 

@@ -128,7 +128,7 @@ def _settings(view: SearchView) -> Iterable[str]:
         launcher = f"torchrun --nproc-per-node={ranks}" if ranks > 1 else "python"
         use = (
             f"memtune run {out} -- {launcher} train.py\n\n# in train.py\n"
-            f'model, optimizer = memtune.apply(model, optimizer, "{out}")'
+            + view.apply_call(out)
         )
         yield f"<p>To use it:</p><pre><code>{escape(use)}</code></pre>"
     yield "</section>"

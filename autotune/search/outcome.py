@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from memtune.api import starts_off_device
 from memtune.autotune.search.driver import Driver, FinishedTrial
 from memtune.autotune.search.lifecycle_peaks import Moment, largest_batch, moments
 from memtune.autotune.search.predictions import ablation, predicted, trial_config
@@ -189,11 +190,7 @@ def weights_over_budget(setup: Setup, scores: Scores) -> NothingFits | None:
     budget = setup.budget_bytes
     if budget is None or not scores.by_key:
         return None
-    least = min(each.prediction.peak_by_kind.get("parameters", 0) for each in scores.by_key.values())
-    if setup.ranks == 1:
-        # A trial, as the training script, makes the model on the device before `apply` can offload any of it;
-        # only shards are filled one by one.
-        least = max(least, setup.parameter_bytes)
+    least = min(_start_or_peak_bytes(setup, each) for each in scores.by_key.values())
     if least <= budget:
         return None
     return NothingFits(
@@ -206,7 +203,7 @@ def weights_over_budget(setup: Setup, scores: Scores) -> NothingFits | None:
         + (
             "s."
             if setup.ranks > 1
-            else ". The model is made on the device before memtune.apply can offload any of it."
+            else ". No setting that was scored keeps enough of them off the device."
         ),
         fix=(
             f"{more_memory(setup.hardware, least)}; more ranks with sharding.states: fsdp; or fewer or"
@@ -214,6 +211,15 @@ def weights_over_budget(setup: Setup, scores: Scores) -> NothingFits | None:
         ),
         code="MT301",
     )
+
+
+def _start_or_peak_bytes(setup: Setup, scored: Scored) -> int:
+    """Return the bytes of weights on the device at the peak of a step, or before the first one if more."""
+    peak = scored.prediction.peak_by_kind.get("parameters", 0)
+    # Other offload finds the whole model on the device; shards are filled one by one.
+    if setup.ranks > 1 or starts_off_device(TunedConfig(settings=scored.choice), setup.ranks):
+        return peak
+    return max(peak, setup.parameter_bytes)
 
 
 def nothing_fits(driver: Driver) -> NothingFits:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from memtune.api import begins_with_shards
+from memtune.api import begins_with_shards, starts_off_device
 from memtune.autotune.predict import (
     AllocatorSettings,
     ParallelMap,
@@ -445,11 +445,14 @@ def _unmet(setup: Setup, choice: Choice) -> tuple[str, ...]:
         line for each in techniques if each.slot in found.plans for line in each.unmet(found.plans[each.slot])
     ]
     config = TunedConfig(settings=choice, plan=dict(found.plans))
-    if is_large and not begins_with_shards(config, setup.ranks):
+    if is_large and not (
+        begins_with_shards(config, setup.ranks) or starts_off_device(config, setup.ranks)
+    ):
         lines.append(
             "the model cannot be made within the limit: its weights need"
             f" {format_bytes(setup.parameter_bytes)} on the device before memtune.apply can offload them;"
-            " make them narrower, or shard them over ranks"
+            " make them narrower, shard them over ranks, or keep the blocks off the device (zero_infinity with"
+            " parameters: host, l2l, stronghold)"
         )
     return tuple(lines)
 

@@ -318,7 +318,7 @@ def summary_lines(
     lines += _folded(f"  setting    {formatting.with_batches(best.sentence, *batches)}", width, 13)
     lines += [f"  go on      {go_on}"] if go_on and partial else []
     lines += _folded(f"  {finished.message}", width, 2) if finished.message and not partial else []
-    lines.append(f'  use it     model, optimizer = memtune.apply(model, optimizer, "{out}")')
+    lines.append(f"  use it     {view.apply_call(out)}")
     return lines + ([f"  see why    {see_why}"] if see_why else [])
 
 

@@ -6,6 +6,7 @@ that was interrupted and resumed share one implementation.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Collection
@@ -249,6 +250,17 @@ class SearchView:
         if self.finished or self.abandoned:
             return self.elapsed_s
         return self.elapsed_s + max(0.0, time.time() - (self.last_t or self.opened_t))
+
+    def apply_call(self, out: str) -> str:
+        """Return the line of a training script that applies the config `out`.
+
+        A model whose weights exceed the limit must not be moved to the device before.
+        """
+        started = self.started
+        exceeds = started is not None and (started.parameter_bytes or 0) > (started.budget_bytes or math.inf)
+        device = f', device="{started.device}"' if started is not None and exceeds else ""
+        note = "  # model: on the CPU, or memtune.deferred(build)" if exceeds else ""
+        return f'model, optimizer = memtune.apply(model, optimizer, "{out}"{device}){note}'
 
     @property
     def running(self) -> list[TrialView]:

@@ -197,7 +197,7 @@ def agreed_state(model: nn.Module) -> list[str]:
 
 def fill(
     model: nn.Module, optimizer: Optimizer, rebind: Callable[..., None], at_rest: AtRest = _NONE
-) -> None:
+) -> list[nn.Parameter]:
     """Fill a deferred model on its device: this rank's pieces of all parameters and buffers.
 
     Other models are left unchanged.
@@ -207,10 +207,13 @@ def fill(
         optimizer: Optimizer that is rebound to the new parameters.
         rebind: `parallel.sharding.fsdp_sharding.rebind`.
         at_rest: Parameters that start off the device.
+
+    Returns:
+        The parameters that were filled off the device; others of `at_rest` had values before.
     """
     construction, pieces = vars(model).pop(_MARK, None), vars(model).pop(_PIECES, {})
     if construction is None:
-        return
+        return []
     before = dict(model.named_parameters())
     places = _places(model)
 
@@ -220,11 +223,12 @@ def fill(
         _put(places[name], _like(places[name], value))
 
     construction.run(place)
-    for found in places.values():
-        real = found[0][2]
-        if not real.is_meta and real.device != construction.device and _goes_along(found):
+    for name, found in places.items():
+        real, moves = found[0][2], name not in at_rest and _goes_along(found)
+        if not real.is_meta and real.device != construction.device and moves:
             _put(found, _like(found, _value(found, local(real.detach()), construction)))
     rebind(optimizer, before, dict(model.named_parameters()))
+    return [each for name, each in model.named_parameters() if name in at_rest and name in construction.tensors]
 
 
 def _like(places: _Places, value: Tensor) -> Tensor:
@@ -266,7 +270,7 @@ def fill_shards(model: nn.Module, at_rest: Collection[str] = ()) -> list[nn.Para
         _put(places[name], _like(places[name], _value(places[name], mine, construction)))
 
     construction.run(place)
-    return [each for name, each in model.named_parameters() if name in at_rest]
+    return [each for name, each in model.named_parameters() if name in at_rest and name in construction.tensors]
 
 
 def _fill_shard(shard: FSDPParam, whole: Tensor, device: torch.device, *, on_host: bool) -> None:

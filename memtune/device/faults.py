@@ -101,7 +101,8 @@ def require_one_device(model: nn.Module, optimizer_state: Mapping[Any, Any]) -> 
         raise ApplyError(
             f"The model is on {len(found)} devices: {' and '.join(map(str, found))}.",
             evidence="; ".join(f"{_some(names)} on {device}" for device, names in found.items()) + ".",
-            fix="model.to(device) before the optimizer is made and before memtune.apply",
+            fix="model.to(device) before the optimizer is made, or the whole model on the CPU and"
+            " memtune.apply(..., device=device)",
             code="MT134",
         )
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}

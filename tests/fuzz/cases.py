@@ -58,6 +58,8 @@ class Case:
     own_loop: bool
     """The user's loop with `Tuned.micro_batch`, not `Tuned.step`."""
     ranks: int
+    start: str = "device"
+    """Where the model is before `apply`: on its device, on the host, or nowhere (`deferred`)."""
 
     @property
     def document(self) -> dict[str, Any]:
@@ -96,6 +98,7 @@ class Case:
             {"nested": False},
             {"batch": "fixed"},
             {"adam": False},
+            {"buckets": False},
         ):
             model = replace(self.model, **simpler)
             if model != self.model:
@@ -104,6 +107,8 @@ class Case:
             yield replace(self, model=replace(self.model, blocks=self.model.blocks - 1))
         if self.accumulate > 1:
             yield replace(self, accumulate=1)
+        if self.start != "device":
+            yield replace(self, start="device")
         if self.own_loop and not self.behaviours:
             yield replace(self, own_loop=False)
         for index, (slot, fields) in enumerate(self.settings):
@@ -125,6 +130,7 @@ def draw_cases(seed: int, ranks: int, fits: Callable[[Case], bool], draws: Count
     what it accepts and refuses.
     """
     random, model = Random(f"settings {seed} {ranks}"), draw_spec(seed, ranks)
+    starts = Random(f"starts {seed} {ranks}")
     bare = Case(model, settings=(), behaviours=(), accumulate=1, own_loop=False, ranks=ranks)
     for _ in range(MODELS_SETTINGS):
         case = _fitting(random, replace(bare, accumulate=random.choice([1, 1, 2, 3])), fits, draws)
@@ -132,7 +138,8 @@ def draw_cases(seed: int, ranks: int, fits: Callable[[Case], bool], draws: Count
             continue
         loops = {_loop(random) for _ in range(SETTINGS_LOOPS)}
         for behaviours, own_loop in sorted(loops):
-            yield replace(case, behaviours=behaviours, own_loop=own_loop)
+            start = starts.choice(("device", "host", "deferred"))
+            yield replace(case, behaviours=behaviours, own_loop=own_loop, start=start)
 
 
 def _loop(random: Random) -> tuple[tuple[str, ...], bool]:

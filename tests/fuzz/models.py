@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-WIDTH, TOKENS = 16, 6
+WIDTH, TOKENS, BUCKETS = 16, 6, (2, 4)
 
 PIECES: dict[str, tuple[str, str]] = {
     "mlp": (
@@ -62,8 +62,8 @@ LOSSES = {
     "func": "return torch.func.vmap(lambda a, b: (a - b).pow(2).mean())(out, y).mean()",
 }
 BATCHES = {
-    "fixed": "return torch.randn(size, TOKENS, W), torch.randn(size, TOKENS, W)",
-    "nested": "return {'x': torch.randn(size, TOKENS, W), 'y': [torch.randn(size, TOKENS, W)]}",
+    "fixed": "return torch.randn(size, tokens, W), torch.randn(size, tokens, W)",
+    "nested": "return {'x': torch.randn(size, tokens, W), 'y': [torch.randn(size, tokens, W)]}",
 }
 
 
@@ -80,6 +80,8 @@ class ModelSpec:
     nested: bool
     """Blocks return a tuple with a dict."""
     adam: bool
+    buckets: bool = False
+    """It declares length buckets, and trains on batches of each."""
 
     def text(self) -> str:
         """Return the `model.py`."""
@@ -93,6 +95,12 @@ class ModelSpec:
             "x = x.clone().requires_grad_(True)\n    p = x" if self.loss == "penalty" else "p = x"
         )
         optimizer = "AdamW(params, 1e-3" if self.adam else "SGD(params, 0.05, momentum=0.9"
+        lengths = ", ".join(map(str, (*BUCKETS, TOKENS)))
+        buckets = (
+            f"def buckets(size):\n    return [batch_of(size, tokens) for tokens in ({lengths})]"
+            if self.buckets
+            else ""
+        )
         tie = "self.blocks[-1].load_state_dict(self.blocks[0].state_dict()); self.blocks[-1] = self.blocks[0]"
         return f"""import torch
 import torch.nn.functional as F
@@ -143,8 +151,15 @@ def model():
     return Model()
 
 
-def batch(size):
+def batch_of(size, tokens):
     {BATCHES[self.batch]}
+
+
+def batch(size):
+    return batch_of(size, TOKENS)
+
+
+{buckets}
 
 
 def loss(model, batch):
@@ -165,12 +180,14 @@ def draw_model(random: Random, *, ranks: int, adam: bool) -> ModelSpec:
     allowed = [p for p in PIECES if ranks == 1 or p not in STATISTICS]
     if loss == "penalty":  # torch has no second derivative of fused attention
         allowed = [p for p in allowed if p not in ("attention", "separate")]
+    pieces = tuple(random.choices(allowed, k=random.choice([1, 1, 2, 2, 3, 5])))
     return ModelSpec(
-        pieces=tuple(random.choices(allowed, k=random.choice([1, 1, 2, 2, 3, 5]))),
+        pieces=pieces,
         blocks=random.choice([1, 2, 2, 2, 3, 4]),
         loss=loss,
         batch=random.choice(list(BATCHES)),
         tied=random.random() < 0.07,
         nested=random.random() < 0.15,
         adam=adam,
+        buckets="batch_norm" not in pieces and random.random() < 0.25,  # whose channels are the tokens
     )

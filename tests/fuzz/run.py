@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -22,12 +23,17 @@ from memtune import hardware
 from memtune.api import Tuned, apply
 from memtune.autotune.record.recorder import record
 from memtune.autotune.record_parallel.sharded_recording import ShardedRecordings
+from memtune.autotune.search.bucket_plans import plan_buckets
+from memtune.autotune.search.bucket_recordings import record_buckets
 from memtune.autotune.search.dry_runs import dry_run
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
+from memtune.config import Bucket
+from memtune.deferred_init import deferred
 from memtune.errors import MemtuneError
+from memtune.runtime import DEVICE, HOST, prepare_model, tier
 from memtune.ssd import offload_dir
 from memtune.technique import Exactness, Reason, Target
-from memtune.testing.training import build
+from memtune.testing.training import SEED, build
 from memtune.workload import Workload
 
 STEPS, SIZE = 3, 2
@@ -96,6 +102,7 @@ class Recorded:
         budget_bytes = int(BUDGET * plain.step.peak_bytes())
         self._target = Target(hardware.detect("cpu"), self._count, budget_bytes, sharded=cut)
         self._rewriter = Rewriter(plain, self._target)
+        self._buckets = record_buckets(self._workload, plain.rung, record, lambda _: None)
 
     def fits(self, case: Case) -> bool:
         """Return False if the settings of `case` are refused for this model."""
@@ -118,9 +125,21 @@ class Recorded:
         if isinstance(found, Outcome):
             return found
         plans = {slot: plan.document() for slot, plan in found.plans.items() if not plan.is_empty}
-        config = {"settings": case.document, "plan": plans}
+        config: dict[str, Any] = {"settings": case.document, "plan": plans}
+        if self._buckets:
+            buckets = guarded("planning of buckets", lambda: self._planned(found))
+            if isinstance(buckets, Outcome):
+                return buckets
+            config["buckets"] = [each.document() for each in buckets]
         outcome = self._compared(case, config)
         return self.peak(case) if outcome.kind == "equal" else outcome
+
+    def _planned(self, candidate: Candidate) -> tuple[Bucket, ...]:
+        """Return the length buckets of `candidate`, as a search plans them."""
+        setup: Any = SimpleNamespace(
+            buckets=self._buckets, bucket_plans={}, scorer=SimpleNamespace(rewriter=self._rewriter)
+        )
+        return plan_buckets(setup, candidate)
 
     def peak(self, case: Case) -> Outcome:
         """Return whether the recorded peak of `case` is the predicted one; nothing is trained."""
@@ -215,16 +234,20 @@ def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:
 
 def trained(case: Case, path: Path, config: dict[str, Any] | None) -> dict[str, Tensor]:
     """Return losses and the final weights of the case's loop, under `config` or plain."""
-    workload, model, optimizer = build(path)
+    workload, model, optimizer = built(path, case.start if config else "device")
     is_rank = config is not None and case.ranks > 1
     rank = dist.get_rank() if is_rank else 0
-    tuned = apply(model, optimizer, config, loss=workload.loss, strict=False) if config else None
+    device = "cpu" if case.start == "host" else None
+    tuned = (
+        apply(model, optimizer, config, loss=workload.loss, strict=False, device=device) if config else None
+    )
     loop = _Loop(case, workload, tuned.model if tuned else model, optimizer, tuned)
     found: dict[str, Tensor] = {}
     for step in range(STEPS):
         torch.manual_seed(100 + step)
         size = SIZE + 2 if "larger" in case.behaviours and step == 1 else SIZE
-        batches = [workload.make_batch(size) for _ in range(case.accumulate * case.ranks)]
+        of = workload.of_bucket(step - 1) if case.model.buckets and step else workload
+        batches = [of.make_batch(size) for _ in range(case.accumulate * case.ranks)]
         if is_rank:
             batches = batches[rank * case.accumulate : (rank + 1) * case.accumulate]
         torch.manual_seed(7 + step)
@@ -237,6 +260,17 @@ def trained(case: Case, path: Path, config: dict[str, Any] | None) -> dict[str, 
         tuned.audit()
     state = tuned.state_dict()["model"] if tuned is not None else model.state_dict()
     return found | {name: value.detach().clone() for name, value in state.items()}
+
+
+def built(path: Path, start: str) -> tuple[Workload, nn.Module, torch.optim.Optimizer]:
+    """Return what `build` does, of a model that is on its device, on the host or `deferred`."""
+    with tier(HOST if start == "host" else DEVICE):
+        workload, model, optimizer = build(path)
+    if start == "deferred":
+        torch.manual_seed(SEED)
+        model = prepare_model(deferred(workload.build_model)).train()
+        optimizer = workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
+    return workload, model, optimizer
 
 
 class _Loop:

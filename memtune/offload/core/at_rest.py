@@ -66,6 +66,8 @@ def move_model(context: Context, at_rest: AtRest) -> None:
         return x if there else torch.empty_like(x, device=device).copy_(x)
 
     for name, parameter in context.model.named_parameters():
+        if parameter in context.placement.at_rest:
+            continue
         own = memory_of(parameter)
         new = at_rest[name](own) if name in at_rest else on_device(own)
         if name in at_rest:

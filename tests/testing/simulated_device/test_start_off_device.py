@@ -1,0 +1,121 @@
+"""A model three times as large as the device starts, trains, is saved and resumes on one rank."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import memtune
+from memtune.api import Tuned
+from memtune.device import memory_statistics
+from memtune.search_spaces.offload.states import angel_ptm, elixir, l2l, patrickstar, stronghold, zero_infinity
+from memtune.ssd import offload_dir
+from memtune.technique import Technique
+from memtune.testing.training import config_of
+from memtune.workload import Workload
+
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("one_thread")]
+FILE = Path(__file__).parents[2] / "support" / "models" / "weights_in_blocks.py"
+HERE = torch.device(torch._C._get_privateuse1_backend_name(), 0)
+WEIGHTS_BYTES, CAPACITY_BYTES = 12 << 20, 4 << 20
+IN_HOST_MEMORY = zero_infinity.ZeroInfinity(parameters="host", optimizer="host")
+TECHNIQUES = {
+    "l2l": l2l.L2L(),
+    "l2l, layer-major": l2l.L2L(order="layer_major"),
+    "stronghold": stronghold.Stronghold(window=2),
+    "zero_infinity, host": IN_HOST_MEMORY,
+    "zero_infinity, ssd": zero_infinity.ZeroInfinity(parameters="ssd", gradients="ssd"),
+    "zero_infinity, tiles": zero_infinity.ZeroInfinity(parameters="host", tiles=2),
+    "patrickstar": patrickstar.PatrickStar(),
+    "elixir": elixir.Elixir(),
+    "angel_ptm": angel_ptm.AngelPtm(page_mib=0.125),
+}
+
+
+@pytest.fixture
+def small_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
+    memory_statistics.limit(HERE, CAPACITY_BYTES)
+    torch.accelerator.memory.reset_peak_memory_stats(HERE)
+    yield
+    gc.collect()  # a model in cycles keeps its memory on the device
+    memory_statistics.limit(HERE, None)
+
+
+def started(technique: Technique, *, is_deferred: bool) -> Tuned:
+    workload, config = Workload.load(FILE), config_of(FILE, technique, device="sim")
+    torch.manual_seed(7)
+    model = memtune.deferred(workload.build_model) if is_deferred else workload.build_model()
+    assert sum(each.nbytes for each in model.parameters()) > WEIGHTS_BYTES
+    optimizer = workload.make_optimizer(list(model.parameters()))
+    return memtune.apply(model, optimizer, config, loss=workload.loss, strict=False, device=HERE)
+
+
+def steps(tuned: Tuned, numbers: range) -> list[Tensor]:
+    workload, losses = Workload.load(FILE), []
+    for number in numbers:
+        torch.manual_seed(number)
+        losses.append(tuned.step([workload.make_batch(2) for _ in range(2)]).cpu())
+    return losses
+
+
+def plain_state() -> dict[str, Any]:
+    workload = Workload.load(FILE)
+    torch.manual_seed(7)
+    model = workload.build_model()
+    optimizer = workload.make_optimizer(list(model.parameters()))
+    steps(memtune.apply(model, optimizer, {"settings": {}}, loss=workload.loss), range(3))
+    return model.state_dict()
+
+
+def test_whole_model_does_not_fit(small_device: None) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        Workload.load(FILE).build_model().to(HERE)
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_starts_trains_and_resumes(name: str, small_device: None, tmp_path: Path) -> None:
+    """Deferred; in the plain model's bits after three steps, and again after a load into a model from CPU."""
+    tuned = started(TECHNIQUES[name], is_deferred=True)
+    assert torch.accelerator.memory.max_memory_allocated(HERE) < CAPACITY_BYTES
+    steps(tuned, range(3))
+    wanted, found = plain_state(), tuned.state_dict()["model"]
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key].cpu(), each) for key, each in wanted.items())
+    tuned.save(tmp_path / "saved")
+    went_on = steps(tuned, range(3, 5))
+    del tuned, found
+    gc.collect()
+    again = started(TECHNIQUES[name], is_deferred=False)
+    again.load(tmp_path / "saved")
+    assert steps(again, range(3, 5)) == went_on
+    again.audit()
+
+
+def test_failed_apply_leaves_the_model_on_the_host(
+    small_device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(context: Any) -> None:
+        raise RuntimeError("injected")
+
+    workload = Workload.load(FILE)
+    model = workload.build_model()
+    wanted = {key: each.clone() for key, each in model.state_dict().items()}
+    monkeypatch.setattr("memtune.api.audit", fail)
+    with pytest.raises(RuntimeError, match="injected"):
+        memtune.apply(
+            model,
+            workload.make_optimizer(list(model.parameters())),
+            config_of(FILE, IN_HOST_MEMORY),
+            strict=False,
+            device=HERE,
+        )
+    found = model.state_dict()
+    assert all(each.device.type == "cpu" for each in found.values())
+    assert all(torch.equal(found[key], each) for key, each in wanted.items())
