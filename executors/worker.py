@@ -191,9 +191,7 @@ def _build(rank: _Rank, workload: Workload) -> tuple[Tuned, nn.Module, dict[str,
     optimizer = workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
     if rank.trial.fingerprint or rank.trial.gradient_steps:
         _reserve_first_hook(optimizer)
-    tuned = apply(
-        model, optimizer, config, loss=workload.loss, device=rank.device if off_device else None
-    )
+    tuned = apply(model, optimizer, config, loss=workload.loss, device=rank.device if off_device else None)
     return tuned, model, shapes
 
 

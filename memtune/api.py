@@ -294,6 +294,8 @@ def _applied(
     check_blocks(config, model, blocks)
     prepare_model(model)
     context = Context(model, optimizer, blocks, device, ActivationTable(model, blocks))
+    # Before the slots: DDP and FSDP2 must know which gradients the offload will average itself.
+    context.placement.offload = config.settings.technique("offload.states").effects
     if strict:
         check_made_for(config, model, context.placement.world_size)
         check_machine(config, context.device.type, _hardware(config, context.device), str(torch.__version__))
@@ -425,8 +427,6 @@ def _apply_axes(context: Context, config: TunedConfig, *, moves: bool) -> None:
     ones. With `moves` the model is moved to the device first.
     """
     _require_fitting(context, config)
-    # Before the other slots: DDP and FSDP2 must know which gradients the offload will average itself.
-    context.placement.offload = config.settings.technique("offload.states").effects
     _put_in_place(context, config, moves=moves)
     _execution(context, config)
     # Before everything that works on blocks: it replaces layers and defines this rank's blocks.

@@ -126,10 +126,7 @@ def _settings(view: SearchView) -> Iterable[str]:
         out = Path(finished.out).name
         ranks = view.started.ranks if view.started is not None else 1
         launcher = f"torchrun --nproc-per-node={ranks}" if ranks > 1 else "python"
-        use = (
-            f"memtune run {out} -- {launcher} train.py\n\n# in train.py\n"
-            + view.apply_call(out)
-        )
+        use = f"memtune run {out} -- {launcher} train.py\n\n# in train.py\n" + view.apply_call(out)
         yield f"<p>To use it:</p><pre><code>{escape(use)}</code></pre>"
     yield "</section>"
 

@@ -200,11 +200,7 @@ def weights_over_budget(setup: Setup, scores: Scores) -> NothingFits | None:
             f"{setup.made_for.parameters:,} parameters, {format_bytes(setup.parameter_bytes)} in all, on"
             f" {setup.ranks} rank"
         )
-        + (
-            "s."
-            if setup.ranks > 1
-            else ". No setting that was scored keeps enough of them off the device."
-        ),
+        + ("s." if setup.ranks > 1 else ". No setting that was scored keeps enough of them off the device."),
         fix=(
             f"{more_memory(setup.hardware, least)}; more ranks with sharding.states: fsdp; or fewer or"
             " narrower parameters"

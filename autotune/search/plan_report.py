@@ -445,9 +445,7 @@ def _unmet(setup: Setup, choice: Choice) -> tuple[str, ...]:
         line for each in techniques if each.slot in found.plans for line in each.unmet(found.plans[each.slot])
     ]
     config = TunedConfig(settings=choice, plan=dict(found.plans))
-    if is_large and not (
-        begins_with_shards(config, setup.ranks) or starts_off_device(config, setup.ranks)
-    ):
+    if is_large and not (begins_with_shards(config, setup.ranks) or starts_off_device(config, setup.ranks)):
         lines.append(
             "the model cannot be made within the limit: its weights need"
             f" {format_bytes(setup.parameter_bytes)} on the device before memtune.apply can offload them;"

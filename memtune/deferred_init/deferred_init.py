@@ -68,7 +68,8 @@ class Piece:
 def deferred(build: Callable[[], nn.Module], device: torch.device | str = "cpu") -> nn.Module:
     """Return the model of `build()` without memory.
 
-    `memtune.apply` shards it and then fills this rank's part.
+    `memtune.apply` shards it and then fills this rank's part: weights that the config keeps off the device
+    straight on the host or SSD, all others on the device.
 
         model = memtune.deferred(Model, "cuda")
         optimizer = torch.optim.AdamW(model.parameters())
@@ -228,7 +229,9 @@ def fill(
         if not real.is_meta and real.device != construction.device and moves:
             _put(found, _like(found, _value(found, local(real.detach()), construction)))
     rebind(optimizer, before, dict(model.named_parameters()))
-    return [each for name, each in model.named_parameters() if name in at_rest and name in construction.tensors]
+    return [
+        each for name, each in model.named_parameters() if name in at_rest and name in construction.tensors
+    ]
 
 
 def _like(places: _Places, value: Tensor) -> Tensor:
@@ -270,7 +273,9 @@ def fill_shards(model: nn.Module, at_rest: Collection[str] = ()) -> list[nn.Para
         _put(places[name], _like(places[name], _value(places[name], mine, construction)))
 
     construction.run(place)
-    return [each for name, each in model.named_parameters() if name in at_rest and name in construction.tensors]
+    return [
+        each for name, each in model.named_parameters() if name in at_rest and name in construction.tensors
+    ]
 
 
 def _fill_shard(shard: FSDPParam, whole: Tensor, device: torch.device, *, on_host: bool) -> None:
@@ -280,9 +285,7 @@ def _fill_shard(shard: FSDPParam, whole: Tensor, device: torch.device, *, on_hos
     old = shard.sharded_param
     with tier(HOST if on_host else DEVICE):
         make = partial(torch.zeros, padded, dtype=whole.dtype, device="cpu" if on_host else device)
-        memory = page_locked(
-            lambda locked: make(pin_memory=locked), wanted=on_host and transfer.pins(device)
-        )
+        memory = page_locked(lambda locked: make(pin_memory=locked), wanted=on_host and transfer.pins(device))
         if on_host:
             mark(memory, HOST)
         mine = memory.narrow(dim, 0, length)

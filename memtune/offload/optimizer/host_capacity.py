@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memtune.device import platform_of
 from memtune.errors import ApplyError, EnvironmentFault
 from memtune.offload.optimizer.native_update import DTYPES, Moments, NativeUpdate
-from memtune.runtime import Context
+from memtune.runtime import SSD, Context
 from memtune.units import format_bytes
 
 _UNLIMITED = 1 << 60
@@ -151,7 +150,7 @@ def least_state_bytes(context: Context, share: float, moments: Moments = "float3
     """Return a lower bound of the host bytes that a `share` of the optimizer's state newly takes.
 
     Gradients and buffers come on top. State in host memory already, such as on CPU after some steps, is not
-    new. On CPU the device's weights are in the same memory and may be freed, so they are not new either.
+    new. Weights in host memory, as on CPU the device's, may be freed, so they are not new either.
 
     Args:
         context: None of its optimizer's state has moved yet.
@@ -167,7 +166,7 @@ def least_state_bytes(context: Context, share: float, moments: Moments = "float3
         n_bytes = 0 if native is None else of_each * len(native.moment_names(group))
         for each in (parameter for parameter in group["params"] if parameter.requires_grad):
             total += max(each.numel() * n_bytes - _state_bytes(context.optimizer, each), 0)
-            total += 0 if platform_of(context.device).is_host else each.nbytes
+            total += 0 if "cpu" in (each.device.type, context.device.type) else each.nbytes
     return int(share * total)
 
 
@@ -194,9 +193,13 @@ def made_bytes(context: Context, ranks: int) -> int:
         context: Context of a model on the meta device; for other models the result is 0.
         ranks: Each keeps a part of a CPU model. A GPU model is made on the host one tensor at a time.
     """
-    sizes = [each.nbytes for each in (*context.model.parameters(), *context.model.buffers()) if each.is_meta]
-    largest = max(sizes, default=0)
-    return max(sum(sizes) // ranks, largest) if context.device.type == "cpu" else largest
+    tensors = (*context.model.named_parameters(), *context.model.named_buffers())
+    sizes = {name: each.nbytes for name, each in tensors if each.is_meta}
+    largest = max(sizes.values(), default=0)
+    if context.device.type != "cpu":
+        return largest
+    on_ssd = context.off_device() if context.placement.offload.parameters_on == SSD else set()
+    return max(sum(n_bytes for name, n_bytes in sizes.items() if name not in on_ssd) // ranks, largest)
 
 
 def _state_bytes(optimizer: Optimizer, parameter: Tensor) -> int:

@@ -208,9 +208,9 @@ def _require_same_weights(context: Context) -> None:
     with torch.no_grad():
         sums = torch.stack(
             # Integers of the bits: exact in any order, and NaNs compare equal.
-            [part.view(_INTEGER[part.element_size()]).sum(dtype=torch.int64) for _, part in named]
+            [_bits_of(part).sum(dtype=torch.int64).to(context.device) for _, part in named]
         )
-    low, high = sums.to(context.device), sums.to(context.device, copy=True)
+    low, high = sums, sums.clone()
     group = same_part_group(context)
     # Equal everywhere if and only if minimum and maximum are: two reductions, no gather.
     dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
@@ -224,6 +224,10 @@ def _require_same_weights(context: Context) -> None:
             fix="torch.manual_seed(0) on every rank before the model is built, or load one checkpoint on all",
             code="MT323",
         )
+
+
+def _bits_of(part: torch.Tensor) -> torch.Tensor:
+    return part.view(_INTEGER[part.element_size()])
 
 
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.gloo import run_ranks
-from torch import Tensor
+from torch import Tensor, nn
 
 import memtune
 from memtune.memory.ledger import Ledger
@@ -91,3 +91,41 @@ def test_shards_start_on_the_host() -> None:
     assert peak < 2 * BLOCK_BYTES
     assert losses == wanted
     assert all(torch.equal(weights[key], each) for key, each in plain.items())
+
+
+@pytest.mark.parametrize("is_deferred", (False, True))
+def test_pretrained_weights_have_one_place_on_the_host(is_deferred: bool, tmp_path: Path) -> None:
+    """`from_pretrained` maps the files, from where each weight is copied to its place."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        tie_word_embeddings=True,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+
+    def build() -> nn.Module:
+        model: nn.Module = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+        return model
+
+    wanted, ledger = build().state_dict(), Ledger.open("cpu")
+    weights_bytes = sum(each.nbytes for each in build().parameters())
+    gc.collect()
+    before, host_before = ledger.live_bytes(), ledger.live_bytes(HOST)
+    ledger.reset_peak()
+    with tier(HOST):
+        model = memtune.deferred(build) if is_deferred else build()
+    tuned = memtune.apply(
+        model,
+        torch.optim.AdamW(model.parameters(), fused=True),
+        {"settings": {"offload": {"states": l2l.L2L().model_dump()}}},
+        strict=False,
+        device="cpu",
+    )
+    assert ledger.peak_allocated_bytes() - before < weights_bytes / 4
+    assert ledger.peak_allocated_bytes(HOST) - host_before < 1.1 * weights_bytes
+    found = tuned.state_dict()["model"]
+    assert all(torch.equal(found[key], each) for key, each in wanted.items())

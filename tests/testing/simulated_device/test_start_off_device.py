@@ -14,7 +14,7 @@ from torch import Tensor
 import memtune
 from memtune.api import Tuned
 from memtune.device import memory_statistics
-from memtune.search_spaces.offload.states import angel_ptm, elixir, l2l, patrickstar, stronghold, zero_infinity
+from memtune.search_spaces.offload.states import elixir, l2l, patrickstar, stronghold, zero_infinity
 from memtune.ssd import offload_dir
 from memtune.technique import Technique
 from memtune.testing.training import config_of
@@ -34,7 +34,6 @@ TECHNIQUES = {
     "zero_infinity, tiles": zero_infinity.ZeroInfinity(parameters="host", tiles=2),
     "patrickstar": patrickstar.PatrickStar(),
     "elixir": elixir.Elixir(),
-    "angel_ptm": angel_ptm.AngelPtm(page_mib=0.125),
 }
 
 
