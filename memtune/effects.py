@@ -52,8 +52,8 @@ class Effects:
     moves: Moves = "none"
     """Unit in which parameters are offloaded and reloaded during a step."""
     parameters_on: Literal["device", "host", "ssd"] = "device"
-    """Tier of all blocks' parameters between uses. Those of a model that has no memory on the device yet start
-    there.
+    """Tier of all blocks' parameters between uses, on which those of a deferred model, or of one on CPU,
+    start.
     """
     activations: Activations = "none"
     """Scope in which it decides which activations are kept, recomputed or offloaded.

@@ -449,8 +449,8 @@ def _unmet(setup: Setup, choice: Choice) -> tuple[str, ...]:
         lines.append(
             "the model cannot be made within the limit: its weights need"
             f" {format_bytes(setup.parameter_bytes)} on the device before memtune.apply can offload them;"
-            " make them narrower, shard them over ranks, or keep the blocks off the device (zero_infinity with"
-            " parameters: host, l2l, stronghold)"
+            " make them narrower, shard them over ranks, or keep the blocks off the device (l2l, stronghold,"
+            " zero_infinity with parameters: host)"
         )
     return tuple(lines)
 

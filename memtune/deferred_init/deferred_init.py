@@ -229,9 +229,8 @@ def fill(
         if not real.is_meta and real.device != construction.device and moves:
             _put(found, _like(found, _value(found, local(real.detach()), construction)))
     rebind(optimizer, before, dict(model.named_parameters()))
-    return [
-        each for name, each in model.named_parameters() if name in at_rest and name in construction.tensors
-    ]
+    filled = construction.tensors.keys() & set(at_rest)
+    return [each for name, each in model.named_parameters() if name in filled]
 
 
 def _like(places: _Places, value: Tensor) -> Tensor:
@@ -273,9 +272,8 @@ def fill_shards(model: nn.Module, at_rest: Collection[str] = ()) -> list[nn.Para
         _put(places[name], _like(places[name], _value(places[name], mine, construction)))
 
     construction.run(place)
-    return [
-        each for name, each in model.named_parameters() if name in at_rest and name in construction.tensors
-    ]
+    filled = construction.tensors.keys() & set(at_rest)
+    return [each for name, each in model.named_parameters() if name in filled]
 
 
 def _fill_shard(shard: FSDPParam, whole: Tensor, device: torch.device, *, on_host: bool) -> None:

@@ -71,7 +71,7 @@ class Placement:
     or masters of a model's parameter. FSDP2's shards are the model's own parameters and are no keys.
     """
     at_rest: set[nn.Parameter] = field(default_factory=set)
-    """Parameters that show memory of the host or SSD, until the technique of `offload.states` takes them over.
+    """Parameters that show memory of the host or SSD until the technique of `offload.states` takes them over.
 
     Written when a model is materialized or moved; see `offload.core.at_rest`.
     """

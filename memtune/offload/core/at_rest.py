@@ -19,7 +19,7 @@ import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune.offload.core.fsdp_shards import GatheredBlocks
 from memtune.offload.core.offloaded_parameter import set_data
 from memtune.offload.core.optimizer_param import to_host_now
-from memtune.runtime import DEVICE, HOST, SSD, Context, host_like, local, mark, tier, tier_of, transfer
+from memtune.runtime import DEVICE, HOST, SSD, Context, host_like, local, mark, tier_of, transfer
 from memtune.ssd import ssd_tensors
 
 AtRest = dict[str, Callable[[Tensor], Tensor]]

@@ -348,8 +348,8 @@ class ExpertOffloader(ParameterOffloader):
             # Set on the instance, so that hooks of the module still run around it.
             vars(module)["forward"] = self._forward_of(index, module, module.forward)
 
-    def _piece_of(self, parameter: nn.Parameter) -> Place:
-        found = self._places[parameter] = super()._piece_of(parameter)
+    def _piece_of(self, context: Context, parameter: nn.Parameter) -> Place:
+        found = self._places[parameter] = super()._piece_of(context, parameter)
         return found
 
     def _separate_resident_gradients(self, context: Context) -> None:

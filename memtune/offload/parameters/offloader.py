@@ -93,7 +93,7 @@ class HostCopies(Protocol):
 
 
 class HostParameters:
-    """The parameters of the blocks of `context` with host copies; all are on the device, or at rest, at first.
+    """The parameters of the blocks of `context` with host copies; at first all are on the device, or at rest.
 
     Args:
         context: Its model.

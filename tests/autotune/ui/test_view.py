@@ -263,8 +263,8 @@ def test_printer_ends_with_result_against_plain_and_usage():
         each.model_copy(update={"parameter_bytes": 2**30}) if isinstance(each, SearchStarted) else each
         for each in stream.all_events()
     ]
-    call = 'memtune.apply(model, optimizer, "tuned.yaml", device="cpu")  # model: on the CPU, or memtune.deferred'
-    assert call in summary_lines(fold(events))[2]
+    call = '(model, optimizer, "tuned.yaml", device="cpu")  # model: on the CPU, or memtune.deferred(build)'
+    assert summary_lines(fold(events))[2].endswith(call)
     nothing = stream.SearchFinished(status="nothing_fits", message="nothing fits: short by 12 MiB")
     assert summary_lines(fold([*stream.opening(), nothing])) == ["✘ nothing fits: short by 12 MiB"]
     assert summary_lines(fold(stream.opening())) == []

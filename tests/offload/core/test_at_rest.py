@@ -51,7 +51,7 @@ def trained(config: dict[str, Any], start: str) -> tuple[list[Tensor], dict[str,
     return losses, tuned.state_dict()["model"], peak, host_peak
 
 
-@pytest.mark.parametrize("start", ("deferred", "host"))
+@pytest.mark.parametrize("start", ["deferred", "host"])
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_device_holds_a_block_and_the_rest(
     name: str, start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -93,7 +93,7 @@ def test_shards_start_on_the_host() -> None:
     assert all(torch.equal(weights[key], each) for key, each in plain.items())
 
 
-@pytest.mark.parametrize("is_deferred", (False, True))
+@pytest.mark.parametrize("is_deferred", [False, True])
 def test_pretrained_weights_have_one_place_on_the_host(is_deferred: bool, tmp_path: Path) -> None:
     """`from_pretrained` maps the files, from where each weight is copied to its place."""
     transformers = pytest.importorskip("transformers")
