@@ -15,6 +15,7 @@ from memtune.autotune.search.trials import run_trial
 from memtune.executors import worker
 from memtune.executors.base import Trial, TrialResult
 from memtune.search_spaces import find
+from memtune.ssd import offload_dir
 
 EXECUTION = {"micro_batch": 2, "accumulate": 2}
 
@@ -97,6 +98,19 @@ def test_worker_builds_large_model_in_shards(tmp_path: Path) -> None:
         **{**each, "ranks": 1},
     )
     assert plain.status == "oom"
+
+
+@pytest.mark.parametrize("tier", ["host", "ssd"])
+def test_worker_starts_a_large_model_off_the_device(
+    tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
+    file = Path(__file__).parents[1] / "support" / "models" / "weights_in_blocks.py"
+    document = {"settings": {"offload": {"states": {"kind": "zero_infinity", "parameters": tier}}}}
+    each: dict[str, Any] = {"executor": "local", "steps": 1, "warmup_steps": 1}
+    whole = run_trial(str(file), {"settings": {}}, **each)
+    found = run_trial(str(file), document, budget_bytes=4 << 20, **each)
+    assert (found.status, found.losses) == ("ok", whole.losses), found.log_tail
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ class Case:
     """The user's loop with `Tuned.micro_batch`, not `Tuned.step`."""
     ranks: int
     start: str = "device"
-    """Where the model is before `apply`: on its device, on the host, or nowhere (`deferred`)."""
+    """Place of the model before `apply`: its device, the host, or none (`deferred`)."""
 
     @property
     def document(self) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from support.gloo import run_ranks
 from torch import Tensor
 
 import memtune
@@ -17,6 +19,7 @@ from memtune.device import memory_statistics
 from memtune.search_spaces.offload.states import elixir, l2l, patrickstar, stronghold, zero_infinity
 from memtune.ssd import offload_dir
 from memtune.technique import Technique
+from memtune.testing.simulated_device import races
 from memtune.testing.training import config_of
 from memtune.workload import Workload
 
@@ -95,6 +98,36 @@ def test_starts_trains_and_resumes(name: str, small_device: None, tmp_path: Path
     again.load(tmp_path / "saved")
     assert steps(again, range(3, 5)) == went_on
     again.audit()
+
+
+def trained_on_ranks(states: str, is_deferred: bool) -> tuple[list[float], list[str]]:
+    """Return the losses of a rank, and the races."""
+    device = torch.device(HERE.type, dist.get_rank())
+    memory_statistics.limit(device, CAPACITY_BYTES)
+    workload = Workload.load(FILE)
+    torch.manual_seed(7)
+    model = memtune.deferred(workload.build_model) if is_deferred else workload.build_model()
+    settings = {"sharding": {"states": {"kind": states}}, "offload": {"states": l2l.L2L().model_dump()}}
+    optimizer = workload.make_optimizer(list(model.parameters()))
+    tuned = memtune.apply(
+        model, optimizer, {"settings": settings}, loss=workload.loss, strict=False, device=device
+    )
+    return [float(loss) for loss in steps(tuned, range(2))], races()
+
+
+@pytest.mark.parametrize(("states", "is_deferred"), [("ddp", False), ("ddp", True), ("fsdp", True)])
+def test_ranks_start_off_the_device(states: str, is_deferred: bool) -> None:
+    """Both have the same batches, so their losses are one rank's up to the order of sums."""
+    workload = Workload.load(FILE)
+    torch.manual_seed(7)
+    model = workload.build_model()
+    plain = memtune.apply(
+        model, workload.make_optimizer(list(model.parameters())), {"settings": {}}, loss=workload.loss
+    )
+    wanted = [float(loss) for loss in steps(plain, range(2))]
+    for losses, found in run_ranks(trained_on_ranks, 2, states, is_deferred, device="sim"):
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        assert found == []
 
 
 def test_failed_apply_leaves_the_model_on_the_host(
