@@ -103,7 +103,7 @@ def test_starts_trains_and_resumes(name: str, small_device: None, tmp_path: Path
 def trained_on_ranks(states: str, is_deferred: bool) -> tuple[list[float], list[str]]:
     """Return the losses of a rank, and the races."""
     device = torch.device(HERE.type, dist.get_rank())
-    memory_statistics.limit(device, CAPACITY_BYTES)
+    memory_statistics.limit(device, 2 * CAPACITY_BYTES)
     workload = Workload.load(FILE)
     torch.manual_seed(7)
     model = memtune.deferred(workload.build_model) if is_deferred else workload.build_model()
