@@ -86,9 +86,10 @@ test-device: setup  ## tests on the simulated accelerator; the first run compile
 	$(BIN)/python -c "from memtune.testing.simulated_device import build; build()"
 	$(BIN)/pytest -n 0 -m device tests/testing/simulated_device $(PYTEST_ARGS)
 
-test-triton: setup  ## the Triton kernels against the native ones, in Triton's interpreter; downloads Triton (155 MB)
+test-triton: setup  ## the Triton kernels against the native ones in Triton's interpreter, and compiled for NVIDIA's GPUs; downloads Triton (155 MB)
 	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/triton triton==3.4.0
 	PYTHONPATH=$(abspath $(VENV))/triton TRITON_INTERPRET=1 $(BIN)/pytest -n 0 -m slow -k interpreted tests/parallel/collectives/test_quantization.py tests/activations/offload/test_compression.py $(PYTEST_ARGS)
+	PYTHONPATH=$(abspath $(VENV))/triton $(BIN)/pytest -n 0 -m slow tests/parallel/collectives/test_quantization_compiled.py tests/activations/offload/test_compression_compiled.py $(PYTEST_ARGS)
 
 test-chaos: setup  ## faults of disks, files and processes: tests/chaos at SCALE times the cases of `make test`, KILLS kills of each kind, TRIALS trials in one driver, with counts; another SEED draws other ones
 	MEMTUNE_CHAOS=$(SCALE) MEMTUNE_KILLS=$(KILLS) MEMTUNE_TRIALS=$(TRIALS) MEMTUNE_SEED=$(SEED) $(BIN)/pytest -rP --timeout 7200 -m "not gpu and not device" $(PYTEST_ARGS) tests/chaos

@@ -109,6 +109,7 @@ def run(rank: _Rank) -> dict[str, Any]:
     if trial.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    accelerator.select(rank.device)  # before the group, whose barriers use the current device
     if rank.world > 1:
         dist.init_process_group(
             backend_of(trial.device),
@@ -116,7 +117,6 @@ def run(rank: _Rank) -> dict[str, Any]:
             rank=rank.rank,
             world_size=rank.world,
         )
-    accelerator.select(rank.device)
     with tier(HOST):  # data sets that the file holds are the host's
         workload = Workload.load(trial.workload)
     ledger = Ledger.open(rank.device, budget_bytes=trial.budget_bytes)

@@ -35,7 +35,14 @@ from memtune.config import (
     load_config,
 )
 from memtune.deferred_init import agreed_state, construction_of, fill, require_untouched
-from memtune.device import backend_of, explained, keep_freed_pages, platform_of, require_one_device
+from memtune.device import (
+    accelerator,
+    backend_of,
+    explained,
+    keep_freed_pages,
+    platform_of,
+    require_one_device,
+)
 from memtune.errors import ApplyError
 from memtune.offload.core import move_model, rest_off_device
 from memtune.offload.gradients import clip_everywhere, unscale_everywhere
@@ -548,9 +555,16 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _join_ranks(device: torch.device) -> None:
-    """Start the process group under torchrun unless the training script has done so."""
-    if dist.is_available() and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    """Start the process group under torchrun unless the training script has done so, and make the model's
+    device the current one: NCCL sends objects and barriers from there.
+    """
+    if not dist.is_available():
+        return
+    starts = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if starts or (dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"):
+        accelerator.select(device)
+    if starts:
         dist.init_process_group(backend_of(device.type))
     # Also for the user's own process group: gloo's threads are the same.
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         shutdown.drain_at_exit()

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from memtune.device import backend_of, streams
+from memtune.device import accelerator, backend_of, streams
 
 _TIMEOUT_S = 30
 
@@ -62,6 +62,7 @@ def main(rank: int, ranks: int, device_type: str, file: str, large_bytes: int) -
     """Run one rank: three all-reduces per size, of which the fastest counts."""
     torch.set_num_threads(1)
     device = torch.device(device_type) if device_type == "cpu" else torch.device(device_type, rank)
+    accelerator.select(device)  # the barrier below uses the current one
     timeout = timedelta(seconds=_TIMEOUT_S)
     dist.init_process_group(
         backend_of(device_type), init_method=f"file://{file}", rank=rank, world_size=ranks, timeout=timeout

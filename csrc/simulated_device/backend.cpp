@@ -324,4 +324,11 @@ TORCH_LIBRARY(memtune_sim, m) {
   });
   m.def("reset_pinned_peak() -> ()", [] { Devices::get().reset_pinned_peak(); });
   m.def("take_races() -> str[]", [] { return Devices::get().take_races(); });
+  m.def("touch() -> ()", [] { Devices::get().touch(); });
+  m.def("is_forked() -> bool", [] { return Devices::get().is_forked(); });
+  m.def("lose() -> ()", [] {
+    Devices::get().lose([] {
+      throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, 1, "sim error: the device was lost");
+    });
+  });
 }

@@ -1,5 +1,6 @@
 #include "simulated_device/devices.h"
 
+#include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -76,9 +77,20 @@ void Devices::configure(const Settings& settings) {
   random_.seed(settings.seed);
 }
 
+void Devices::touch() {
+  if (touched_) return;
+  touched_ = true;
+  pthread_atfork(nullptr, nullptr, [] { get().forked_ = true; });
+}
+
+void Devices::lose(std::function<void()> raise) { lost_ = std::move(raise); }
+
 void Devices::start() {
+  if (forked_) throw std::runtime_error("Cannot re-initialize the simulated device in a forked process");
+  if (lost_) lost_();
   if (started_) return;
   started_ = true;
+  touch();
   const std::size_t bytes = static_cast<std::size_t>(kAddressBytes) * settings_.devices;
   const int file = memfd_create("memtune-simulated-device", MFD_CLOEXEC);
   if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) != 0) throw std::runtime_error("simulated device: memfd_create failed");
@@ -334,6 +346,7 @@ Block* Devices::allocate(int device, std::int64_t stream, std::int64_t bytes) {
 }
 
 void Devices::free(Block* block) {
+  if (forked_ || lost_) return;  // called by destructors, which must not throw
   const Section section(*this);
   const Range range = block->range;
   const int line = timeline(block->device, block->stream);
@@ -474,7 +487,7 @@ void* Devices::allocate_pinned(std::int64_t bytes) {
 
 // As torch's allocator of pinned memory does: a block is kept until the copies that use it are over.
 void Devices::free_pinned(void* data) {
-  if (data == nullptr) return;
+  if (data == nullptr || forked_ || lost_) return;
   const Section section(*this);
   pinned_.at(reinterpret_cast<std::uintptr_t>(data)).freed = true;
   release_pinned();

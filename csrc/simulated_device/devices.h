@@ -101,6 +101,12 @@ class Devices {
   const Settings& settings() const { return settings_; }
   int count() const { return settings_.devices; }
 
+  // From here on the process counts as one that has started a driver: its forks cannot use the devices.
+  void touch();
+  bool is_forked() const { return forked_; }
+  // From now on each use of a device calls `raise`, which throws: the devices are lost, their memory stays as it is.
+  void lose(std::function<void()> raise);
+
   static int timeline(int device, std::int64_t stream) { return 1 + device * kStreams + static_cast<int>(stream); }
   std::int64_t next_stream(int device);
 
@@ -177,7 +183,7 @@ class Devices {
     std::int64_t streams = 0;  // handed out
     std::int64_t touched_bytes = 0;  // memory from here on has never been handed out
   };
-  // Holds the lock.
+  // A use of the devices; holds the lock.
   class Section {
    public:
     explicit Section(Devices& devices) : lock_(devices.mutex_) { devices.start(); }
@@ -204,6 +210,9 @@ class Devices {
 
   std::recursive_mutex mutex_;
   bool started_ = false;
+  bool touched_ = false;
+  bool forked_ = false;
+  std::function<void()> lost_;
   Settings settings_;
   std::mt19937_64 random_;
   std::unordered_set<std::string> names_;

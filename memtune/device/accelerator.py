@@ -124,8 +124,8 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def select(device: torch.device) -> None:
-    """Make `device` the current one of this thread; no effect on CPU."""
-    if not platform_of(device).is_host:
+    """Make `device` the current one of this thread; no effect on CPU, and without an index."""
+    if not platform_of(device).is_host and device.index is not None:
         torch.accelerator.set_device_index(device)
 
 

@@ -69,6 +69,14 @@ def end_of(stream: torch.Stream | None) -> torch.Event | None:
     return None if stream is None else recorded(stream.device, stream)
 
 
+def wait(event: torch.Event) -> None:
+    """Make the current stream of the event's device wait for it.
+
+    `event.wait()` alone takes the current stream of the current device, which need not be that one.
+    """
+    event.wait(current(event.device))
+
+
 def wait_current(stream: torch.Stream | None, device: torch.device) -> None:
     """Make `stream` wait for the work issued so far to the current stream of `device`; no effect for None."""
     if stream is not None:

@@ -169,7 +169,7 @@ def wait(host: Tensor) -> None:
         # On CPU the future is complete for the host and for every stream there is.
         pending.result()
     elif pending is not None:
-        pending.wait()
+        streams.wait(pending)
         if not pending.query():  # only the stream waits: `finish` must still find the event
             _pending[host.untyped_storage()._cdata] = pending
 
@@ -333,7 +333,7 @@ def wait_tensor(out: Tensor) -> None:
     if isinstance(pending, Future):
         pending.result()
     elif pending is not None:
-        pending.wait()
+        streams.wait(pending)
 
 
 def copy_to_host(host: Tensor, x: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,6 +72,13 @@ def test_on_restores_device_and_stream_of_another_device(there: Accelerator) -> 
     with streams.on(Lane(1, "side")):  # type: ignore[arg-type]
         assert (there.index, there.current[1].name) == (1, "side")
     assert (there.index, there.current[0].name, there.current[1].name) == (0, "default", "default")
+
+
+def test_wait_takes_the_stream_of_the_events_device(there: Accelerator) -> None:
+    """torch's `event.wait()` takes that of the current device."""
+    waited = list[Lane]()
+    streams.wait(SimpleNamespace(device=1, wait=waited.append))  # type: ignore[arg-type]
+    assert waited == [Lane(1, "default")]
 
 
 def test_on_restores_streams_after_an_error(there: Accelerator) -> None:

@@ -96,7 +96,7 @@ def _rank(
         from memtune.device import backends_of
         from memtune.testing.simulated_device import start
 
-        start(ranks)
+        start(max(ranks, 1))
         torch.accelerator.set_device_index(rank)
         backends = backends_of(device)
     if ranks:

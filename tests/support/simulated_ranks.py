@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memtune.api import apply
 from memtune.runtime import HOST, tier
-from memtune.testing.simulated_device import races
+from memtune.testing.simulated_device import devices_alone, races
 from memtune.testing.training import CPU, Run, build, differences, on_host
 
 STEPS, PARTS = 3, 2
@@ -63,6 +64,14 @@ def differences_on_ranks(
 
 
 def _trained(path: Path, config: dict[str, Any], device: torch.device) -> Run:
+    # `apply` makes the model's device the current one.
+    if device != CPU:
+        torch.accelerator.set_device_index(0)
+    with nullcontext() if device == CPU else devices_alone():
+        return _trained_here(path, config, device)
+
+
+def _trained_here(path: Path, config: dict[str, Any], device: torch.device) -> Run:
     workload, model, optimizer = build(path, device)
     tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
     losses = []

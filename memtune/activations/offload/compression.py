@@ -92,7 +92,9 @@ def _compress(values: Tensor, bits: int, group: int, seed: int) -> Tensor:
     if accelerator.runs_triton(values.device):
         from memtune.activations.offload import compression_triton
 
-        compression_triton.compress_(packed, values, bits, group, seed)
+        # Triton launches on the current device, which need not be that of the tensors.
+        with accelerator.selected(values.device):
+            compression_triton.compress_(packed, values, bits, group, seed)
     elif values.is_cpu:
         drawn = None if seed == NEAREST else seed
         _native.compress(packed, values, bits, group, drawn, torch.get_num_threads())
@@ -111,7 +113,8 @@ def _decompress(packed: Tensor, numel: int, dtype: torch.dtype, bits: int, group
     if accelerator.runs_triton(values.device):
         from memtune.activations.offload import compression_triton
 
-        compression_triton.decompress_(values, packed, bits, group)
+        with accelerator.selected(values.device):
+            compression_triton.decompress_(values, packed, bits, group)
     elif values.is_cpu:
         _native.decompress(values, packed, bits, group, torch.get_num_threads())
     else:

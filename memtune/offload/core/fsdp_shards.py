@@ -110,7 +110,7 @@ class GatheredBlocks:
     def wait_for_reads(self) -> None:
         """Make the current stream wait for the last gather's reads, so that it may overwrite the rows."""
         if self._reads is not None:
-            self._reads.wait()
+            streams.wait(self._reads)
 
 
 def _readers(unit: Any, async_op: bool) -> tuple[torch.Stream, ...]:

@@ -220,7 +220,7 @@ class Gather(SeamAllGather):
             from_node = parts[(self._place.node - hop) % nodes]
             torch.ops.memtune.all_gather_into_(from_node, part, inside.group_name, inside.size())
             if arrived is not None:
-                arrived.wait()
+                streams.wait(arrived)
             part = arriving
 
     def _versions(self) -> tuple[int, ...]:
@@ -268,7 +268,7 @@ class RingReduction(SeamReduceScatter):
             torch.ops.memtune.reduce_scatter_into_(mine, of_node, inside.group_name, inside.size(), name)
             if arriving is not None:
                 if arrived is not None:
-                    arrived.wait()
+                    streams.wait(arrived)
                 mine.add_(arriving)
                 arriving = None
             if hop < nodes - 1:

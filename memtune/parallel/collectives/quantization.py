@@ -48,7 +48,9 @@ def quantise_(
     if accelerator.runs_triton(values.device):
         from memtune.parallel.collectives import quantization_triton
 
-        quantization_triton.quantise_(packed, values, error, _row(lengths, bits, block), nodes)
+        # Triton launches on the current device, which need not be that of the tensors.
+        with accelerator.selected(values.device):
+            quantization_triton.quantise_(packed, values, error, _row(lengths, bits, block), nodes)
     elif values.is_cpu and values.dtype in _NATIVE:
         _native.quantise(packed, values, error, lengths, bits, block, nodes, torch.get_num_threads())
     else:
@@ -62,7 +64,8 @@ def dequantise_(
     if accelerator.runs_triton(values.device):
         from memtune.parallel.collectives import quantization_triton
 
-        quantization_triton.dequantise_(values, packed, _row(lengths, bits, block), sources, factor)
+        with accelerator.selected(values.device):
+            quantization_triton.dequantise_(values, packed, _row(lengths, bits, block), sources, factor)
     elif values.is_cpu and values.dtype in _NATIVE:
         _native.dequantise(values, packed, lengths, bits, block, sources, factor, torch.get_num_threads())
     else:

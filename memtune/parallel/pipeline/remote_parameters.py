@@ -32,6 +32,8 @@ class OtherStages:
     owner: Mapping[str, int]
     """The owner of each entry of the state dict, as rank of the group."""
     group: dist.ProcessGroup
+    device: torch.device
+    """Device of the model, from which the group sends."""
 
     def owns(self, name: str) -> bool:
         """Return True if this rank owns `name`."""
@@ -66,8 +68,10 @@ class OtherStages:
         return found
 
     def _sent(self, value: Tensor, name: str) -> Tensor:
-        dist.broadcast(value, group=self.group, group_src=self.owner[name])
-        return value
+        # NCCL sends nothing from the host, where optimizers have their step counts and offloaded values are.
+        sent = value.to(self.device)
+        dist.broadcast(sent, group=self.group, group_src=self.owner[name])
+        return value if sent is value else value.copy_(sent)
 
 
 class NormAlone(Tensor):
@@ -154,7 +158,10 @@ def keep_own(
     for old in new_of:
         context.optimizer.state.pop(old, None)
     context.placement.remote_parameters = OtherStages(
-        shapes, {name: stages[0] % degree for name, stages in owner_of.items()}, group
+        shapes,
+        {name: stages[0] % degree for name, stages in owner_of.items()},
+        group,
+        context.device,
     )
 
 

@@ -86,7 +86,7 @@ class Hop:
     def wait(self) -> None:
         """Wait until send and receive are complete."""
         if self.done is not None:
-            self.done.wait()
+            streams.wait(self.done)
 
 
 class RingRound:

@@ -347,7 +347,7 @@ class ShardedBuckets:
 
     def _copy_out(self, bucket: Bucket, messages: Tensor, event: Any) -> None:
         if event is not None:
-            event.wait()
+            streams.wait(event)
         pairs = list(bucket.pieces(messages))
         if pairs:
             torch._foreach_copy_([rows for rows, _ in pairs], [source for _, source in pairs])
@@ -368,7 +368,7 @@ class ShardedBuckets:
     def _wait_reduction(self) -> None:
         """Wait for the reduction in flight, and free its input (rule 4)."""
         if self._in_flight and self._in_flight[-1] is not None:
-            self._in_flight[-1].wait()
+            streams.wait(self._in_flight[-1])
         self._in_flight = ()
 
     # -- proof -----------------------------------------------------------------------------------------------

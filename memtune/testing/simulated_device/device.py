@@ -53,3 +53,8 @@ def start(
 def races() -> list[str]:
     """Return the races found since the last call, one sentence each, and forget them."""
     return list(torch.ops.memtune_sim.take_races())
+
+
+def lose() -> None:
+    """Lose the devices of this process: from now on each use of one raises `torch.AcceleratorError`."""
+    torch.ops.memtune_sim.lose()

@@ -2,11 +2,19 @@
 
 The host runs a collective when it is issued; only its place in the order is that of the stream. A missing
 `wait` is a race between the collective and the op that uses its tensors.
+
+NCCL refuses more than gloo, and so does this backend:
+
+1. A group that was made for devices alone sends no tensor of the host; objects and barriers then go through the
+  current device.
+2. All ranks of a group must take part in its first use on a device, and each rank needs a device of its own.
+3. Tensors are contiguous and of a type that NCCL knows, and those of a call are on one device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +24,28 @@ from torch import Tensor
 
 NAME = "simulated"
 _Group: Any = dist.ProcessGroup  # its stub has overloads that are never called on a subclass
+_TYPES = frozenset(
+    {
+        *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.float8_e4m3fn, torch.float8_e5m2),
+    }
+)
+"""Types of tensors that NCCL sends (torch, ProcessGroupNCCL)."""
+_ALL_MEET = timedelta(seconds=30)
+"""Time in which all ranks must send a message, if the group has had no other use."""
+_sends_host = True
+
+
+@contextmanager
+def devices_alone() -> Iterator[None]:
+    """Refuse collectives of host tensors in this context, as a group of NCCL alone does."""
+    global _sends_host
+    before, _sends_host = _sends_host, False
+    try:
+        yield
+    finally:
+        _sends_host = before
 
 
 class _Work(dist.Work):
@@ -30,7 +60,7 @@ class _Work(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Make the current stream wait; the host goes on."""
         if self._event is not None:
-            self._event.wait()
+            self._event.wait(torch.accelerator.current_stream(self._event.device))
         return True
 
     def is_completed(self) -> bool:
@@ -57,7 +87,7 @@ class _Message(_Work):
 
 
 class SimulatedGroup(_Group):  # type: ignore[misc]
-    """Group of ranks on simulated devices; tensors on the host go to gloo as they are."""
+    """Group of ranks on simulated devices; one that was made for the host too sends its tensors by gloo."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -68,6 +98,13 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
     def getBackendName(self) -> str:
         """Return the name under which `init_process_group` knows it."""
         return NAME
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Return the types of devices whose tensors it sends; torch asks where to put objects and barriers."""
+        config = dist.distributed_c10d._world.pg_backend_config.get(self, "")
+        host = [torch.device("cpu")] if _sends_host and "cpu:" in config else []
+        return [*host, torch.device("sim")]
 
     # Torch keeps a name with a group's backends, of which this group has none.
     def _set_group_name(self, name: str) -> None:
@@ -100,10 +137,10 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], run: Callable[..., Any]
     ) -> tuple[torch.Event | None, dist.Work]:
         """Return the event after which the tensors of `run` are complete, once gloo's work is."""
-        device = next((each.device for each in (*reads, *writes) if each.device.type == "sim"), None)
-        if device is None:
+        device = self._device_of(name, (*reads, *writes))
+        if device.type == "cpu":
             return None, run(lambda tensor: tensor)
-        stream = self._streams.setdefault(device.index, torch.Stream(device))
+        stream = self._stream_on(device, _ALL_MEET if name in ("send", "recv") else None)
         stream.wait_stream(torch.accelerator.current_stream(device))
         before = torch.accelerator.current_stream(device)
         torch.accelerator.set_stream(stream)
@@ -112,6 +149,47 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         finally:
             torch.accelerator.set_stream(before)
         return stream.record_event(), run(torch.ops.memtune_sim.kernel_view)
+
+    def _device_of(self, name: str, tensors: Sequence[Tensor]) -> torch.device:
+        """Return the device of the tensors of a call.
+
+        Raises:
+            RuntimeError: NCCL would refuse them.
+        """
+        device, *others = dict.fromkeys(each.device for each in tensors)
+        if others:
+            raise RuntimeError(f"{NAME}::{name}: tensors on {device} and {others[0]}")
+        if device.type not in (each.type for each in self._device_types):
+            raise RuntimeError(f"{NAME}::{name}: No backend type associated with device type {device.type}")
+        for each in tensors if device.type == "sim" else ():
+            if not each.is_contiguous() and not each.is_contiguous(memory_format=torch.channels_last):
+                raise RuntimeError(f"{NAME}::{name}: Tensors must be contiguous")
+            if each.dtype not in _TYPES:
+                raise RuntimeError(f"{NAME}::{name}: NCCL sends no tensors of type {each.dtype}")
+        return device
+
+    def _stream_on(self, device: torch.device, most: timedelta | None = None) -> torch.Stream:
+        """Return the stream of the collectives on `device`; at its first use all ranks meet, as to make a
+        communicator of NCCL.
+
+        Raises:
+            RuntimeError: Two ranks use the same device, or some take no part within `most`.
+        """
+        if device.index not in self._streams:
+            mine, opts = torch.tensor([device.index]), dist.distributed_c10d.AllgatherOptions()
+            everyone = [torch.empty_like(mine) for _ in range(self.size())]
+            if most is not None:
+                opts.timeout = most
+            try:
+                self._gloo.allgather([everyone], [mine], opts).wait()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"{NAME}: all ranks of a group must take part in its first use ({error})"
+                ) from error
+            if len({int(each) for each in everyone}) < self.size():
+                raise RuntimeError(f"{NAME}: Duplicate GPU detected: several ranks use {device}")
+            self._streams[device.index] = torch.Stream(device)
+        return self._streams[device.index]
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Sum, or another reduction, in place."""
@@ -230,8 +308,11 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         return _Message(begun[0], tensors, begun[1])
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Wait for all ranks, and for this rank's devices."""
-        torch.accelerator.synchronize()
+        """Wait for all ranks, and for this rank's current device."""
+        if opts is None or opts.device is None or opts.device.type != "cpu":
+            here = torch.accelerator.current_device_index()
+            self._stream_on(torch.device("sim", here))
+            torch.accelerator.synchronize(here)
         self._gloo.barrier().wait()
         return _Work(None, [])
 

@@ -98,7 +98,8 @@ def device_count() -> int:
 
 
 def is_available() -> bool:
-    """Return True: `start` has made the devices."""
+    """Return True: `start` has made the devices. As with CUDA, forks of the process cannot use them then."""
+    torch.ops.memtune_sim.touch()
     return True
 
 
@@ -112,7 +113,7 @@ def _lazy_init() -> None:
 
 
 def _is_in_bad_fork() -> bool:
-    return False
+    return bool(torch.ops.memtune_sim.is_forked())
 
 
 def current_device() -> int:

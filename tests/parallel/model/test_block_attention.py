@@ -92,6 +92,23 @@ def test_block_attention_outputs_have_layout_of_torch(kernel: str, monkeypatch: 
         assert attend(mine, key, value, causal=False, scale=None).out.stride() == wanted.stride()
 
 
+@pytest.mark.parametrize(("dtype", "kernel"), [(torch.bfloat16, "flash"), (torch.float32, "efficient")])
+@pytest.mark.parametrize("shared", [4, 2])
+def test_kernels_of_gpus_take_these_arguments(
+    dtype: torch.dtype, kernel: str, shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors without memory have all that torch checks of a call: names, types and sizes."""
+    monkeypatch.setattr(block_attention, "_kernel", lambda query: kernel)
+    query, key, value, gradient = (each.detach() for each in made(shared, "meta", dtype))
+    found = attend(query, key, value, causal=True, scale=None)
+    assert (found.out.shape, found.out.dtype) == (query.shape, dtype)
+    assert (found.lse.shape, found.lse.dtype) == (query.shape[:3], torch.float32)
+    gradients = attend_backward(gradient, query, key, value, found, causal=True, scale=0.5)
+    assert [(each.shape, each.dtype) for each in gradients] == [
+        (each.shape, dtype) for each in (query, key, value)
+    ]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(

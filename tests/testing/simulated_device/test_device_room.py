@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import sys
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +14,8 @@ import torch
 from support.simulated_ranks import CAPACITY_BYTES
 from torch import nn
 
+import memtune.activations.offload.compression
+import memtune.parallel.collectives.quantization  # noqa: F401  (defines torch.ops.memtune.quantise_)
 from memtune import apply
 from memtune.device import (
     Capability,
@@ -126,3 +132,44 @@ def test_bad_placement_is_one_message() -> None:
     with pytest.raises(ApplyError, match="on another device than the model's, sim:0") as caught:
         tuned.step([torch.ones(2, 4)])
     assert caught.value.code == "MT135"
+
+
+def test_triton_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, where the addresses of another one's tensors mean nothing."""
+    launched: list[int] = []
+
+    def kernel(*_: Any) -> None:
+        launched.append(torch.accelerator.current_device_index())
+
+    names = ("compress_", "decompress_", "quantise_", "dequantise_")
+    kernels = SimpleNamespace(**dict.fromkeys(names, kernel))
+    for module in ("activations.offload.compression_triton", "parallel.collectives.quantization_triton"):
+        monkeypatch.setitem(sys.modules, f"memtune.{module}", kernels)
+    monkeypatch.setattr(accelerator, "runs_triton", lambda device: True)
+    x = torch.ones(512, device=THERE)
+    packed = torch.ops.memtune.compress(x, 8, 256, 0)
+    torch.ops.memtune.decompress(packed, 512, torch.float32, 8, 256)
+    message = torch.empty(520, dtype=torch.uint8, device=THERE)
+    torch.ops.memtune.quantise_(message, x, None, [512], 8, 256, 1)
+    torch.ops.memtune.dequantise_(x, message, [512], 8, 256, 1, 1.0)
+    assert launched == [1] * 4
+    assert torch.accelerator.current_device_index() == 0
+
+
+def _use(answer: Connection) -> None:
+    torch.manual_seed(0)  # leaves the device alone
+    try:
+        torch.ones(1, device=HERE)
+    except RuntimeError as error:
+        answer.send(str(error))
+    answer.close()
+
+
+def test_forked_process_cannot_use_the_device() -> None:
+    """As with CUDA: a driver that a process has started does not work in its forks."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_use, args=(theirs,))
+    process.start()
+    assert ours.poll(30)
+    assert "in a forked process" in ours.recv()
+    process.join()

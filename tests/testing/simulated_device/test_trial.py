@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from support.zoo_paths import ZOO
 
+from memtune.autotune.predict import link_benchmark
+
 pytestmark = [pytest.mark.device, pytest.mark.slow]
 SITE = Path(__file__).parents[2] / "support" / "simulated_site"
 
@@ -33,3 +35,11 @@ def test_trial_measures_reserved_bytes(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert found["peak_reserved_bytes"] >= found["peak_allocated_bytes"] > 0
     assert found["peak_reserved_bytes"] == 8 << 20
+
+
+def test_link_between_two_devices_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank on a device of its own, with a group that sends nothing of the host."""
+    monkeypatch.setenv("PYTHONPATH", str(SITE))
+    rate, step_s = link_benchmark.measure("sim", large_bytes=1 << 12)
+    assert rate > 0
+    assert step_s > 0

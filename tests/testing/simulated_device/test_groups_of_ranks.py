@@ -1,0 +1,57 @@
+"""Four ranks in groups of two: messages and collectives of every kind in groups that NCCL would make anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.gloo import run_ranks
+from support.ranks.model_parallel_runs import SEPARATE, SIZE, rewriter
+from support.ranks.pipeline_runs import CHAIN
+from support.simulated_ranks import PARTS, differences_on_ranks
+
+from memtune.autotune.space.candidates import Candidate, Choice
+
+pytestmark = [pytest.mark.device, pytest.mark.slow]
+RANKS = 4
+EXECUTION = {"micro_batch": SIZE, "accumulate": PARTS}
+ON_SEPARATE: dict[str, dict[str, Any]] = {
+    "heads and contexts": {"sharding": {"parallel": {"kind": "head_context"}}},
+    "rotation in place": {"sharding": {"parallel": {"kind": "rtp", "degree": 2, "in_place": True}}},
+    "tensors and zero3": {
+        "sharding": {"parallel": {"kind": "tensor", "degree": 2}, "states": {"kind": "zero3"}}
+    },
+    "nodes of two": {
+        "sharding": {
+            "states": {"kind": "fsdp"},
+            "communication": {"kind": "hierarchical", "ranks_per_node": 2},
+        }
+    },
+}
+ON_CHAIN: dict[str, dict[str, Any]] = {
+    "pipeline and zero2": {
+        "sharding": {"parallel": {"kind": "pipeline", "degree": 2}, "states": {"kind": "zero2"}}
+    },
+    "pipeline of four": {"sharding": {"parallel": {"kind": "pipeline", "degree": 4}}},
+    "mobius": {
+        "sharding": {"states": {"kind": "none"}},
+        "offload": {"states": {"kind": "mobius", "stages": 4}},
+    },
+}
+
+
+def planned(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of `settings` with its plans."""
+    asked = {"execution": EXECUTION, **settings}
+    found = rewriter(path, RANKS).candidate(Choice.from_document(asked))
+    assert isinstance(found, Candidate), found
+    return {"settings": asked, "plan": {slot: plan.document() for slot, plan in found.plans.items()}}
+
+
+@pytest.mark.parametrize(("path", "cases"), [(SEPARATE, ON_SEPARATE), (CHAIN, ON_CHAIN)], ids=["layers", "stages"])
+def test_groups_of_ranks_train_as_on_the_cpu(path: Path, cases: dict[str, dict[str, Any]]) -> None:
+    configs = {name: planned(path, settings) for name, settings in cases.items()}
+    # Attention takes other kernels on an accelerator than on the CPU.
+    found = run_ranks(differences_on_ranks, RANKS, str(path), configs, 1e-5, device="sim", deadline_s=280)
+    assert found == [{name: [] for name in cases}] * RANKS
