@@ -130,15 +130,15 @@ def _matmuls(found: _Measurements, on: torch.device, tiny: bool) -> None:
     cores = 1 if on_gpu else usable_cores()
     for name, dtype in types.items():
         rates = {}
-        allowed = torch.backends.cuda.matmul.allow_tf32
+        settings = accelerator.float32_products()
         # TF32 is a mode of float32 products, not a dtype.
-        torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
+        allowed, settings.allow_tf32 = settings.allow_tf32, name == "tf32"
         try:
             for n in sizes:
                 a = torch.ones(n, n, dtype=dtype, device=on)
                 rates[n] = 2 * n**3 / _seconds(lambda a=a: a @ a, on, 0.02 if tiny else 0.3) * cores  # type: ignore[misc]
         finally:
-            torch.backends.cuda.matmul.allow_tf32 = allowed
+            settings.allow_tf32 = allowed
         how = f"square products of {', '.join(map(str, sizes))}, the best" + (
             "" if on_gpu else f"; one core × {cores}"
         )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memtune.device import accelerator
 from memtune.program import CHANNELS_FIRST, COMPLEX, UNALIGNED, Precision
 
 _PRECISIONS = {
@@ -76,7 +77,7 @@ def _uses_tf32(name: str) -> bool:
         return _is_tf32(getattr(cudnn, "conv", None), cudnn)
     if any(part in name for part in _RECURRENT):
         return _is_tf32(getattr(cudnn, "rnn", None), cudnn)
-    matmul: Any = torch.backends.cuda.matmul
+    matmul = accelerator.float32_products()
     return _is_tf32(matmul, matmul)
 
 

@@ -256,6 +256,11 @@ def runs_triton(device: torch.device) -> bool:
     return Capability.TRITON in platform_of(device).capabilities and find_spec("triton") is not None
 
 
+def float32_products() -> Any:
+    """Return torch's settings of float32 matrix products on CUDA and ROCm, TF32 among them."""
+    return torch.backends.cuda.matmul
+
+
 def get_rng_state(device: torch.device) -> Tensor:
     """Return the state of the generator of `device`, an accelerator: uint8 on the host."""
     state: Tensor = module_of(device).get_rng_state(device)

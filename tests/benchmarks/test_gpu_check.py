@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = (ROOT / ".ci" / "gpu-check").read_text()
@@ -25,3 +27,17 @@ def test_gpu_check_benchmarks_can_be_imported(program: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "--device" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would run all checks")
+def test_gpu_check_without_a_gpu_is_one_message() -> None:
+    done = subprocess.run(
+        [ROOT / ".ci" / "gpu-check", "cuda"],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 3
+    assert f"torch of {sys.executable} sees no GPU: {torch.__version__}" in done.stderr
+    assert "nvidia-smi" in done.stderr

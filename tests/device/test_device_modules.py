@@ -1,5 +1,6 @@
-"""Torch's modules of devices have the functions that are called on a GPU, with these arguments: a build for the
-CPU has them too, and no driver is needed to hold a call against a signature.
+"""Torch's modules of devices have the functions that are called on a GPU, with these arguments.
+
+A build for the CPU has them too, and no driver is needed to hold a call against a signature.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from memtune.device import streams
 from memtune.runtime import transfer
 
 
@@ -13,10 +14,12 @@ class DelayedEvent:
     does.
     """
 
+    device = torch.device("cpu")
+
     def __init__(self, host: torch.Tensor, arrives: torch.Tensor) -> None:
         self._host, self._arrives, self._passed = host, arrives, False
 
-    def wait(self) -> None:
+    def wait(self, stream: object) -> None:
         """Make a stream wait; the host continues."""
 
     def query(self) -> bool:
@@ -31,6 +34,7 @@ class DelayedEvent:
 @pytest.fixture
 def delayed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "Event", DelayedEvent)
+    monkeypatch.setattr(streams, "current", lambda device: None)
     monkeypatch.setattr(transfer, "_pending", {})  # hides copies of other tests
 
 

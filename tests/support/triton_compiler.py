@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 
-def compiled(kernel: Any, architecture: int, types: dict[str, str], constants: dict[str, Any]) -> dict[str, Any]:
+def compiled(
+    kernel: Any, architecture: int, types: dict[str, str], constants: dict[str, Any]
+) -> dict[str, Any]:
     """Return what Triton makes of `kernel` for an NVIDIA GPU: `ptx` and `cubin` among it.
 
     Args:

@@ -52,7 +52,8 @@ class MultiplexedStages:
         store: Loads and frees the blocks' parameters.
         layout: The stages and their ranks.
         run: Decides which blocks run.
-        group: All ranks, with a backend that sends host memory.
+        world: All ranks, with a backend that sends what is on the device.
+        group: The same, with a backend that sends host memory.
         tied: The ranks of first and last stage, if they are two and share a weight; otherwise None.
         shared: Names of such weights.
         boundaries: Tier of a stage's arguments until its backward.
@@ -64,6 +65,7 @@ class MultiplexedStages:
         store: PackOffloader,
         layout: StageLayout,
         run: Run,
+        world: dist.ProcessGroup,
         group: dist.ProcessGroup,
         tied: dist.ProcessGroup | None,
         shared: frozenset[str],
@@ -71,7 +73,7 @@ class MultiplexedStages:
     ) -> None:
         self._context, self._store, self._layout, self._run = context, store, layout, run
         self._tied, self._shared = tied, [p for name, p in context.model.named_parameters() if name in shared]
-        self.rotation = MicroBatchRotation(group)
+        self.rotation = MicroBatchRotation(world)
         self._rank, self._last = context.placement.rank, len(layout.stages) - 1
         self._messages = HostMessages(group, self._sent)
         self._group, self._waits_on_host = group, boundaries == "host"
@@ -311,7 +313,7 @@ def apply_multiplexed_stages(
     group = world if context.device.type == "cpu" else dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     stages = MultiplexedStages(
-        context, store, layout, run, group, tied if rank in ends else None, shared, boundaries
+        context, store, layout, run, world, group, tied if rank in ends else None, shared, boundaries
     )
     context.loop.pipeline, context.loop.rotation = stages, stages.rotation
     context.checks["offload.states"] = lambda: (

@@ -5,8 +5,8 @@ The host runs a collective when it is issued; only its place in the order is tha
 
 NCCL refuses more than gloo, and so does this backend:
 
-1. A group that was made for devices alone sends no tensor of the host; objects and barriers then go through the
-  current device.
+1. A group that was made for devices alone sends no tensor of the host; objects and barriers then go through
+  the current device.
 2. All ranks of a group must take part in its first use on a device, and each rank needs a device of its own.
 3. Tensors are contiguous and of a type that NCCL knows, and those of a call are on one device.
 """
@@ -24,6 +24,7 @@ from torch import Tensor
 
 NAME = "simulated"
 _Group: Any = dist.ProcessGroup  # its stub has overloads that are never called on a subclass
+_c10d: Any = dist.distributed_c10d  # private
 _TYPES = frozenset(
     {
         *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
@@ -101,8 +102,8 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Return the types of devices whose tensors it sends; torch asks where to put objects and barriers."""
-        config = dist.distributed_c10d._world.pg_backend_config.get(self, "")
+        """Return the types of devices whose tensors it sends; torch asks where to put objects."""
+        config = _c10d._world.pg_backend_config.get(self, "")
         host = [torch.device("cpu")] if _sends_host and "cpu:" in config else []
         return [*host, torch.device("sim")]
 
@@ -176,7 +177,7 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
             RuntimeError: Two ranks use the same device, or some take no part within `most`.
         """
         if device.index not in self._streams:
-            mine, opts = torch.tensor([device.index]), dist.distributed_c10d.AllgatherOptions()
+            mine, opts = torch.tensor([device.index]), _c10d.AllgatherOptions()
             everyone = [torch.empty_like(mine) for _ in range(self.size())]
             if most is not None:
                 opts.timeout = most

@@ -449,8 +449,8 @@ def test_translated_live_bytes_equal_real_cuda_run(
     tmp_path: Path, device: str, dtype: str, drop: float
 ) -> None:
     """Op by op: what torch says is allocated on the device against the translated step."""
-    if device != "cuda":
-        pytest.skip("compares with CUDA's own allocator")
+    if device == "cpu":
+        pytest.skip("compares with the allocator of an accelerator")
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -458,7 +458,7 @@ def test_translated_live_bytes_equal_real_cuda_run(
     from memtune.runtime.training_step import train_step
 
     plain = recorded(tmp_path, cuda=False, dtype=dtype, drop=drop)
-    ours = translate(plain, detect("cuda")).at(4)
+    ours, module = translate(plain, detect(device)).at(4), torch.get_device_module(device)
     rounded = ours.with_storages(
         bytes=-(-np.where(ours.storages.kind == Kind.WORKSPACE, 0, ours.storages.bytes) // 512) * 512
     )
@@ -474,11 +474,11 @@ def test_translated_live_bytes_equal_real_cuda_run(
     batches = [workload.make_batch(4)]
     for _ in range(2):
         train_step(model, optimizer, workload.loss, batches, torch.device(device))
-    workspaces = torch.cuda.memory_allocated() - sum(
+    workspaces = module.memory_allocated() - sum(
         -(-each.untyped_storage().nbytes() // 512) * 512
         for each in [
             *model.parameters(),
-            *(t for state in optimizer.state.values() for t in state.values() if t.is_cuda),
+            *(t for state in optimizer.state.values() for t in state.values() if t.device.type == device),
         ]
     )
     got: list[tuple[str, int]] = []
@@ -486,7 +486,7 @@ def test_translated_live_bytes_equal_real_cuda_run(
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             out = func(*args, **(kwargs or {}))
-            got.append((str(func), torch.cuda.memory_allocated() - workspaces))
+            got.append((str(func), module.memory_allocated() - workspaces))
             return out
 
     with Watch():
@@ -495,6 +495,9 @@ def test_translated_live_bytes_equal_real_cuda_run(
         None, [a for a, _ in want], [b for b, _ in got], autojunk=False
     ).get_matching_blocks()
     pairs = [(want[m.a + i], got[m.b + i]) for m in matches for i in range(m.size)]
+    assert len(pairs) > 0.5 * len(want)
+    if device != "cuda":
+        return  # a rehearsal: there is no table for this device
     assert len(pairs) >= 0.95 * len(want), sorted({a for a, _ in want} - {b for b, _ in got})
     off = [(a[0], a[1] - b[1]) for a, b in pairs if abs(a[1] - b[1]) > max(4096, 0.01 * b[1])]
     assert not off, off[:10]

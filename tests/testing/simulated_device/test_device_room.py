@@ -157,7 +157,7 @@ def test_triton_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch:
 
 
 def _use(answer: Connection) -> None:
-    torch.manual_seed(0)  # leaves the device alone
+    torch.manual_seed(0)  # does not touch the device
     try:
         torch.ones(1, device=HERE)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Four ranks in groups of two: messages and collectives of every kind in groups that NCCL would make anew."""
+"""Four ranks in groups of two: all kinds of messages and collectives, and first uses of groups."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ ON_SEPARATE: dict[str, dict[str, Any]] = {
     "tensors and zero3": {
         "sharding": {"parallel": {"kind": "tensor", "degree": 2}, "states": {"kind": "zero3"}}
     },
+    "stages with a tied weight": {"sharding": {"parallel": {"kind": "pipeline", "degree": 2}}},
     "nodes of two": {
         "sharding": {
             "states": {"kind": "fsdp"},
@@ -49,7 +50,9 @@ def planned(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     return {"settings": asked, "plan": {slot: plan.document() for slot, plan in found.plans.items()}}
 
 
-@pytest.mark.parametrize(("path", "cases"), [(SEPARATE, ON_SEPARATE), (CHAIN, ON_CHAIN)], ids=["layers", "stages"])
+@pytest.mark.parametrize(
+    ("path", "cases"), [(SEPARATE, ON_SEPARATE), (CHAIN, ON_CHAIN)], ids=["layers", "stages"]
+)
 def test_groups_of_ranks_train_as_on_the_cpu(path: Path, cases: dict[str, dict[str, Any]]) -> None:
     configs = {name: planned(path, settings) for name, settings in cases.items()}
     # Attention takes other kernels on an accelerator than on the CPU.
