@@ -13,12 +13,13 @@ import math
 import os
 import sqlite3
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.exceptions import ExperimentalWarning
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import event
@@ -92,7 +93,6 @@ class Sampler:
                 storage=storage, sampler=tpe, study_name="memtune", direction="minimize", load_if_exists=True
             )
             self._storage = storage
-            self._withdraw_enqueued()
             self._optuna = {
                 _number(each): each.number
                 for each in self._study.get_trials(deepcopy=False)
@@ -101,14 +101,6 @@ class Sampler:
             """Optuna's number by number. A pruned suggestion gives its number back: those that run have no
             holes.
             """
-
-    def _withdraw_enqueued(self) -> None:
-        """Prune trials that a process enqueued and did not start before it died.
-
-        `ask` would start them instead of what is asked for, and they cannot fail.
-        """
-        for each in self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-            self._storage.set_trial_state_values(each._trial_id, TrialState.PRUNED)
 
     def ask(
         self, choice: Choice | None = None, *, role: str = "search", name: str = ""
@@ -119,27 +111,46 @@ class Sampler:
             Its number, and the choice.
         """
         with self._storage_errors():
-            parameters = self._parameters(choice) if choice is not None else {}
-            # Enqueued, so that the sampler learns from choices that it did not suggest.
-            if parameters:
-                self._study.enqueue_trial(parameters)
+            number = self._next_number()
+            if choice is not None:
+                self._start(number, choice, role=role, name=name)
+                return number, choice
             trial = self._study.ask()
-            asked, number = choice, self._next_number()
             self._optuna[number] = trial.number
             trial.set_user_attr("number", number)
-            if choice is None or parameters:
-                suggested = self._suggest(trial)
-                asked = suggested if choice is None else choice
-            if asked is not None:
-                self._note(trial, role=role, name=name, settings=asked.dump())
-            return number, asked
+            suggested = self._suggest(trial.suggest_categorical)
+            if suggested is not None:
+                self._note(trial._trial_id, role=role, name=name, settings=suggested.dump())
+            return number, suggested
+
+    def _start(self, number: int, choice: Choice, **notes: Any) -> None:
+        """Store a running trial of `choice` with its parameters, so that the sampler learns from it.
+
+        In one transaction, and without a suggestion that nobody asked for.
+        """
+        given, distributions = self._parameters(choice), dict[str, BaseDistribution]()
+
+        def pick(name: str, choices: Sequence[Any]) -> Any:
+            distributions[name] = CategoricalDistribution(choices)
+            return given[name]
+
+        if given:
+            self._suggest(pick)
+        template = optuna.trial.create_trial(
+            state=TrialState.RUNNING,
+            params={name: given[name] for name in distributions},
+            distributions=distributions,
+            user_attrs=_noted({"number": number, "settings": choice.dump(), **notes}),
+        )
+        trial_id = self._study._storage.create_new_trial(self._study._study_id, template)
+        self._optuna[number] = self._study._storage.get_trial_number_from_id(trial_id)
 
     def tell(self, number: int, result: TrialResult, value: float | None, over_bytes: float = 0.0) -> None:
         """Report a trial's result: `value` None without a measurement, `over_bytes` beyond the budget."""
         with self._storage_errors():
-            trial = self._trial(number)
-            self._note(trial, result=result.model_dump(mode="json"))
-            trial.set_constraint("over_bytes", over_bytes)
+            trial_id = self._trial_id(number)
+            self._note(trial_id, result=result.model_dump(mode="json"))
+            optuna.Trial(self._study, trial_id).set_constraint("over_bytes", over_bytes)
             # A crash says nothing about the settings; running out of memory does, and is not a failure here.
             if value is None and not over_bytes:
                 self._study.tell(self._optuna[number], state=TrialState.FAIL)
@@ -149,13 +160,13 @@ class Sampler:
     def prune(self, number: int, reason: str) -> None:
         """Mark a trial as not worth running, with the reason; the next one has its number."""
         with self._storage_errors():
-            self._note(self._trial(number), reason=reason)
+            self._note(self._trial_id(number), reason=reason)
             self._study.tell(self._optuna.pop(number), state=TrialState.PRUNED)
 
     def fail(self, number: int, reason: str) -> None:
         """Mark a started trial without a result: the search ended or its process died."""
         with self._storage_errors():
-            self._note(self._trial(number), reason=reason)
+            self._note(self._trial_id(number), reason=reason)
             self._study.tell(self._optuna[number], state=TrialState.FAIL)
 
     def skip(self) -> int:
@@ -193,13 +204,14 @@ class Sampler:
     def _next_number(self) -> int:
         return max(self._optuna, default=-1) + 1
 
-    def _trial(self, number: int) -> optuna.Trial:
-        stored = self._study.get_trials(deepcopy=False)[self._optuna[number]]
-        return optuna.Trial(self._study, stored._trial_id)
+    def _trial_id(self, number: int) -> int:
+        return self._study._storage.get_trial_id_from_study_id_trial_number(
+            self._study._study_id, self._optuna[number]
+        )
 
-    def _note(self, trial: optuna.Trial, **attributes: Any) -> None:
-        for key, value in attributes.items():
-            trial.set_user_attr(key, json.dumps(value) if isinstance(value, dict) else value)
+    def _note(self, trial_id: int, **attributes: Any) -> None:
+        for key, value in _noted(attributes).items():
+            self._study._storage.set_trial_user_attr(trial_id, key, value)
 
     def _parameters(self, choice: Choice) -> dict[str, Any]:
         """Return `choice` as Optuna parameters.
@@ -212,22 +224,23 @@ class Sampler:
             return {}
         return {name: _plain(value) for name, value in self._space.parameters(choice).items()}
 
-    def _suggest(self, trial: optuna.Trial) -> Choice | None:
+    def _suggest(self, pick: Callable[[str, Sequence[Any]], Any]) -> Choice | None:
+        """Return the choice of what `pick` returns among the values of each parameter, by its name."""
         sizes = [each.micro_batch for each in self._space.executions]
-        size = trial.suggest_categorical("micro_batch", sizes)
+        size = pick("micro_batch", sizes)
         techniques: dict[str, Technique] = {}
         for slot, among in self._space.slots.items():
-            kind = trial.suggest_categorical(slot, list(dict.fromkeys(each.kind for each in among)))
+            kind = str(pick(slot, list(dict.fromkeys(each.kind for each in among))))
             values = []
-            for knob, choices in knob_values(among, str(kind)).items():
-                values.append(
-                    choices[0] if len(choices) == 1 else _pick(trial, f"{slot}.{kind}.{knob}", choices)
-                )
-            found = self._by_value[slot].get((str(kind), *values))
+            for knob, choices in knob_values(among, kind).items():
+                plain = [_plain(value) for value in choices]
+                chosen = pick(f"{slot}.{kind}.{knob}", plain) if len(plain) > 1 else plain[0]
+                values.append(choices[plain.index(chosen)])
+            found = self._by_value[slot].get((kind, *values))
             if found is None:
                 return None
             techniques[slot] = found
-        return Choice.of(self._space.executions[sizes.index(int(str(size)))], techniques)
+        return Choice.of(self._space.executions[sizes.index(size)], techniques)
 
     def _storage_errors(self) -> _StorageErrors:
         return _StorageErrors(self._path)
@@ -242,9 +255,9 @@ def _without_fsync(connection: sqlite3.Connection, _: object) -> None:
     connection.execute("PRAGMA synchronous = OFF")
 
 
-def _pick(trial: optuna.Trial, name: str, choices: tuple[Any, ...]) -> Any:
-    plain = [_plain(value) for value in choices]
-    return choices[plain.index(trial.suggest_categorical(name, plain))]
+def _noted(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return attributes of a trial as they are stored: documents as JSON text."""
+    return {key: json.dumps(value) if isinstance(value, dict) else value for key, value in attributes.items()}
 
 
 def _plain(value: Any) -> Any:

@@ -159,24 +159,24 @@ class StepTimeModel:
         ran = Counter(kind for each in kinds_of for kind in each)
         is_new = np.array([any(ran[kind] == 1 for kind in each) for each in kinds_of], bool)
         slower = _SLOWER if self.are_trials else 0.0
-        fits = {
-            scales: _fitted(
-                seen,
-                target,
-                noise,
-                slower * features.expected_sd(*scales),
-                features.variance(*scales),
-                slowed,
-                is_new,
-            )
-            for scales in itertools.product(_MECHANISM_SCALES, _TECHNIQUE_SCALES)
-        }
-        log_chance = np.array([fit.log_evidence + _log_prior(scales) for scales, fit in fits.items()])
+        grid = list(itertools.product(_MECHANISM_SCALES, _TECHNIQUE_SCALES))
+        fits = _fitted(
+            seen,
+            target,
+            noise,
+            slower * np.array([features.expected_sd(*scales) for scales in grid]),
+            np.array([features.variance(*scales) for scales in grid]),
+            slowed,
+            is_new,
+        )
+        log_chance = np.array(
+            [fit.log_evidence + _log_prior(scales) for scales, fit in zip(grid, fits, strict=True)]
+        )
         chance = np.exp(log_chance - log_chance.max())
         # Most scales of the grid weigh nothing, and each costs products with the slopes of all candidates.
         likely = chance >= _UNLIKELY
         weight = chance[likely] / chance[likely].sum()
-        found = itertools.compress(fits.items(), likely)
+        found = itertools.compress(zip(grid, fits, strict=True), likely)
         return [(float(each), *fitted) for each, fitted in zip(weight, found, strict=True)]
 
     def _once(self) -> list[Observed]:
@@ -275,51 +275,60 @@ def _fitted(
     prior: F64,
     slowed: F64,
     is_new: npt.NDArray[np.bool_],
-) -> _Fit:
-    """Return the posterior of all logarithms around its mode, and the evidence (Laplace).
+) -> list[_Fit]:
+    """Return the posterior of all logarithms around its mode, and the evidence (Laplace), for each scale.
+
+    All scales at once: trials are few, so that one at a time would spend its time in Python.
 
     Args:
         seen: Features of the trials.
         target: (trials,) logarithms of measured over predicted step times.
         noise: (trials,) variances of their errors.
-        mean: (columns,) of the prior.
-        prior: (columns,) variances of the prior.
+        mean: (scales, columns) of the prior.
+        prior: (scales, columns) variances of the prior.
         slowed: (trials,) prior probabilities that other work slowed them down.
         is_new: (trials,) whether a trial has a technique that no other has.
     """
-    mode, doubt = mean, np.zeros(len(target))
+    mode, doubt = mean, np.zeros((len(mean), len(target)))
     if not len(target):
         # No trial: the prior itself.
-        none = np.zeros((len(prior), 0))
-        return _Fit(mode, prior, none, none, 0.0, doubt)
+        none = np.zeros((prior.shape[1], 0))
+        return [_Fit(*each, none, none, 0.0, np.zeros(0)) for each in zip(mode, prior, strict=True)]
     for _ in range(_ITERATIONS):
         slope = seen.slope(mode)
         # Linearised at the mode (Gauss-Newton).
-        rest = target - seen.value(mode) + slope @ (mode - mean)
+        rest = target - seen.value(mode) + _product(slope, mode - mean)
         # In the space of trials: they are few, the factors many.
-        shared = prior[:, None] * slope.T
+        shared = prior[:, :, None] * slope.swapaxes(1, 2)
         error: F64 = 1 / ((1 - doubt) / noise + doubt / (noise + _MUCH_SLOWER_SD**2))
-        between: F64 = np.linalg.inv(slope @ shared + np.diag(error)).astype(np.float64)
-        gain = shared @ between
-        mode = mean + gain @ rest
+        own = error[:, :, None] * np.eye(len(target))
+        between: F64 = np.linalg.inv(slope @ shared + own).astype(np.float64)
+        mode = mean + _product(shared, _product(between, rest))
         used, doubt = doubt, _doubt(between, rest, error, noise, slowed, is_new)
     _, log_det = np.linalg.slogdet(between)
-    log_evidence = 0.5 * float(log_det - rest @ between @ rest) + _log_chance(used, error, noise, slowed)
-    return _Fit(mode, prior, gain, shared, log_evidence, doubt)
+    log_evidence = 0.5 * (log_det - (rest * _product(between, rest)).sum(axis=1))
+    log_evidence += _log_chance(used, error, noise, slowed)
+    return list(map(_Fit, mode, prior, shared @ between, shared, log_evidence.tolist(), doubt))
+
+
+def _product(matrices: F64, vectors: F64) -> F64:
+    found: F64 = (matrices @ vectors[:, :, None])[:, :, 0]
+    return found
 
 
 def _doubt(
     between: F64, rest: F64, error: F64, noise: F64, slowed: F64, is_new: npt.NDArray[np.bool_]
 ) -> F64:
-    """Return (trials,) probabilities that other work slowed a trial down, given all other trials."""
+    """Return (scales, trials) probabilities that other work slowed a trial down, given all other trials."""
     # Mean and variance that the others predict of each one (Rasmussen, Williams 2006, equation 5.12).
-    precision = np.diag(between)
-    excess = between @ rest / precision
+    precision = np.diagonal(between, axis1=1, axis2=2)
+    excess = _product(between, rest) / precision
     variance = (1 / precision - error).clip(0.0) + noise
     surprising = _SURPRISING * is_new
     steady = (1 - surprising) * _density(excess, variance)
-    steady += surprising * _longer(excess, variance + _MUCH_SLOWER_SD**2)
-    longer = slowed * _longer(excess, variance + _MUCH_SLOWER_SD**2)
+    much_slower = _longer(excess, variance + _MUCH_SLOWER_SD**2)
+    steady += surprising * much_slower
+    longer = slowed * much_slower
     found: F64 = longer / ((1 - slowed) * steady + longer).clip(np.finfo(np.float64).tiny)
     return found
 
@@ -335,8 +344,8 @@ def _density(at: F64, variance: F64) -> F64:
     return found
 
 
-def _log_chance(doubt: F64, error: F64, noise: F64, slowed: F64) -> float:
-    """Return by how much the variational bound of the evidence differs from that of errors of `error`."""
+def _log_chance(doubt: F64, error: F64, noise: F64, slowed: F64) -> F64:
+    """Return (scales,) differences of the evidence's variational bound from that of errors of `error`."""
     with np.errstate(divide="ignore", invalid="ignore"):
         parts = [
             part * (np.log(chance / part) - 0.5 * np.log(variance))
@@ -345,7 +354,8 @@ def _log_chance(doubt: F64, error: F64, noise: F64, slowed: F64) -> float:
                 (doubt, slowed, noise + _MUCH_SLOWER_SD**2),
             )
         ]
-    return float(np.nansum(parts) + 0.5 * np.log(error).sum())
+    found: F64 = np.nansum(parts, axis=(0, 2)) + 0.5 * np.log(error).sum(axis=1)
+    return found
 
 
 @dataclass(frozen=True)
@@ -366,22 +376,24 @@ class _Matrix:
 
     def _seconds(self, mode: F64) -> tuple[F64, F64]:
         # Logarithms of factors add up, so a factor is positive and twice is as far from 1 as half.
-        slower = self.shares * np.exp(mode[self.uses].sum(axis=2))
-        whole = np.maximum(1 - self.shares.sum(axis=1) + slower.sum(axis=1), _LEAST)
+        slower = self.shares * np.exp(mode[..., self.uses].sum(axis=-1))
+        whole = np.maximum(1 - self.shares.sum(axis=1) + slower.sum(axis=-1), _LEAST)
         return slower, whole
 
     def value(self, mode: F64) -> F64:
-        """Return (n,) logarithms of the step's factor."""
-        found: F64 = self.linear @ mode + np.log(self._seconds(mode)[1])
+        """Return logarithms of the step's factor: (n,) for (columns,), (m, n) for (m, columns)."""
+        found: F64 = mode @ self.linear.T + np.log(self._seconds(mode)[1])
         return found
 
     def slope(self, mode: F64) -> F64:
-        """Return (n, columns) derivatives of `value`."""
+        """Return derivatives of `value`: (n, columns) for (columns,), (m, n, columns) for (m, columns)."""
         slower, whole = self._seconds(mode)
-        n, columns = self.linear.shape
-        at = (np.arange(n)[:, None, None] * columns + self.uses).ravel()
-        share = np.broadcast_to((slower / whole[:, None])[:, :, None], self.uses.shape).ravel()
-        found: F64 = self.linear + np.bincount(at, share, n * columns).reshape(n, columns)
+        shape, columns = whole.shape, mode.shape[-1]
+        rows = np.arange(whole.size).reshape(shape)
+        at = rows[..., None, None] * columns + self.uses
+        share = np.broadcast_to((slower / whole[..., None])[..., None], at.shape)
+        added = np.bincount(at.ravel(), share.ravel(), whole.size * columns)
+        found: F64 = self.linear + added.reshape(*shape, columns)
         return found
 
 

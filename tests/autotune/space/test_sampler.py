@@ -80,25 +80,13 @@ def test_sampler_suggestions_repeat_by_seed(space: Space, tmp_path: Path):
 
 def test_sampler_keeps_trial_of_dead_process_running(space: Space, tmp_path: Path):
     sampler = Sampler(tmp_path / "s.db", space, 0)
-    sampler.ask(next(iter(space)))
-    (left,) = Sampler(tmp_path / "s.db", space, 0).trials()
-    assert left.outcome == "running"
-    assert left.settings is not None
-
-
-def test_sampler_withdraws_what_a_dead_process_enqueued(space: Space, tmp_path: Path):
-    """Killed between Optuna's two calls: a waiting trial cannot fail, and would run instead of another."""
-    first, second = list(space)[7], list(space)[8]
-    sampler = Sampler(tmp_path / "s.db", space, 0)
-    sampler._study.enqueue_trial(sampler._parameters(first))
-    sampler.close()
+    choice = list(space)[7]
+    assert sampler.ask(choice, role="baseline") == (0, choice)
     again = Sampler(tmp_path / "s.db", space, 0)
-    assert [each.outcome for each in again.trials()] == ["pruned"]
-    number, choice = again.ask(second)
-    assert (number, choice) == (0, second)
-    again.tell(number, ok(number), 1.0)
-    kept = again._study.get_trials()[-1]
-    assert kept.params == again._parameters(second)
+    (left,) = again.trials()
+    assert (left.number, left.outcome, left.role, left.settings) == (0, "running", "baseline", choice.dump())
+    (kept,) = again._study.get_trials()
+    assert kept.params == again._parameters(choice)
 
 
 def test_sampler_stores_failed_trials_with_reason(space: Space, tmp_path: Path):
