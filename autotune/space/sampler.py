@@ -126,7 +126,7 @@ class Sampler:
     def _start(self, number: int, choice: Choice, **notes: Any) -> None:
         """Store a running trial of `choice` with its parameters, so that the sampler learns from it.
 
-        In one transaction, and without a suggestion that nobody asked for.
+        One transaction; the sampler draws nothing.
         """
         given, distributions = self._parameters(choice), dict[str, BaseDistribution]()
 
