@@ -6,19 +6,14 @@ passes read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 Averages = Literal["none", "experts", "blocks", "all"]
 Calls = Literal["plain", "grad_hooks", "block_hooks", "expert_hooks", "parts", "schedule"]
 Moves = Literal["none", "block", "chunk", "page", "tile", "expert"]
-Activations = Literal["none", "uniform", "stage", "block", "tensor", "graph"]
+Activations = Literal["none", "uniform", "stage", "block", "model", "tensor", "graph"]
 Shards = Literal["none", "replicas", "optimizer", "gradients", "parameters", "nested"]
-Span = tuple[int, int]
-"""First block, and the one after the last."""
-Packing = Callable[[Any, int], tuple[Span, ...]]
-"""Function from the technique's plan and the number of blocks to the packs."""
 
 DISPATCH_MODE = "it observes ops through a dispatch mode, which compiled code bypasses"
 SCHEDULE = "a recorded schedule replaces the model's code, compiled or not"
@@ -45,10 +40,8 @@ class Effects:
     graph. `schedule`: a schedule runs forward and backward of the model, or of each block, instead of the
     model's code.
     """
-    packs: Packing | None = None
-    """Function that returns the packs which run backward, in forward order; None unless it runs
-    layer-major.
-    """
+    layer_major: bool = False
+    """True if packs of blocks run one after the other, each over all micro-batches."""
     moves: Moves = "none"
     """Unit in which parameters are offloaded and reloaded during a step."""
     parameters_on: Literal["device", "host", "ssd"] = "device"
@@ -59,7 +52,8 @@ class Effects:
     """Scope in which it decides which activations are kept, recomputed or offloaded.
 
     `uniform`: one rule for all blocks of a rank; `stage`: per pipeline stage; `block`: block by block over
-    the whole model; `tensor`: tensor by tensor; `graph`: in compiled graphs.
+    the whole model; `model`: within one budget of the whole model; `tensor`: tensor by tensor; `graph`: in
+    compiled graphs.
     """
 
     shards: Shards = "none"
@@ -93,11 +87,6 @@ class Effects:
     """True if a run resumes from its last step on SSD; both copies exist until the first step of the
     new run.
     """
-
-    @property
-    def layer_major(self) -> bool:
-        """True if packs of blocks run one after the other, each over all micro-batches."""
-        return self.packs is not None
 
     @property
     def follows_calls(self) -> bool:

@@ -168,9 +168,20 @@ def _for_all_blocks(effects: Effects) -> bool:
     return effects.activations not in ("uniform", "stage")
 
 
+def _planned_for_a_step(effects: Effects) -> bool:
+    """Return True if its decisions hold only where all blocks run forward, then backward."""
+    return effects.calls == "schedule" or effects.activations in ("model", "tensor", "graph")
+
+
+def _one_schedule(effects: Effects) -> bool:
+    """Return True if one schedule runs the ops of all blocks."""
+    return effects.calls == "schedule" and effects.activations == "model"
+
+
 _STAGED = "{slot}: {kind} does not work on the stages of a pipeline"
 _FOR_ALL_BLOCKS = "{slot}: {kind} is planned for a rank that has all blocks"
 _SCHEDULED = "a frozen schedule runs the model without {slot}: {kind}"
+_NOT_IN_PACKS = "plans of activations do not hold for packs, which run one after the other"
 _OTHER_UPDATE = "offload: {{states: {{kind: optimizer_cpu}}}} with trigger: end_of_step"
 
 RULES = (
@@ -270,13 +281,49 @@ RULES = (
         only=_not_gathered,
         code="MT364",
     ),
+    # One schedule of the whole model
+    Rule(
+        "recompute",
+        _one_schedule,
+        "sharding.states",
+        _any,
+        "one schedule runs ops of all blocks, and {kind} unshards a block's parameters for its own calls"
+        " only",
+        "recompute: {{kind: planned}}, or sharding.states: {{kind: zero1}}",
+        only=is_gathered,
+    ),
+    Rule(
+        "recompute",
+        _one_schedule,
+        "offload.states",
+        lambda e: e.follows_calls,
+        "one schedule runs ops of all blocks, and {kind} moves a block's parameters or gradients at its own"
+        " calls only",
+        "recompute: {{kind: planned}}, or offload.states: {{kind: optimizer_cpu}}",
+    ),
+    Rule(
+        "recompute",
+        _one_schedule,
+        "offload.activations",
+        _any,
+        "one schedule runs ops of all blocks, and {kind} moves what each block keeps",
+        "recompute: {{kind: planned}}, or offload.activations: {{kind: none}}",
+    ),
     # Packs of blocks, layer-major
+    Rule(
+        "recompute",
+        _planned_for_a_step,
+        "offload.states",
+        lambda e: e.layer_major,
+        _NOT_IN_PACKS,
+        "recompute: {{kind: full}}, selective or every_nth",
+    ),
     Rule(
         "offload.states",
         lambda e: e.layer_major,
         "recompute",
-        lambda e: e.activations in ("tensor", "graph"),
-        "plans of activations do not hold for packs, which run one after the other",
+        _planned_for_a_step,
+        _NOT_IN_PACKS,
         "recompute: {{kind: full}}, selective or every_nth",
     ),
     Rule(

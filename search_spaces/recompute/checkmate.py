@@ -14,25 +14,16 @@ from memtune.errors import ApplyError
 from memtune.program import Program
 from memtune.runtime import Context
 from memtune.search_spaces._plan_fields import Bytes
-from memtune.search_spaces._support import needs_calls_of_blocks
 from memtune.search_spaces.recompute._schedule_planner import (
-    SCHEDULED,
-    BlockSchedules,
-    BudgetBlocksPlan,
+    MODEL_SCHEDULED,
     CheckmateSchedule,
-    ExactSource,
     SchedulePlan,
-    cannot_schedule_blocks,
     cannot_schedule_model,
-    install_blocks,
     install_schedule,
     needs_own_budget,
     placement_of,
-    rewrite_by_block_schedules,
     rewrite_by_schedule,
     schedule_for,
-    solve_block_schedules,
-    to_block_plan,
 )
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_budget, format_bytes
@@ -63,7 +54,7 @@ class Checkmate(Technique):
 
     kind: Literal["checkmate"] = "checkmate"
     slot: ClassVar[str] = "recompute"
-    plan_types: ClassVar[tuple[type[Plan], ...]] = (CheckmatePlan, BudgetBlocksPlan)
+    plan_types: ClassVar[tuple[type[Plan], ...]] = (CheckmatePlan,)
     title: ClassVar[str] = "Recompute by an integer program over all ops"
     source: ClassVar[str] = (
         "Jain et al. 2020, Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization, MLSys"
@@ -71,7 +62,7 @@ class Checkmate(Technique):
     paper: ClassVar[str] = "Checkmate"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
     by_budget: ClassVar[bool] = True
-    effects: ClassVar[Effects] = SCHEDULED
+    effects: ClassVar[Effects] = MODEL_SCHEDULED
 
     budget_bytes: Annotated[int, Field(gt=0)] | None = None
     """Largest peak allowed; less frees more and recomputes more. Default: all the memory that the target
@@ -93,11 +84,7 @@ class Checkmate(Technique):
         """Refuse a budget that plain training meets or no schedule meets, and models with
         data-dependent ops.
         """
-        by_blocks = needs_calls_of_blocks(target)
-        reason = (
-            cannot_schedule_blocks(program, target) if by_blocks else cannot_schedule_model(program, target)
-        )
-        if reason is not None:
+        if (reason := cannot_schedule_model(program, target)) is not None:
             return reason
         if self.budget_bytes is not None and self.share is not None:
             return refusals.two_budgets()
@@ -112,9 +99,9 @@ class Checkmate(Technique):
             return reason
         if self.share is None and budget is not None:
             place = placement_of(program, target)
-            if (place.plain_live_bytes if by_blocks else place.plain_bytes) <= budget:
+            if place.plain_bytes <= budget:
                 return refusals.fits_already("recompute: {kind: none}")
-            if not by_blocks and (reason := place.below(budget)) is not None:
+            if (reason := place.below(budget)) is not None:
                 return reason
         found = self._found(program, target)
         if isinstance(found, str):
@@ -129,17 +116,13 @@ class Checkmate(Technique):
             return refusals.nothing_worth_recompute()
         return None
 
-    def plan(self, program: Program, target: Target) -> CheckmatePlan | BudgetBlocksPlan:
-        """Return the order of ops, repeated ones included, and of frees, for the model or each block, with
-        peak and time.
-        """
+    def plan(self, program: Program, target: Target) -> CheckmatePlan:
+        """Return the order of ops, repeated ones included, and of frees, with peak and time."""
         if self.share is None and (self.budget_bytes or target.budget_bytes) is None:
             raise refusals.no_budget_to_plan("checkmate")
         found = self._found(program, target)
         if isinstance(found, str):
             raise ApplyError(f"recompute: {{kind: checkmate}} finds nothing to plan: {found}.", code="MT316")
-        if isinstance(found, BlockSchedules):
-            return to_block_plan(found)
         return CheckmatePlan(
             schedule=found.schedule,
             peak_bytes=found.peak_bytes,
@@ -147,17 +130,12 @@ class Checkmate(Technique):
             recompute_s=round(found.recompute_s, 9),
         )
 
-    def rewrite(self, program: Program, plan: CheckmatePlan | BudgetBlocksPlan, target: Target) -> Program:
+    def rewrite(self, program: Program, plan: CheckmatePlan, target: Target) -> Program:
         """Return the program with the model's ops in the order of the schedule."""
-        if isinstance(plan, BudgetBlocksPlan):
-            return rewrite_by_block_schedules(plan, program, self.kind)
         return rewrite_by_schedule(plan, program)
 
-    def apply(self, context: Context, plan: CheckmatePlan | BudgetBlocksPlan) -> None:
+    def apply(self, context: Context, plan: CheckmatePlan) -> None:
         """Replace the model's forward by the executor of the schedule, and add an audit check that it ran."""
-        if isinstance(plan, BudgetBlocksPlan):
-            install_blocks(plan, context, self.kind)
-            return
         install_schedule(plan, context, made_by=self.kind)
 
     def record(self, target: Target) -> dict[str, Any]:
@@ -166,18 +144,7 @@ class Checkmate(Technique):
         asked: Any = f"share {self.share}" if self.share is not None else budget or "no budget"
         return {"activations.recompute": {"checkmate": asked, "nodes": self.nodes, "solver": self.solver}}
 
-    def _found(self, program: Program, target: Target) -> CheckmateSchedule | BlockSchedules | str:
+    def _found(self, program: Program, target: Target) -> CheckmateSchedule | str:
         budget = None if self.share is not None else self.budget_bytes or target.budget_bytes
-        if needs_calls_of_blocks(target):
-            return solve_block_schedules(
-                placement_of(program, target), self._sources(), budget, self.share or 0.0
-            )
-        return schedule_for(
-            placement_of(program, target), budget, self.share or 0.0, self.nodes, self._exact_s()
-        )
-
-    def _sources(self) -> tuple[ExactSource]:
-        return (ExactSource(self.nodes, self._exact_s()),)
-
-    def _exact_s(self) -> float:
-        return 60.0 if self.solver == "exact" else 0.0
+        exact_s = 60.0 if self.solver == "exact" else 0.0
+        return schedule_for(placement_of(program, target), budget, self.share or 0.0, self.nodes, exact_s)

@@ -12,7 +12,7 @@ from memtune.effects import DISPATCH_MODE, Effects
 from memtune.program import Program
 from memtune.runtime import Context
 from memtune.search_spaces import active
-from memtune.search_spaces._support import conflict, needs_calls_of_blocks
+from memtune.search_spaces._support import conflict
 from memtune.search_spaces.recompute._block_planner import (
     Budget,
     PlannedPlan,
@@ -23,7 +23,6 @@ from memtune.search_spaces.recompute._block_planner import (
     explain_planned,
     later_pass_inputs,
     later_techniques,
-    layer_major_technique,
     option_fields,
     plain_bytes,
     rewrite_planned,
@@ -31,31 +30,23 @@ from memtune.search_spaces.recompute._block_planner import (
 )
 from memtune.search_spaces.recompute._schedule_planner import (
     NOT_FASTER,
-    BlockSchedules,
-    BudgetBlocksPlan,
     BudgetSchedulePlan,
     FastestSchedule,
-    cannot_schedule_blocks,
     cannot_schedule_model,
-    explain_block_schedules,
     explain_schedule,
-    fastest_block_schedules,
     fastest_schedule,
-    install_blocks,
     install_schedule,
     needs_own_budget,
     placement_of,
-    rewrite_by_block_schedules,
     rewrite_by_schedule,
     schedules_nothing,
     sufficient_bytes,
-    to_block_plan,
     to_schedule_plan,
 )
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_budget, format_bytes
 
-_Plans = PlannedPlan | BudgetSchedulePlan | BudgetBlocksPlan
+_Plans = PlannedPlan | BudgetSchedulePlan
 
 
 class Planned(Technique):
@@ -73,7 +64,7 @@ class Planned(Technique):
 
     kind: Literal["planned"] = "planned"
     slot: ClassVar[str] = "recompute"
-    plan_types: ClassVar[tuple[type[Plan], ...]] = (PlannedPlan, BudgetSchedulePlan, BudgetBlocksPlan)
+    plan_types: ClassVar[tuple[type[Plan], ...]] = (PlannedPlan, BudgetSchedulePlan)
     title: ClassVar[str] = "Keep or recompute each saved tensor, by budget"
     source: ClassVar[str] = (
         "memtune; on min-cut rematerialization (He and Yu 2023, PyTorch's partitioner), Checkmate (Jain et"
@@ -100,9 +91,9 @@ class Planned(Technique):
     """
 
     by_schedule: bool | None = None
-    """Schedules of single ops replace the plan where they are faster within the same budget: one for the
-    model, or one per block where ranks shard parameters. Every step must run the same ops. Default: one for
-    the model, where nothing speaks against it and the plan's hooks take a noticeable part of the step.
+    """A schedule of single ops replaces the plan where it is faster within the same budget; not where
+    parameters, gradients or activations are moved at a block's own calls. Every step must run the same ops.
+    Default: where nothing speaks against it and the plan's hooks take a noticeable part of the step.
     """
 
     def sentence(self) -> str:
@@ -116,7 +107,7 @@ class Planned(Technique):
     def effects(self) -> Effects:
         """Return the effects, those of a schedule if one may replace the plan."""
         return Effects(
-            calls="schedule" if self.by_schedule else "plain", activations="block", eager_only=DISPATCH_MODE
+            calls="schedule" if self.by_schedule else "plain", activations="model", eager_only=DISPATCH_MODE
         )
 
     def fits(self, program: Program, target: Target) -> Reason | None:
@@ -130,15 +121,11 @@ class Planned(Technique):
             return refusals.no_budget("--max-memory 20GiB, or recompute: {kind: planned, share: 0.5}")
         if (reason := self._moved_by_another(program, target)) is not None:
             return reason
-        asked = self.budget_bytes is not None or self.share is not None
-        if (
-            not asked
-            and (self.by_schedule or layer_major_technique(target))
-            and (reason := needs_own_budget(target, self.kind))
-        ):
-            return reason
-        if self.by_schedule and (reason := self._cannot_schedule(program, target)) is not None:
-            return reason
+        if self.by_schedule:
+            asked = self.budget_bytes is not None or self.share is not None
+            reason = None if asked else needs_own_budget(target, self.kind)
+            if (reason := reason or cannot_schedule_model(program, target)) is not None:
+                return reason
         # Before the solver, which takes much longer.
         if self._fits_as_it_is(program, target):
             return refusals.fits_already("recompute: {kind: none}")
@@ -165,14 +152,7 @@ class Planned(Technique):
                 "offload on the stages of a pipeline is not planned for",
                 "offload.activations: {kind: none}",
             )
-        return conflict(self, target, "offload.activations")
-
-    def _cannot_schedule(self, program: Program, target: Target) -> Reason | None:
-        return (
-            cannot_schedule_blocks(program, target)
-            if needs_calls_of_blocks(target)
-            else cannot_schedule_model(program, target)
-        )
+        return conflict(self, target, "offload.states", "offload.activations")
 
     def _fits_as_it_is(self, program: Program, target: Target) -> bool:
         """Return True if the plain program meets the budget; nothing is solved for it."""
@@ -193,8 +173,6 @@ class Planned(Technique):
             scheduled = self._scheduled(program, target, solution)
         else:
             scheduled = self._instead_of_hooks(program, target, solution)
-        if isinstance(scheduled, BlockSchedules) and scheduled.is_within:
-            return to_block_plan(scheduled)
         if isinstance(scheduled, FastestSchedule):
             return to_schedule_plan(scheduled, solution.budget_bytes, solution.plain_bytes)
         return _plan(solution)
@@ -205,8 +183,6 @@ class Planned(Technique):
         """
         if isinstance(plan, BudgetSchedulePlan):
             return rewrite_by_schedule(plan, program)
-        if isinstance(plan, BudgetBlocksPlan):
-            return rewrite_by_block_schedules(plan, program, self.kind)
         return rewrite_planned(program, plan)
 
     def apply(self, context: Context, plan: _Plans) -> None:
@@ -216,17 +192,12 @@ class Planned(Technique):
         if isinstance(plan, BudgetSchedulePlan):
             install_schedule(plan, context)
             return
-        if isinstance(plan, BudgetBlocksPlan):
-            install_blocks(plan, context, self.kind)
-            return
         claim_planned(context, plan)
 
     def explain(self, plan: _Plans) -> tuple[str, ...]:
         """Return the peak, then for each run of blocks what is kept, recomputed and offloaded, with bytes and
         seconds.
         """
-        if isinstance(plan, BudgetBlocksPlan):
-            return explain_block_schedules(plan)
         return (
             explain_schedule(plan) if isinstance(plan, BudgetSchedulePlan) else tuple(explain_planned(plan))
         )
@@ -242,13 +213,10 @@ class Planned(Technique):
         return {"activations.recompute": {**what, **({"by_schedule": True} if self.by_schedule else {})}}
 
     def _budget(self, target: Target) -> Budget | None:
-        host = (
-            self.offload and layer_major_technique(target) is None
-        )  # a pack's backward follows at once: no time to offload
         if self.share is not None:
-            return Budget(share=self.share, host=host)
+            return Budget(share=self.share, host=self.offload)
         n_bytes = self.budget_bytes or target.budget_bytes
-        return None if n_bytes is None else Budget(int(n_bytes * (1 - self.headroom)), host=host)
+        return None if n_bytes is None else Budget(int(n_bytes * (1 - self.headroom)), host=self.offload)
 
     def _headroom_note(self) -> str:
         return (
@@ -262,14 +230,14 @@ class Planned(Technique):
         program: Program,
         target: Target,
         solution: Solution,
-        found: FastestSchedule | BlockSchedules | None,
+        found: FastestSchedule | None,
     ) -> Reason | None:
         """Return why neither `found` nor the plan by blocks meets the budget, with a sufficient one; None if
         `found` does.
 
         A sufficient budget is computed only if a config gave `budget_bytes`; a search tries many budgets.
         """
-        if isinstance(found, FastestSchedule) or (found is not None and found.is_within):
+        if found is not None:
             return None
         why, least = (
             f"no schedule stays within {format_bytes(solution.budget_bytes)}{self._headroom_note()}",
@@ -277,10 +245,7 @@ class Planned(Technique):
         )
         if self.budget_bytes is None:
             return Reason(why, "a larger budget")
-        if found is None:
-            enough = sufficient_bytes(placement_of(program, target), solution.budget_bytes, least)
-        else:
-            enough = found.smallest_bytes if found.smallest_bytes < least else None
+        enough = sufficient_bytes(placement_of(program, target), solution.budget_bytes, least)
         if enough is not None:
             return Reason(
                 f"{why}; {format_bytes(enough)} are enough", f"budget_bytes: {self._with_headroom(enough)}"
@@ -298,14 +263,10 @@ class Planned(Technique):
 
     def _scheduled(
         self, program: Program, target: Target, solution: Solution
-    ) -> FastestSchedule | BlockSchedules | Reason | None:
-        """Return schedules that are faster than the plan by blocks, or that meet a budget which it does not;
-        else why not.
-
-        If neither meets the budget, return None, or for blocks the smallest schedules.
+    ) -> FastestSchedule | Reason | None:
+        """Return a schedule that is faster than the plan by blocks, or that meets a budget which it does not;
+        else why not, or None if neither meets the budget.
         """
-        if needs_calls_of_blocks(target):
-            return fastest_block_schedules(program, target, solution)
         # A schedule slower than a plan within the budget is of no use, so the search for one may stop there.
         below_s = solution.seconds if solution.is_within else math.inf
         found = fastest_schedule(program, target, solution.budget_bytes, below_s)
@@ -326,7 +287,7 @@ class Planned(Technique):
         if active(target, "execution.order") is not None and self.budget_bytes is None and self.share is None:
             return None  # as in `fits`: a search would solve for each micro-batch again
         others = tuple(slot for slot in target.chosen if slot != self.slot)
-        if needs_calls_of_blocks(target) or schedules_nothing(target, *others) is not None:
+        if schedules_nothing(target, *others) is not None:
             return None
         found = fastest_schedule(program, target, solution.budget_bytes, solution.seconds)
         return found if isinstance(found, FastestSchedule) and found.seconds < solution.seconds else None

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from memtune.activations.eviction.policy_schedule_planner import (
         PolicySchedule,
         freeze,
-        freeze_between,
         least_bytes,
         region_trace,
     )
@@ -54,7 +53,6 @@ __all__ = [
     "coop_options",
     "dtr_options",
     "freeze",
-    "freeze_between",
     "least_budget_bytes",
     "least_bytes",
     "megtaichi_options",

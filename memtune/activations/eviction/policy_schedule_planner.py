@@ -25,7 +25,6 @@ from memtune.activations.eviction.policy import (
     Trace,
     TraceWriter,
     replay,
-    replay_cheapest,
 )
 from memtune.activations.schedules import Region
 from memtune.program import F64, Action, OpGraph, Schedule, ScheduleStep, build_schedule, find_schedule_error
@@ -61,7 +60,6 @@ def region_trace(
     *,
     keep_written: bool = False,
     online: bool = False,
-    between_bytes: int = 0,
 ) -> Trace:
     """Return the ops of `region` as a trace for the policy.
 
@@ -72,16 +70,11 @@ def region_trace(
         elements: (n,) elements of elementwise ops (`activations.schedules.partial_ops_pass.elements_of`).
         keep_written: Values that are changed in place are never evicted.
         online: Values of backward are never evicted: autograd's engine holds them.
-        between_bytes: Bytes that the loss needs between forward and backward; adds an op there.
     """
     graph, trace = region.graph, TraceWriter()
     last_read = _last_reads(graph)
     now: dict[int, int] = {}  # value -> tensor of its latest version
     for op, name in enumerate(graph.names):
-        # As an op that allocates and frees, so that the policy makes room for the loss.
-        if op == graph.n_forward and between_bytes:
-            (other,) = trace.call(0.0, [], [(between_bytes, -1)], again=False)
-            trace.release(other)
         written = graph.writes[op]
         made = graph.makes[op]
         held = any(region.outside_until[value] >= 0 for value in (*made, *written))
@@ -220,24 +213,6 @@ def _with_holes(n_bytes: int, options: Sequence[Policy]) -> int:
     return n_bytes + n_bytes // 4 if any(policy.addressed for policy in options) else n_bytes
 
 
-def freeze_between(
-    region: Region, traces: Sequence[Callable[[], Trace]], options: Sequence[Policy], budget_bytes: int
-) -> Schedule | None:
-    """Return the cheapest schedule of `options` within `budget_bytes` of values, with the `between_bytes` of
-    `traces` left free.
-    """
-    played = [replace(policy, in_place=True, forget=True) for policy in options]
-    for trace in (each() for each in traces):
-        limit = COST_LIMIT * float(trace.op_cost.sum())
-        policy, done = replay_cheapest(trace, played, budget_bytes, cost_limit=limit, journal=True)
-        if done.outcome != "done":
-            continue
-        schedule = _schedule(region.graph, done, policy, between=True)
-        if not find_schedule_error(region.graph, schedule):
-            return schedule
-    return None
-
-
 def _frozen(
     region: Region,
     traces: Sequence[Callable[[], Trace]],
@@ -261,20 +236,16 @@ def _frozen(
         limits.work -= done.work
         if done.outcome != "done" or done.replay_cost >= limits.recompute_s:
             continue
-        schedule = _schedule(region.graph, done, policy, between=False)
+        schedule = _schedule(region.graph, done, policy)
         if not find_schedule_error(region.graph, schedule):
             return schedule, done
     return None
 
 
-def _schedule(graph: OpGraph, done: Replay, policy: Policy, *, between: bool) -> Schedule:
+def _schedule(graph: OpGraph, done: Replay, policy: Policy) -> Schedule:
     runs, middle = [], 0
     along: list[int] = []
-    for act, number in done.journal:
-        if between and number == graph.n_forward:
-            continue
-        # The op added between forward and backward shifts the numbers after it by one.
-        op = number - (between and number > graph.n_forward)
+    for act, op in done.journal:
         if act == ALONG:
             along.append(op)
         elif act in (RUN, REPLAY):

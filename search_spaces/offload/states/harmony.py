@@ -21,7 +21,6 @@ from memtune.search_spaces.offload.states._common import (
     StagesPlan,
     apply_packs,
     apply_stages,
-    backward_packs,
     block_bytes,
     cannot_run_packs,
     cannot_run_stages,
@@ -80,7 +79,7 @@ class Harmony(Technique):
     effects: ClassVar[Effects] = Effects(
         averages="all",
         calls="block_hooks",
-        packs=backward_packs,
+        layer_major=True,
         moves="block",
         parameters_on="host",
         eager_only=EAGER_ONLY,

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from memtune.effects import Effects
-from memtune.offload.layer_major import Packs, Span, spans
+from memtune.offload.layer_major import Packs, spans
 from memtune.program import Program
 from memtune.runtime import Context
 from memtune.search_spaces.offload.states._common import (
@@ -86,7 +86,7 @@ class L2L(Technique):
             return Effects(
                 averages="all",
                 calls="block_hooks",
-                packs=_single_blocks,
+                layer_major=True,
                 moves="block",
                 parameters_on="host",
                 eager_only=EAGER_ONLY,
@@ -151,10 +151,6 @@ class L2L(Technique):
         return {
             "states.offload": {**how, "packs": packs | ({"parallelism": "data"} if target.ranks > 1 else {})}
         }
-
-
-def _single_blocks(plan: Plan, blocks: int) -> tuple[Span, ...]:
-    return spans([1] * blocks)
 
 
 def _of_one_block(blocks: int) -> Packs:

@@ -22,7 +22,6 @@ from memtune.search_spaces.offload.states._common import (
     StagesPlan,
     apply_packs,
     apply_stages,
-    backward_packs,
     block_bytes,
     cannot_run_packs,
     cannot_run_stages,
@@ -109,7 +108,7 @@ class Mobius(Technique):
     effects: ClassVar[Effects] = Effects(
         averages="all",
         calls="block_hooks",
-        packs=backward_packs,
+        layer_major=True,
         moves="block",
         parameters_on="host",
         eager_only=EAGER_ONLY,

@@ -12,16 +12,15 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from memtune.hardware import Hardware
-from memtune.offload.layer_major import Span
-from memtune.program import I32, I64, Program, RankClass, Step, memoized
+from memtune.program import I32, Program, RankClass, Step, memoized
 from memtune.search_spaces import PASS_ORDER, is_null
 from memtune.search_spaces._pass_pipeline import TrackedSlots, check_fit, run_pass, run_passes, visible_parts
-from memtune.search_spaces.recompute._block_planner.frontier import solve
+from memtune.search_spaces.recompute._block_planner.frontier import Frontier, solve
 from memtune.search_spaces.recompute._block_planner.measured_options import (
     Levels,
     apply_options,
@@ -30,8 +29,7 @@ from memtune.search_spaces.recompute._block_planner.measured_options import (
     moments,
     op_seconds,
 )
-from memtune.search_spaces.recompute._block_planner.pack_frontier import AnyFrontier, PackFrontier
-from memtune.technique import PassStage, Plan, Target, Technique
+from memtune.technique import PassStage, Target, Technique
 
 _TRIES = 8
 """Plans rewritten in search of the best one."""
@@ -105,24 +103,10 @@ def solve_budget(program: Program, budget: Budget, target: Target) -> Solution:
     )
 
 
-def layer_major_technique(target: Target) -> Technique | None:
-    """Return the chosen technique that runs blocks pack by pack (layer-major), or None."""
-    offload = target.chosen.get("offload.states")
-    return offload if offload is not None and offload.effects.layer_major else None
-
-
-def pack_spans(technique: Technique, plan: Plan, blocks: int) -> tuple[Span, ...]:
-    """Return the packs in which `technique` runs `blocks` blocks backward; empty if it is not layer-major."""
-    packs = technique.effects.packs
-    return () if packs is None else packs(plan, blocks)
-
-
 @dataclass(frozen=True)
 class PassInputs:
     """Inputs of the later passes other than the techniques themselves."""
 
-    budget_bytes: int | None = None
-    """Memory budget of the target; only passes that build packs read it."""
     recompute: Technique | None = None
     """The recompute technique, if a later pass offloads activations: that pass must not prefetch what runs
     again.
@@ -136,10 +120,8 @@ def later_pass_inputs(target: Target) -> PassInputs:
     """Return what the techniques after recompute read of `target`: only what they need, so that targets share
     cached plans.
     """
-    budget = None if layer_major_technique(target) is None else target.budget_bytes
     moves = any(each.slot == "offload.activations" for each in later_techniques(target))
-    recompute = target.chosen.get("recompute") if moves else None
-    return PassInputs(budget, recompute)
+    return PassInputs(target.chosen.get("recompute") if moves else None)
 
 
 def plain_bytes(
@@ -201,7 +183,7 @@ def apply_later_passes(
     )
 
     def passed(reached: _PassResult, technique: Technique, _: PassStage) -> _PassResult:
-        after = _after(reached.program, technique, chosen, hardware, pass_inputs.budget_bytes)
+        after = _after(reached.program, technique, chosen, hardware)
         return replace(reached, refused=True) if after is None else _PassResult(after)
 
     done = run_passes(
@@ -241,31 +223,30 @@ def _after(
     technique: Technique,
     chosen: dict[str, Technique],
     hardware: Hardware,
-    budget_bytes: int | None,
 ) -> Program | None:
     """Return `program` after the pass of `technique` next to the `chosen` techniques; None if it does not
     fit.
     """
-    known = _known_results(program, technique, hardware, budget_bytes)
+    known = _known_results(program, technique, hardware)
     for seen, result in known:
         if all(chosen.get(slot) is other or chosen.get(slot) == other for slot, other in seen.items()):
             return result
     watched, after = TrackedSlots(chosen), None
     target, parts = (
-        Target(hardware, program.ranks, budget_bytes, watched),
+        Target(hardware, program.ranks, None, watched),
         visible_parts(technique, chosen, program.ranks),
     )
     if check_fit(program, technique, target, parts) is None:
         after = run_pass(program, technique, target, parts)[0]
     known.append((watched.seen, after))
     # The list grew after the memo stored it: add the rows of `after` to the memo's count.
-    _known_results.holds(after, program, technique, hardware, budget_bytes)
+    _known_results.holds(after, program, technique, hardware)
     return after
 
 
 @memoized
 def _known_results(
-    program: Program, technique: Technique, hardware: Hardware, budget_bytes: int | None
+    program: Program, technique: Technique, hardware: Hardware
 ) -> list[tuple[Mapping[str, Technique | None], Program | None]]:
     """Return the mutable cache of `_after`: for each result, the other techniques that were read to compute
     it.
@@ -344,30 +325,9 @@ class _Search:
         self._pass_inputs = pass_inputs
         after = self._after(found.step)
         self.plain_bytes = int(live_bytes(after.step, hardware).max(initial=0))
-        spans = self._packs()
-        # Packs share no budget, so they have a frontier of their own; blocks that overlap in time have one
-        # level for all.
-        if spans and not found.uniform:
-            self.frontier: AnyFrontier = PackFrontier(found, after, spans, hardware)
-        else:
-            self.frontier = solve(found.problem(moments(after.step, found.order, hardware)))
+        self.frontier = solve(found.problem(moments(after.step, found.order, hardware)))
         self._peaks: dict[int, int] = {}
         self._other_peaks: dict[bytes, int] = {}
-
-    def _packs(self) -> tuple[tuple[int, int], ...]:
-        """Return the first and last block of each pack of the plain program; empty if no pack
-        technique fits.
-        """
-        packs, program = next((each for each in self._later if each.effects.layer_major), None), self._program
-        target = Target(
-            self._hardware,
-            program.ranks,
-            self._pass_inputs.budget_bytes,
-            {each.slot: each for each in self._later},
-        )
-        if packs is None or packs.fits(program, target) is not None:
-            return ()
-        return pack_spans(packs, packs.plan(program, target), len(program.step.blocks))
 
     def peak_of(self, row: int) -> int:
         """Return the peak of plan `row` after every pass."""
@@ -468,22 +428,8 @@ class _Search:
         )
 
 
-class PlanTable(Protocol):
-    """Undominated plans: peaks ascending, seconds descending."""
-
-    @property
-    def peak_bytes(self) -> I64:
-        """(plans,) peaks as priced."""
-
-    def __len__(self) -> int:
-        """Return the number of plans."""
-
-    def at(self, budget_bytes: int) -> int:
-        """Return the row of the fastest plan priced within the budget, -1 if there is none."""
-
-
 def best_row(
-    frontier: PlanTable, peak_of: Callable[[int], int], budget_bytes: int, tries: int = _TRIES
+    frontier: Frontier, peak_of: Callable[[int], int], budget_bytes: int, tries: int = _TRIES
 ) -> int:
     """Return the row of the fastest plan found within the budget by the true peaks of `peak_of`, else the
     smallest plan's row.

@@ -14,19 +14,13 @@ if TYPE_CHECKING:
         block_boundary_schedules,
         boundary_schedule,
     )
-    from memtune.search_spaces.recompute._schedule_planner.block_options import ExactSource
     from memtune.search_spaces.recompute._schedule_planner.block_schedules import (
-        BlockSchedules,
         BlockSchedulesPlan,
-        BudgetBlocksPlan,
         apply_block_schedules,
         block_plan_fields,
         cannot_schedule_blocks,
-        explain_block_schedules,
         install_blocks,
         rewrite_by_block_schedules,
-        solve_block_schedules,
-        to_block_plan,
     )
     from memtune.search_spaces.recompute._schedule_planner.checkmate_schedule import (
         CheckmateSchedule,
@@ -34,6 +28,7 @@ if TYPE_CHECKING:
     )
     from memtune.search_spaces.recompute._schedule_planner.frozen_policy import BUDGET_KNOBS, DynamicPolicy
     from memtune.search_spaces.recompute._schedule_planner.region_placement import (
+        MODEL_SCHEDULED,
         SCHEDULED,
         Placement,
         SchedulePlan,
@@ -47,7 +42,6 @@ if TYPE_CHECKING:
         BudgetSchedulePlan,
         FastestSchedule,
         explain_schedule,
-        fastest_block_schedules,
         fastest_schedule,
         install_schedule,
         rewrite_by_schedule,
@@ -60,17 +54,15 @@ else:
 __all__ = [
     "ALTERNATIVE",
     "BUDGET_KNOBS",
+    "MODEL_SCHEDULED",
     "NOT_FASTER",
     "SCHEDULED",
     "BlockBoundaries",
-    "BlockSchedules",
     "BlockSchedulesPlan",
     "Boundaries",
-    "BudgetBlocksPlan",
     "BudgetSchedulePlan",
     "CheckmateSchedule",
     "DynamicPolicy",
-    "ExactSource",
     "FastestSchedule",
     "Placement",
     "SchedulePlan",
@@ -80,9 +72,7 @@ __all__ = [
     "boundary_schedule",
     "cannot_schedule_blocks",
     "cannot_schedule_model",
-    "explain_block_schedules",
     "explain_schedule",
-    "fastest_block_schedules",
     "fastest_schedule",
     "install_blocks",
     "install_schedule",
@@ -92,8 +82,6 @@ __all__ = [
     "rewrite_by_schedule",
     "schedule_for",
     "schedules_nothing",
-    "solve_block_schedules",
     "sufficient_bytes",
-    "to_block_plan",
     "to_schedule_plan",
 ]

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -37,7 +37,6 @@ from memtune.activations.schedules import (
 )
 from memtune.program import I32, OpGraph, Schedule, Step, build_schedule, find_schedule_error
 from memtune.search_spaces.recompute._block_planner import is_attention
-from memtune.search_spaces.recompute._schedule_planner.block_options import local_region
 from memtune.technique import Reason
 
 ALTERNATIVE = "recompute: {kind: attention_output}"
@@ -111,7 +110,7 @@ def block_boundary_schedules(step: Step, every: int | None) -> BlockBoundaries |
         return Reason(why, f"residual_every: {most}, or omit it")
     found: list[tuple[Schedule, _Mask]] = []
     for graph_index, graph in enumerate(regions.graphs):
-        local, attentions = local_region(regions, graph_index), _attentions(graph)
+        local, attentions = _local_region(regions, graph_index), _attentions(graph)
         inside = np.ones(graph.n_forward, bool)
         mine = _Regions(local, inside, attentions, every or max(math.isqrt(len(attentions)), 1))
         schedule = build_schedule(graph, range(graph.n_forward), mine.backward(), made_by=_MADE_BY)
@@ -122,6 +121,29 @@ def block_boundary_schedules(step: Step, every: int | None) -> BlockBoundaries |
     of_block = [found[graph_index] for graph_index in regions.graph_index.tolist()]
     return BlockBoundaries(
         tuple(each for each, _ in of_block), _kept_bytes(regions, [again for _, again in of_block])
+    )
+
+
+def _local_region(regions: BlockRegions, graph_index: int) -> Region:
+    """Return the region of one block of graph `graph_index`; values that others hold as well have 0 bytes."""
+    together, graph = regions.together, regions.graphs[graph_index]
+    block = int(np.flatnonzero(regions.graph_index == graph_index)[-1])
+    ops, values = regions.ops[block], regions.values[block]
+    # Neighbours hold them too, so this block's schedule cannot free their bytes.
+    others = together.outside_until[values] >= 0
+    nothing = np.zeros(len(ops), np.int64)
+    return replace(
+        together,
+        graph=graph,
+        rows=together.rows[ops],
+        carried=((),) * len(ops),
+        storages=together.storages[values],
+        outside_until=np.where(others, graph.n_ops, -1).astype(np.int32),
+        scratch_bytes=together.scratch_bytes[ops],
+        background_bytes=nothing,
+        between_bytes=0,
+        after_bytes=0,
+        bytes=np.where(others, 0, together.bytes[values]),
     )
 
 

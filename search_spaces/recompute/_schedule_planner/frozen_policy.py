@@ -28,16 +28,6 @@ from memtune.program import Program, Step
 from memtune.runtime import Context
 from memtune.search_spaces import active
 from memtune.search_spaces._plan_fields import Bytes
-from memtune.search_spaces._support import needs_calls_of_blocks
-from memtune.search_spaces.recompute._schedule_planner.block_schedules import (
-    BlockSchedules,
-    BudgetBlocksPlan,
-    cannot_schedule_blocks,
-    install_blocks,
-    rewrite_by_block_schedules,
-    solve_block_schedules,
-    to_block_plan,
-)
 from memtune.search_spaces.recompute._schedule_planner.online_budget import (
     OnlinePlan,
     online_peak_bytes,
@@ -53,12 +43,11 @@ from memtune.search_spaces.recompute._schedule_planner.policy_schedule import (
     solve_policy,
 )
 from memtune.search_spaces.recompute._schedule_planner.region_placement import (
-    SCHEDULED,
+    MODEL_SCHEDULED,
     Placement,
     SchedulePlan,
     apply_schedule,
     cannot_schedule_model,
-    crosses_blocks,
     needs_own_budget,
     placement_of,
 )
@@ -93,10 +82,10 @@ class DynamicPlan(SchedulePlan):
 class DynamicPolicy(Technique):
     """Base of the dynamic policies; `policy` selects the victims."""
 
-    plan_types: ClassVar[tuple[type[Plan], ...]] = (DynamicPlan, BudgetBlocksPlan)
+    plan_types: ClassVar[tuple[type[Plan], ...]] = (DynamicPlan,)
     by_budget: ClassVar[bool] = True
 
-    effects: ClassVar[Effects] = SCHEDULED
+    effects: ClassVar[Effects] = MODEL_SCHEDULED
 
     budget_bytes: Annotated[int, Field(gt=0)] | None = None
     """Largest peak allowed; less evicts and recomputes more. Default: all the memory that the target gives.
@@ -127,8 +116,6 @@ class DynamicPolicy(Technique):
         """
         if (reason := self.refuses(Facts.of(program, target))) is not None:
             return reason
-        if needs_calls_of_blocks(target):
-            return self._fits_by_blocks(program, target)
         online = self.online is not False
         reason = cannot_schedule_model(program, target, online=online) or self._ddp_finds_unused(
             program, target
@@ -178,48 +165,10 @@ class DynamicPolicy(Technique):
             return Reason("there is no budget to evict for", fix)
         return None
 
-    def _fits_by_blocks(self, program: Program, target: Target) -> Reason | None:
-        """Return why the policy cannot be simulated on each block beforehand, where hooks on a block's calls
-        move its parameters or gradients.
-        """
-        if self.online:
-            return crosses_blocks(target, "online it evicts and runs ops of all blocks", "online: false")
-        reason = cannot_schedule_blocks(program, target) or self._no_budget(target)
-        if reason is not None:
-            return reason
-        if (
-            self.budget_bytes is None
-            and self.ratio is None
-            and (reason := needs_own_budget(target, self.kind))
-        ):
-            return reason
-        place, budget = placement_of(program, target), self._budget_of(target)
-        if budget is not None and place.plain_live_bytes <= budget:
-            return refusals.fits_already("recompute: {kind: none}")
-        found = self._found_by_blocks(program, target)
-        if not found.is_within:
-            return Reason(
-                f"the policy finds no way to stay within {format_bytes(found.budget_bytes)}; the smallest"
-                f" that it finds is {format_bytes(found.smallest_bytes)}",
-                "a larger budget, a smaller micro-batch, or recompute: {kind: planned}",
-            )
-        return None if found.recompute_s > 0 else refusals.nothing_worth_recompute()
-
-    def _found_by_blocks(self, program: Program, target: Target) -> BlockSchedules:
-        return solve_block_schedules(
-            placement_of(program, target), (self.options(),), self._budget_of(target), self.ratio or 0.0
-        )
-
-    def _budget_of(self, target: Target) -> int | None:
-        """Return the budget in bytes; None if `ratio` gives it."""
-        return None if self.ratio is not None else self.budget_bytes or target.budget_bytes
-
-    def plan(self, program: Program, target: Target) -> DynamicPlan | BudgetBlocksPlan:
+    def plan(self, program: Program, target: Target) -> DynamicPlan:
         """Return the schedule that the policy's decisions make, its peak, and the seconds of
         recomputation.
         """
-        if needs_calls_of_blocks(target) and not self._has_no_budget(target):
-            return to_block_plan(self._found_by_blocks(program, target))
         frozen = self._frozen(program, target)
         if frozen is None:
             raise ApplyError(
@@ -236,10 +185,8 @@ class DynamicPolicy(Technique):
             online=self._online(program, target, frozen.policy) if self._is_online(program.step) else None,
         )
 
-    def rewrite(self, program: Program, plan: DynamicPlan | BudgetBlocksPlan, target: Target) -> Program:
+    def rewrite(self, program: Program, plan: DynamicPlan, target: Target) -> Program:
         """Return the program under the schedule; online, with as many values kept as the budget allows."""
-        if isinstance(plan, BudgetBlocksPlan):
-            return rewrite_by_block_schedules(plan, program, self.kind)
         region, schedule = region_of(program.step), plan.schedule
         if isinstance(region, str) or schedule.graph != region.graph.sha256:
             return program  # the executor also runs the plain model if the graph differs
@@ -250,11 +197,8 @@ class DynamicPolicy(Technique):
             step = states_online(with_peak(step, plan.online.peak_bytes))
         return program.with_step(step)
 
-    def apply(self, context: Context, plan: DynamicPlan | BudgetBlocksPlan) -> None:
+    def apply(self, context: Context, plan: DynamicPlan) -> None:
         """Replace the model's forward by the executor of the schedule."""
-        if isinstance(plan, BudgetBlocksPlan):
-            install_blocks(plan, context, self.kind)
-            return
         if plan.online is not None:
             self._apply_online(context, plan.online, self._option(plan.option))
             return

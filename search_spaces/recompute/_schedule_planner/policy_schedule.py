@@ -15,11 +15,10 @@ from memtune.activations.eviction import (
     region_trace,
 )
 from memtune.activations.schedules import ScheduledRegion, elements_of, region_of
-from memtune.hardware import Hardware, op_costs
+from memtune.hardware import Hardware, op_class, op_costs
 from memtune.parallel.ranks import require_whole_parameters
 from memtune.program import Schedule, Step
 from memtune.runtime import Context
-from memtune.search_spaces.recompute._schedule_planner.block_options import is_cheap
 from memtune.search_spaces.recompute._schedule_planner.block_schedules import require_schedule_ran
 from memtune.search_spaces.recompute._schedule_planner.region_placement import (
     Placement,
@@ -54,6 +53,14 @@ def solve_policy(
     return freeze(place.among, traces, options, budget_bytes, place.peak_bytes, accepts, below_s)
 
 
+_EXPENSIVE = frozenset({"attention", "convolution", "recurrent", "matmul"})
+
+
+def _is_cheap(name: str) -> bool:
+    """Return True if ops of this name take little time to recompute."""
+    return op_class(name) not in _EXPENSIVE
+
+
 @lru_cache(maxsize=16)
 def _trace(step: Step, hardware: Hardware, online: bool, keep_written: bool) -> Trace:
     """Return the trace that policies are simulated on; equal for all policies and budgets."""
@@ -61,7 +68,7 @@ def _trace(step: Step, hardware: Hardware, online: bool, keep_written: bool) -> 
     assert not isinstance(region, str)  # checked by `cannot_schedule_model`
     op_s = op_costs(step, hardware).op_s[region.rows]
     return region_trace(
-        region, op_s, is_cheap, elements_of(step, region), keep_written=keep_written, online=online
+        region, op_s, _is_cheap, elements_of(step, region), keep_written=keep_written, online=online
     )
 
 

@@ -20,21 +20,30 @@ from memtune.hardware import Hardware
 from memtune.program import Program, RankClass, Schedule, Step, Tier, memoized
 from memtune.search_spaces import active
 from memtune.search_spaces._plan_fields import ScheduleField
-from memtune.search_spaces._support import effects_conflict, follows_calls, is_gathered, needs_calls_of_blocks
+from memtune.search_spaces._support import effects_conflict, needs_calls_of_blocks
 from memtune.search_spaces.recompute._block_planner import (
     NO_PASS_INPUTS,
     PassInputs,
     apply_later_passes,
     later_pass_inputs,
     later_techniques,
-    layer_major_technique,
-    plain_bytes,
 )
 from memtune.technique import Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
 SCHEDULED = Effects(calls="schedule", activations="block", eager_only=SCHEDULE)
 """Effects of techniques that run the model, or each block, by a schedule."""
+MODEL_SCHEDULED = Effects(calls="schedule", activations="model", eager_only=SCHEDULE)
+"""Effects of techniques that run the model by one schedule, planned for its budget."""
+_ONE_SCHEDULE_FOR = (
+    "split",
+    "sharding.parallel",
+    "sharding.communication",
+    "sharding.states",
+    "offload.states",
+    "offload.activations",
+)
+"""Slots whose technique may exclude one schedule of the whole model."""
 _MARK = -1
 """A value of `ops.match` that no pass uses for ops that wait for each other."""
 
@@ -104,11 +113,6 @@ class Placement:
         """Peak without a schedule."""
         return (self._marked_after if self.later else self.step).peak_bytes()
 
-    @property
-    def plain_live_bytes(self) -> int:
-        """Peak without a schedule as the allocator counts it."""
-        return plain_bytes(self.program(self.step), self.later, self.hardware, self.pass_inputs)
-
     def below(self, budget_bytes: int) -> Reason | None:
         """Return a reason if no schedule at all stays within `budget_bytes`; no schedule is
         searched for it.
@@ -133,15 +137,8 @@ class Placement:
         """Return `step` after the later passes."""
         if not self.later:
             return step
-        return self.program_after(step).step
-
-    def program_after(self, step: Step) -> Program:
-        """Return the program with `step` after the later passes."""
-        return apply_later_passes(self.program(step), self.later, self.hardware, self.pass_inputs)
-
-    def program(self, step: Step) -> Program:
-        """Return the program with `step` before the later passes."""
-        return Program((RankClass(self.ranks, step),), self.micro_batch, self.accumulate)
+        program = Program((RankClass(self.ranks, step),), self.micro_batch, self.accumulate)
+        return apply_later_passes(program, self.later, self.hardware, self.pass_inputs).step
 
 
 class SchedulePlan(Plan):
@@ -192,13 +189,9 @@ def cannot_schedule_model(program: Program, target: Target, *, online: bool = Fa
     """Return why no schedule can replace the model's forward and backward, nor, with `online`, the online
     runtime.
     """
-    reason = schedules_nothing(target, "split", "sharding.parallel", "sharding.communication")
+    reason = schedules_nothing(target, *_ONE_SCHEDULE_FOR)
     if reason is not None:
         return reason
-    if needs_calls_of_blocks(target):
-        return crosses_blocks(
-            target, "a frozen schedule runs ops of all blocks", "recompute: {kind: planned}"
-        )
     region = region_of(program.step)
     if isinstance(region, str):
         return Reason(region, "recompute: {kind: planned}")
@@ -212,42 +205,15 @@ def schedules_nothing(target: Target, *slots: str) -> Reason | None:
     """Return why no schedule runs: the model is compiled, or a technique in `slots` excludes it."""
     if target.compiled:
         return Reason(SCHEDULED.eager_only, "execution.compile: false")
-    return effects_conflict("recompute", SCHEDULED, target, *slots)
+    return effects_conflict("recompute", MODEL_SCHEDULED, target, *slots)
 
 
 def needs_own_budget(target: Target, kind: str) -> Reason | None:
-    """Return a reason if `kind` has no budget of its own but runs with packs, with offload that follows calls
-    of blocks, or with updates inside backward.
+    """Return a reason if `kind` has no budget of its own but runs with updates inside backward.
 
-    A search would solve for the target's budget under each micro-batch and each such technique, which takes
-    seconds.
+    A search would solve for the target's budget under each micro-batch, which takes seconds.
     """
-    other = (
-        layer_major_technique(target)
-        or (None if is_gathered(target) else follows_calls(target))
-        or active(target, "offload.activations")
-        or active(target, "execution.order")
-    )
-    if other is None:
+    if (other := active(target, "execution.order")) is None:
         return None
     fix = f"recompute: {{kind: {kind}, budget_bytes: {target.budget_bytes or 20_000_000_000}}}"
     return Reason(f"with {other.kind} it needs a budget of its own", fix)
-
-
-def crosses_blocks(target: Target, what: str, otherwise: str) -> Reason:
-    """Return the reason that `what` runs ops of several blocks where `needs_calls_of_blocks`; `otherwise` is
-    the fix.
-    """
-    if is_gathered(target):
-        kind = target.chosen["sharding.states"].kind
-        why = f"{what}, and {kind} unshards a block's parameters for its own calls only"
-        return Reason(why, f"{otherwise}, or sharding.states: {{kind: zero1}}")
-    offload, moves = follows_calls(target), active(target, "offload.activations")
-    if offload is None:
-        assert moves is not None, "the caller checked `needs_calls_of_blocks`"
-        return Reason(
-            f"{what}, and {moves.kind} moves what each block keeps",
-            f"{otherwise}, or offload.activations: {{kind: none}}",
-        )
-    why = f"{what}, and {offload.kind} moves a block's parameters or gradients at its own calls only"
-    return Reason(why, f"{otherwise}, or offload.states: {{kind: optimizer_cpu}}")

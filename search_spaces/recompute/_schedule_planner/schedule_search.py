@@ -21,14 +21,7 @@ from memtune.hardware import Hardware, op_costs
 from memtune.program import Program, Schedule, Step, find_schedule_error
 from memtune.runtime import Context
 from memtune.search_spaces._plan_fields import Bytes
-from memtune.search_spaces.recompute._block_planner import Solution, schedule_s
-from memtune.search_spaces.recompute._schedule_planner.block_options import FREE_AFTER_FORWARD
-from memtune.search_spaces.recompute._schedule_planner.block_schedules import (
-    BlockSchedules,
-    cannot_schedule_blocks,
-    is_surely_slower,
-    solve_block_schedules,
-)
+from memtune.search_spaces.recompute._block_planner import schedule_s
 from memtune.search_spaces.recompute._schedule_planner.checkmate_schedule import schedule_for
 from memtune.search_spaces.recompute._schedule_planner.policy_schedule import (
     check_schedule,
@@ -53,8 +46,6 @@ _LEVELS_ON_RANKS = 2
 its passes.
 """
 _NODES = 16
-_SOURCES = (FREE_AFTER_FORWARD, *_POLICIES)
-"""Sources of schedules of single blocks; on so few ops the integer program finds none that these miss."""
 NOT_FASTER = Reason("no schedule is faster than the plan by blocks", "by_schedule: false")
 _BACK = 24
 """Freed values for which keeping is tried again."""
@@ -130,24 +121,6 @@ def sufficient_bytes(place: Placement, too_little_bytes: int, by_blocks_bytes: i
         middle = (low + high) // 2
         low, high = (low, middle) if is_met(middle) else (middle, high)
     return high
-
-
-def fastest_block_schedules(program: Program, target: Target, solution: Solution) -> BlockSchedules | Reason:
-    """Return the fastest schedules of single blocks, where parameters are available during a block's own
-    calls only.
-
-    If neither they nor a plan by blocks meet the budget, return the smallest ones found.
-    """
-    reason = cannot_schedule_blocks(program, target)
-    if reason is not None:
-        return reason
-    place, budget_bytes = placement_of(program, target), solution.budget_bytes
-    # By their prices first: to solve, steps are rewritten.
-    if solution.is_within and is_surely_slower(place, _SOURCES, budget_bytes, solution.seconds):
-        return NOT_FASTER
-    found = solve_block_schedules(place, _SOURCES, budget_bytes)
-    slower = not found.is_within or found.recompute_s >= solution.seconds
-    return NOT_FASTER if solution.is_within and slower else found
 
 
 @lru_cache(maxsize=64)

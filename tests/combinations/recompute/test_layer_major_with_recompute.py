@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fixed_cpu import NO_HOST_COSTS
 from support.gloo import run_ranks
 from support.ranks.model_parallel_runs import MODELS
 from support.suites.block_offload_suite import total
 from support.suites.layer_major_suite import CHAIN, in_place, step_under
 
 from memtune.activations.recompute import user_checkpoint
-from memtune.activations.schedules import scheduled_region
 from memtune.api import apply
 from memtune.autotune.search.dry_runs import dry_run
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
@@ -28,8 +26,7 @@ from memtune.config.tuned_config import TunedConfig
 from memtune.errors import ApplyError
 from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
-from memtune.program.edit import accumulate_gradients
-from memtune.program.step import I32, Phase, Program, RankClass, Resource, Step, Tier
+from memtune.program.step import Phase, Resource, Step, Tier
 from memtune.runtime.memory_tiers import HOST, tier
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces import find
@@ -37,13 +34,6 @@ from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.offload.states.harmony import Harmony
 from memtune.search_spaces.offload.states.l2l import L2L
 from memtune.search_spaces.offload.states.mobius import Mobius
-from memtune.search_spaces.recompute._block_planner.budget import (
-    Budget,
-    Solution,
-    apply_later_passes,
-    solve_budget,
-)
-from memtune.search_spaces.recompute._block_planner.measured_options import apply_options as levels_rewritten
 from memtune.technique import Reason, Technique
 from memtune.testing import differences
 from memtune.testing.drift_check import compare, recording_of, target_of
@@ -68,22 +58,9 @@ def recompute(kind: str, **knobs: Any) -> Technique:
 
 
 FULL, SELECTIVE, EVERY_NTH = recompute("full"), recompute("selective"), recompute("every_nth", n=2)
-PLANNED = recompute("planned", share=0.5)
-BY_BLOCK = (FULL, SELECTIVE, EVERY_NTH, recompute("attention_output"), recompute("balanced"), PLANNED)
-SCHEDULE = recompute("dtr", ratio=0.3)
-SCHEDULES = (
-    SCHEDULE,
-    recompute("checkmate", share=0.3),
-    recompute("attention_boundary"),
-    recompute("megtaichi", ratio=0.5),
-)
-"""Techniques that give each block a schedule of its own."""
-ALL = [
-    (packs, again)
-    for packs in (PAIRS, UNEVEN, GROUPS, WHOLE, STAGES, LAYERS)
-    for again in (*BY_BLOCK, *SCHEDULES)
-]
-QUICK = [(STAGES, FULL), (PAIRS, PLANNED), (PAIRS, SCHEDULE)]
+BY_BLOCK = (FULL, SELECTIVE, EVERY_NTH, recompute("attention_output"), recompute("balanced"))
+ALL = [(packs, again) for packs in (PAIRS, UNEVEN, GROUPS, WHOLE, STAGES, LAYERS) for again in BY_BLOCK]
+QUICK = [(STAGES, FULL), (PAIRS, SELECTIVE)]
 
 
 def named(each: Any) -> str:
@@ -159,7 +136,7 @@ class TestOneRank:
                     )
 
     @pytest.mark.native_ledger
-    @pytest.mark.parametrize("again", [FULL, PLANNED], ids=named)
+    @pytest.mark.parametrize("again", [FULL], ids=named)
     def test_recompute_meets_budget_that_packs_alone_exceed(self, again: Technique) -> None:
         """The purpose of recompute here: peak as predicted, bytes on links as counted, gradients clipped,
         nothing leaked.
@@ -182,55 +159,6 @@ class TestOneRank:
         assert seen[2][1:] == seen[3][1:]
         assert counted["host_to_device"] == total(step, Resource.HOST_TO_DEVICE)
         assert counted["device_to_host"] == total(step, Resource.DEVICE_TO_HOST)
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("packs", [PAIRS, STAGES], ids=named)
-    def test_schedules_are_planned_for_the_packs(self, packs: Technique) -> None:
-        """Planned peaks are those after the packs, within the budget; a larger budget is never slower."""
-        known = list[tuple[int, float]]()
-        for ratio in (0.0, 0.25, 0.5, 0.75):
-            found = planned(packs, recompute("dtr", ratio=ratio))
-            plan = found.plans["recompute"].document()
-            assert (
-                max(each.step.peak_bytes() for each in found.program.rank_classes)
-                == plan["peak_bytes"]
-                <= plan["budget_bytes"]
-            )
-            known.append((plan["peak_bytes"], plan["recompute_s"]))
-        assert [seconds for _, seconds in known] == sorted((seconds for _, seconds in known), reverse=True)
-        assert len(set(known)) > 2
-
-    @pytest.mark.slow
-    def test_schedules_of_a_forward_pack_keep_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The mechanism: without it, values for backward are held until the pack has run forward."""
-        monkeypatch.setattr(scheduled_region, "saves_are_dropped", lambda: False)
-        with pytest.raises(AssertionError):
-            check_ops(PAIRS, SCHEDULE)
-
-    @pytest.mark.parametrize("packs", [PAIRS, STAGES], ids=named)
-    def test_planned_prices_each_pack_by_itself(self, packs: Technique) -> None:
-        """The mechanism: packs do not share the budget. Plans priced as in a plain step, where blocks share
-        it, meet none.
-        """
-        target = replace(target_of(packs), chosen={"offload.states": packs, "recompute": PLANNED})
-        target = replace(target, hardware=replace(target.hardware, **NO_HOST_COSTS))
-        step = accumulate_gradients(recording_of(CHAIN).at(2))
-        program = Program((RankClass(1, step),), 2, MICRO_BATCHES)
-
-        def peak(solution: Solution, choice: I32) -> int:
-            after = levels_rewritten(step, solution.levels.chosen(choice))
-            return apply_later_passes(program.with_step(after), (packs,), target.hardware).step.peak_bytes()
-
-        known = list[tuple[int, float]]()
-        for share in (0.0, 0.2, 0.4, 0.6, 0.8):
-            solution = solve_budget(program, Budget(share=share, host=False), target)
-            assert solution.is_within
-            assert solution.peak_bytes == peak(solution, solution.choice)
-            spare = solution.budget_bytes - solution.peak_bytes
-            assert spare <= (solution.plain_bytes - solution.smallest_bytes) // 5
-            known.append((solution.peak_bytes, solution.seconds))
-        assert [seconds for _, seconds in known] == sorted((seconds for _, seconds in known), reverse=True)
-        assert len(set(known)) == len(known)
 
     def test_blocks_of_a_forward_pack_claim_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The mechanism: without it, inputs of recomputed blocks are held until the pack has run forward."""
@@ -267,6 +195,8 @@ class TestOneRank:
         ("other", "why"),
         [
             (recompute("dtr", ratio=0.6, online=True), "at its own calls only"),
+            (recompute("attention_boundary"), "do not hold for packs"),
+            (recompute("planned", share=0.5), "do not hold for packs"),
             (find("offload.activations", "copy_out")(kind="copy_out", min_bytes=0), "used at once"),
         ],
         ids=lambda each: getattr(each, "kind", ""),
@@ -371,7 +301,7 @@ def _beyond(candidate: Candidate, run: dict[str, Any]) -> tuple[int, int]:
 @pytest.mark.parametrize("packs", [LAYER_MAJOR, PIPELINE, PAIRS], ids=["mobius", "pipeline", "data"])
 def test_techniques_are_exact_on_two_ranks(packs: Technique) -> None:
     """Each rank has its own samples."""
-    check_on_ranks(packs, (FULL, SELECTIVE, EVERY_NTH, PLANNED, SCHEDULE))
+    check_on_ranks(packs, (FULL, SELECTIVE, EVERY_NTH))
 
 
 @pytest.mark.slow

@@ -79,10 +79,10 @@ OFFLOADS = {
     "tsplit": activations("tsplit", share=0.5, parts=1, min_bytes=64),
 }
 RECOMPUTES = {
-    kind: made("recompute", kind, **({"share": 0.5} if kind in ("planned", "checkmate") else {}))
-    for kind in ("full", "selective", "planned", "every_nth", "checkmate")
+    kind: made("recompute", kind, **({"share": 0.5} if kind == "planned" else {}))
+    for kind in ("full", "selective", "planned", "every_nth")
 }
-CHECKMATE = RECOMPUTES["checkmate"]
+CHECKMATE = made("recompute", "checkmate", share=0.5)
 AROUND = made("recompute", "planned", share=0.5, offload=False)
 """Techniques that plan for the offload of another one."""
 DIVISIONS = ("one rank", "ddp", "zero2", "fsdp", "zero3")
@@ -98,13 +98,13 @@ STORES = (
 )
 PACKS = ("mobius", "harmony", "harmony, a pipeline")
 ACTIVATIONS = ("copy_out", "copy_out, half to SSD", "pipelined", "tsplit")
-BY_BLOCK = ("full", "selective", "every_nth", "planned", "checkmate")
+IN_PACKS = ("full", "selective", "every_nth")
 RANKS = ("ddp", "zero2", "fsdp", "zero3")
 REFUSED: list[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
-    ("no tensor is worth freeing and recomputing", ("copy_out",), DIVISIONS, ("checkmate",)),
     ("everything fits into the budget as it is", ("tsplit",), ("zero2",), ("full",)),
-    ("draws random numbers, and their order would change", PACKS, ("one rank",), BY_BLOCK),
-    ("packs average their gradients themselves", PACKS, RANKS, BY_BLOCK),
+    ("draws random numbers, and their order would change", PACKS, ("one rank",), IN_PACKS),
+    ("packs average their gradients themselves", PACKS, RANKS, IN_PACKS),
+    ("do not hold for packs", PACKS, DIVISIONS, ("planned",)),
     ("whole on each, or gathered from all", STORES, ("zero2",), tuple(RECOMPUTES)),
     ("one rank has the link to itself", ("orchestrated",), ("one rank",), tuple(RECOMPUTES)),
     (
@@ -118,7 +118,7 @@ REFUSED: list[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
 given.
 """
 BRIEFLY = {
-    "one rank": [("stronghold", "checkmate"), ("pipelined", "planned"), ("pipelined", "checkmate")],
+    "one rank": [("stronghold", "planned"), ("pipelined", "planned")],
     "fsdp": [("zero_infinity, all on SSD", "planned")],
 }
 """Cells that a short run trains."""
@@ -294,9 +294,7 @@ def test_fits_refuses_other_techniques_by_name(division: str) -> None:
 @pytest.mark.parametrize(
     ("row", "recompute"),
     [
-        ("stronghold", CHECKMATE),
-        ("zero_offload", CHECKMATE),
-        ("angel_ptm", CHECKMATE),
+        ("stronghold", RECOMPUTES["planned"]),
         ("copy_out, half to SSD", AROUND),
     ],
     ids=lambda each: each if isinstance(each, str) else each.kind,
@@ -326,20 +324,17 @@ def test_plans_price_offloaded_blocks() -> None:
 
 @pytest.mark.parametrize("row", ["stronghold", "zero_offload", "angel_ptm"])
 def test_a_schedule_of_the_whole_model_is_refused_by_apply(row: str) -> None:
-    """`memtune search` writes a plan for each block; a config may name the other one anyway."""
-    alone, combined = (planned(MODEL, *each)[1] for each in ((CHECKMATE,), (CHECKMATE, OFFLOADS[row])))
-    assert (
-        "schedule" in alone["recompute"].document(),
-        "block_schedules" in combined["recompute"].document(),
-    ) == (True, True)
+    """By `fits`; by `apply` for a config that names both anyway."""
+    why = f"{OFFLOADS[row].kind} moves a block's parameters or gradients at its own calls only"
+    target = target_of(CHECKMATE, OFFLOADS[row])
+    assert why in str(CHECKMATE.fits(plain_program(MODEL, SAMPLES), target))
+    plans = planned(MODEL, CHECKMATE)[1] | planned(MODEL, OFFLOADS[row])[1]
     settings, plan = (
         settings_of(CHECKMATE, OFFLOADS[row]),
-        {slot: each.document() for slot, each in (combined | alone).items()},
+        {slot: each.document() for slot, each in plans.items()},
     )
     workload, model, optimizer = build(MODEL)
-    with pytest.raises(
-        ApplyError, match=r"checkmate.* does not work with this config's technique under offload.states"
-    ):
+    with pytest.raises(ApplyError, match=why):
         apply(model, optimizer, {"settings": settings, "plan": plan}, loss=workload.loss, strict=False)
 
 
@@ -348,7 +343,7 @@ def test_fits_and_apply_refuse_tiled_weights_with_schedules() -> None:
     whole = states("zero_infinity", parameters="host")
     tiled = whole.model_copy(update={"tiles": 2})
     assert "tiled weights" in str(CHECKMATE.fits(plain_program(MODEL, SAMPLES), target_of(CHECKMATE, tiled)))
-    plans = planned(MODEL, CHECKMATE, whole)[1]
+    plans = planned(MODEL, CHECKMATE)[1] | planned(MODEL, whole)[1]
     plan = {slot: each.document() for slot, each in plans.items()} | {"offload.states": {"tiled": []}}
     workload, model, optimizer = build(MODEL)
     with pytest.raises(ApplyError, match="tiled weights"):
@@ -365,15 +360,3 @@ def test_online_is_refused_with_grad_offload_per_call() -> None:
     online = made("recompute", "dtr", ratio=0.6, online=True)
     message = str(online.fits(plain_program(MODEL, SAMPLES), target_of(online, OFFLOADS["l2l"])))
     assert "l2l moves a block's parameters or gradients at its own calls only" in message
-
-
-@pytest.mark.parametrize("kind", ["checkmate", "dtr", "planned"])
-def test_search_skips_plans_that_take_seconds_to_solve(kind: str) -> None:
-    """A config with its own budget is solved; `fsdp`, where one solution serves many candidates, is searched
-    as usual.
-    """
-    row, technique = "harmony" if kind == "planned" else "l2l", made("recompute", kind)
-    target = replace(target_of(technique, OFFLOADS[row]), budget_bytes=1_000_000)
-    message = str(technique.fits(plain_program(MODEL, SAMPLES), target))
-    assert f"with {row} it needs a budget of its own" in message
-    assert "budget_bytes: 1000000" in message

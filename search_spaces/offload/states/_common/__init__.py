@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from memtune.search_spaces.offload.states._common.pack_technique import (
         PacksPlan,
         apply_packs,
-        backward_packs,
         cannot_run_packs,
         in_packs,
         within_budget,
@@ -86,7 +85,6 @@ __all__ = [
     "apply_pages",
     "apply_stages",
     "are_sharded",
-    "backward_packs",
     "block_bytes",
     "can_split_optimizer",
     "cannot_chunk",

@@ -129,9 +129,3 @@ def apply_packs(context: Context, packs: Packs, boundaries: BoundaryTier, kind: 
     order = LayerMajor(context, store, packs, boundaries)
     context.loop.order = order
     context.checks["offload.states"] = lambda: store.check() | order.check()
-
-
-def backward_packs(plan: Any, blocks: int) -> tuple[Span, ...]:
-    """Return the packs that run backward, in the form of `Effects.packs`."""
-    found: tuple[Span, ...] = plan.spans if hasattr(plan, "spans") else plan.backward
-    return found
