@@ -86,3 +86,8 @@ def test_systems_page_names_every_technique_and_existing_tests(monkeypatch: pyte
     files = {file: (ROOT / "tests" / file).read_text() for file, _ in tests}
     assert [test for test in tests if f"def {test[1]}(" not in files[test[0]]] == []
     assert systems.PAGE.read_text() == "\n".join(systems.page()) + "\n", "run  python docs/hooks/systems.py"
+
+
+def test_architecture_lists_the_decisions() -> None:
+    listed = re.findall(r"\]\(decisions/([\w-]+\.md)\)", (ROOT / "docs" / "architecture.md").read_text())
+    assert listed == sorted(path.name for path in (ROOT / "docs" / "decisions").glob("*.md"))

@@ -60,7 +60,7 @@ class GradReady(Event[[Tensor]]):
 
     def subscribe(self, callback: Callable[[Tensor], Any]) -> None:
         """Subscribe as in `Event.subscribe`; there must be an emitter. The caller keeps the owner of
-        `callback` alive (`hooks.weakly`).
+        `callback` alive (`weakly`).
         """
         assert self.has_emitter
         super().subscribe(callback)
@@ -96,7 +96,7 @@ class Events:
     """(parameters of the model and the optimizer's replacements of them): `zero_grad` has freed or zeroed
     their gradients.
 
-    Emitted by `scaled_gradients`, which wraps `zero_grad` of the optimizer, of the model and of its modules.
+    Emitted by `grad_scaler`, which wraps `zero_grad` of the optimizer, of the model and of its modules.
     Subscribers: mechanisms that keep gradients off the device or compare their versions.
     """
     grads_rescaled: Event[[]] = field(default_factory=Event)

@@ -221,7 +221,7 @@ def require(
         context: This rank's context.
         needed_bytes: Bytes that this rank needs.
         what: Name of what needs them, for the message.
-        all_gather: Returns the objects of all ranks, by rank (`ranks.said_by_all`); called on several ranks
+        all_gather: Returns the objects of all ranks, by rank (`gather_descriptions`); called on several ranks
             only.
 
     Raises:

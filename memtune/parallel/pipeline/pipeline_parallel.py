@@ -19,7 +19,7 @@ Six rules:
   rank.
 6. If optimizer state is sharded over parallel pipelines (`zero1`), rule 5's average is instead a reduction to
   this rank's shard, when the last backward has ended (`parallel.sharding.nested_sharding`); with `zero2`, and
-  under FSDP2 (`sharded_stage`), in every backward.
+  under FSDP2 (`fsdp_sharding.shard_stage`), in every backward.
 
 Source: Huang et al. 2019, GPipe; Narayanan et al. 2021, Efficient Large-Scale Language Model Training,
 section 2.2 (1F1B, interleaved).

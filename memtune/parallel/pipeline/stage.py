@@ -141,7 +141,7 @@ class Run:
 
     def _hide_prologue_weights(self) -> None:
         """Replace weights used before the blocks by fake ones; parameters gathered in between
-        (`sharded_stage`) are recorded, to be restored.
+        (`fsdp_sharding.shard_stage`) are recorded, to be restored.
         """
         for held, name, fake in self._absent if self._without_weights else []:
             if held[name] is not fake:

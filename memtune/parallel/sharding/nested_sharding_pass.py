@@ -24,10 +24,10 @@ class Division:
     reshard_after_forward: bool = True
     blocks_per_unit: int = 1
     stages_messages: bool = False
-    """As with gloo on CPU, see `shard.Sharding`."""
+    """As with gloo on CPU, see `fsdp_pass.Sharding`."""
     param_itemsize: int | None = None
     reduce_itemsize: int | None = None
-    """As in `shard.Sharding`, both."""
+    """As in `fsdp_pass.Sharding`, both."""
 
     def link(self, size: int, stride: int) -> Resource:
         """Return the link between ranks of a group of `size` with stride `stride`; neighbours share a node's

@@ -33,7 +33,7 @@ def leading_bytes(ratio: float, sizes: Sequence[int]) -> list[int]:
 
 
 def spread_bytes(ratio: float, sizes: Sequence[int]) -> list[int]:
-    """Return as many bytes as `leading`, in equal shares of all blocks but the last.
+    """Return as many bytes as `leading_bytes`, in equal shares of all blocks but the last.
 
     With equal shares the copies of a block have the time of the next block. The last block offloads only the
     rest that the others cannot hold, since no block after it overlaps with its copies.
@@ -50,7 +50,7 @@ def spread_bytes(ratio: float, sizes: Sequence[int]) -> list[int]:
 
 
 def shares_by_count(ratio: float, n_blocks: int) -> list[float]:
-    """Return the share of each of `n_blocks` blocks under `leading`, if all have the same size."""
+    """Return the share of each of `n_blocks` blocks under `leading_bytes`, if all have the same size."""
     return [min(max(ratio * n_blocks - i, 0.0), 1.0) for i in range(n_blocks)]
 
 

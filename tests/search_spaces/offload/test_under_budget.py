@@ -60,7 +60,7 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
 }
 LOSSY = ("compressed",)
 COVERED_BY_OTHER_TESTS = {"none", "harmony", "mobius", "moesys", "smart_infinity", "orchestrated"}
-"""Techniques with a run in `packs_suite` (chains) or `under_budget` (experts, updater processes), or for
+"""Techniques with a run in `layer_major_suite` (chains) or `budget_runs` (experts, updater processes), or for
 replicas only.
 """
 CLIPPED = ("optimizer_cpu", "optimizer_cpu, native", "zero_infinity", *ACTIVATIONS, "planned")
