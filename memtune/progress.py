@@ -111,7 +111,7 @@ class StatusLine:
     def __init__(self, stream: TextIO) -> None:
         self._stream, self.redraws = stream, stream.isatty()
         self._subject, self._detail, self._written_s, self._open = "", "", 0.0, False
-        self._opened_s = self._told_s = 0.0
+        self._opened_s = self._reported_s = 0.0
 
     def show(self, subject: str, detail: str) -> None:
         """Show `subject` and `detail` as the present."""
@@ -124,13 +124,13 @@ class StatusLine:
             self._end_line()
             self._write(subject)
             self._open, self._written_s, self._detail = True, now_s, ""
-            self._opened_s = self._told_s = now_s
+            self._opened_s = self._reported_s = now_s
         elif now_s - self._written_s >= SILENT_S:
             known, new = self._detail.split(" · "), list[str]()
-            if now_s - self._opened_s >= 2 * (self._told_s - self._opened_s):
+            if now_s - self._opened_s >= 2 * (self._reported_s - self._opened_s):
                 new = [each for each in detail.split(" · ") if each and each not in known]
             if new:
-                self._told_s, self._detail = now_s, detail
+                self._reported_s, self._detail = now_s, detail
             self._write("".join(f" · {each}" for each in new) or ".")
             self._written_s = now_s
         self._subject = subject
