@@ -26,7 +26,7 @@ FUZZ_ARGS ?=
 DEVICE ?= cuda
 CHECKS ?=
 
-.PHONY: docs docs-curves help setup demo test test-rates test-slow test-device test-triton test-chaos test-native fuzz audit lint report format bench-predict bench-published bench-recompute bench-layout bench-order bench-plan bench-overhead bench-search bench-sharding bench-offload gpu-check clean
+.PHONY: docs docs-curves help setup demo test test-rates test-slow test-device test-triton test-chaos native-tests test-native fuzz audit lint report format bench-predict bench-published bench-recompute bench-layout bench-order bench-plan bench-overhead bench-search bench-sharding bench-offload gpu-check clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -60,10 +60,10 @@ demo: setup  ## search a real model under a memory budget on this CPU, then trai
 	$(BIN)/memtune search examples/gpt.py --device cpu --workers 2 --max-memory $(BUDGET) --executor $(EXECUTOR) --out $(DEMO_OUT) --trials $(DEMO_TRIALS) --force $(DEMO_ARGS)
 	$(BIN)/memtune run $(DEMO_OUT) -- $(BIN)/python examples/train_gpt.py $(DEMO_OUT)
 
-# By file, so that fixtures of a module (a group of ranks, a recording) are set up once. One worker more than cores, because
+# By file, so that fixtures of a module (a group of ranks, a recording) are set up once. Two workers more than cores, because
 # some tests wait for deadlines, signals or a terminal; more than four gain little: searches among the tests start processes of
 # their own. tests/conftest.py orders the files.
-WORKERS ?= $(shell echo $$(($(CORES) < 4 ? $(CORES) + 1 : 4)))
+WORKERS ?= $(shell echo $$(($(CORES) < 2 ? $(CORES) + 2 : 4)))
 CORES := $(shell nproc 2> /dev/null || echo 2)
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -98,9 +98,11 @@ audit: setup  ## known weaknesses of the pinned dependencies; needs an index and
 	$(BIN)/python -m pip install -q pip-audit
 	$(BIN)/pip-audit --no-deps --disable-pip -r constraints.txt
 
-test-native: setup  ## the C++ tests
+native-tests: setup
 	[ -f $(NATIVE)/CMakeCache.txt ] || PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B $(NATIVE) -G Ninja --log-level=WARNING
 	PATH="$(abspath $(BIN)):$$PATH" cmake --build $(NATIVE) --target native_tests
+
+test-native: native-tests  ## the C++ tests
 	PATH="$(abspath $(BIN)):$$PATH" ctest --test-dir $(NATIVE) --output-on-failure
 
 FUZZ_RANKS := 1 2

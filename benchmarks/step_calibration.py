@@ -26,7 +26,8 @@ from memtune.autotune.predict.simulation import simulate
 from memtune.autotune.record.recorder import record
 from memtune.autotune.space.candidates import Choice, Rewriter
 from memtune.hardware.op_clock import OpClock, UpdateClock
-from memtune.hardware.op_timings import OpTime, op_times
+from memtune.hardware.op_time import OpTime
+from memtune.hardware.op_timings import op_times
 from memtune.hardware.spec import Hardware, detect
 from memtune.program.step import Program
 from memtune.runtime.training_step import train_step

@@ -9,7 +9,7 @@ from memtune._door import open_door
 if TYPE_CHECKING:
     from memtune.executors.base import CAPACITY_ERRORS, Executor, Progress, Trial, TrialResult
     from memtune.executors.core_wait import core_wait_s
-    from memtune.executors.gradient_digest import largest_difference
+    from memtune.executors.gradient_record import largest_difference
     from memtune.executors.local import LocalExecutor
     from memtune.executors.merge_results import last_line
     from memtune.executors.monitor import SILENCE_S, Event, RankLost, run_monitored

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from memtune.executors.gradient_digest import GradientRecord
+from memtune.executors.gradient_record import GradientRecord
 from memtune.hardware import OpTime
 
 Status = Literal["ok", "oom", "timeout", "crash", "unfit"]

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from memtune.executors.base import HOST_MEMORY_RAN_OUT, PEER_FAILURE, Status, Trial, TrialResult
-from memtune.executors.gradient_digest import GradientRecord
+from memtune.executors.gradient_record import GradientRecord
 from memtune.hardware import OpTime
 
 TAIL_LINES, REASON_CHARS = 40, 400

@@ -37,7 +37,8 @@ from memtune.device import (
 )
 from memtune.errors import ApplyError, MemtuneError, raised_at
 from memtune.executors.base import CAPACITY_ERRORS, Trial
-from memtune.executors.gradient_digest import GradientDigests, GradientRecord, sha256_of_all
+from memtune.executors.gradient_digest import GradientDigests
+from memtune.executors.gradient_record import GradientRecord, sha256_of_all
 from memtune.hardware import (
     LoadMeter,
     OpClock,

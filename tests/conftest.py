@@ -128,7 +128,12 @@ def _freeze_live_objects() -> Iterator[None]:
     gc.freeze()
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start with what the imports have made: recordings of other workers, objects that stay."""
+    if "memtune.testing" in sys.modules:
+        from support import shared_recordings
+
+        shared_recordings.install()
     gc.freeze()
     gc.enable()
 
@@ -150,7 +155,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     yield
     if hasattr(config, "workerinput"):
         tests_of = Counter(item.path for item in items)
-        items.sort(key=lambda item: (not _starts_processes(item), -tests_of[item.path], item.path))
+        items.sort(
+            key=lambda item: (
+                item.path.name not in _LONGEST,
+                not _starts_processes(item),
+                -tests_of[item.path],
+                item.path,
+            )
+        )
+
+
+_LONGEST = (
+    *("test_study.py", "test_plan_report.py", "test_state_sharding_with_model_parallel.py"),
+    *("test_study_resume.py", "test_parallel_trials.py", "test_dry_runs.py", "test_nested_sharding.py"),
+)
+"""Files that take more than 20 CPU seconds and would leave the other workers idle if they came last."""
 
 
 def _starts_processes(item: pytest.Item) -> bool:

@@ -40,12 +40,22 @@ def test_updater_process_loads_no_torch(tmp_path: Path) -> None:
     assert "torch" not in loaded_after("import memtune.offload.near_storage.update_worker", tmp_path)
 
 
+def test_readers_of_event_logs_load_no_torch(tmp_path: Path) -> None:
+    """`memtune watch` and the report would take seconds to start."""
+    code = "import memtune.autotune.search.search_events, memtune.autotune.ui.tui"
+    assert "torch" not in loaded_after(code, tmp_path)
+
+
 def test_light_runtime_loads_no_search_package_and_touches_no_device(tmp_path: Path) -> None:
+    """A plan, imported after it, loads neither the study's packages nor a display's."""
     modules = light_modules()
     assert {"memtune.technique", "memtune.search_spaces", "memtune.runtime"} <= set(modules)
-    already = loaded_after("import torch", tmp_path)  # torch may load some of these on its own one day
-    code = (
-        f"import importlib, torch\nfor name in {modules}: importlib.import_module(name)\nassert not"
-        " torch.cuda.is_initialized()"
-    )
-    assert not (loaded_after(code, tmp_path) - already) & SEARCH_ONLY
+    code = f"""
+import importlib, sys, torch
+already = set(sys.modules)  # torch may load some of these on its own one day
+for name in {modules}: importlib.import_module(name)
+assert not torch.cuda.is_initialized()
+assert not {SEARCH_ONLY} & (set(sys.modules) - already)
+import memtune.autotune.search.plan_report
+"""
+    assert not loaded_after(code, tmp_path) & {"optuna", "ray", "textual", "rich"}

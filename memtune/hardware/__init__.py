@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from memtune.hardware.known_devices import known_name, names
     from memtune.hardware.machine_load import BUSY, LoadMeter, reference_s
     from memtune.hardware.op_clock import OpClock, TimedOp, UpdateClock, clock_of
-    from memtune.hardware.op_timings import OpTime, op_times
+    from memtune.hardware.op_time import OpTime
+    from memtune.hardware.op_timings import op_times
     from memtune.hardware.rate_probe import measure_rates
     from memtune.hardware.roofline import CLASSES, EVERY_CLASS, matmul_dtype, op_class, op_costs, op_s
     from memtune.hardware.spec import Device, Hardware, detect, find, gpu_name, with_measured

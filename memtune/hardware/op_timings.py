@@ -5,28 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from memtune.hardware.op_clock import TimedOp
+from memtune.hardware.op_time import OpTime
 from memtune.hardware.roofline import op_class
 
 _BINS_A_DECADE = 2
-
-
-class OpTime(BaseModel):
-    """Ops of one class and similar size in one step; figures are averages per op."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    op_class: str
-    dtype: str
-    flops: float = Field(ge=0)
-    traffic_bytes: float = Field(ge=0)
-    seconds: float = Field(gt=0)
-    """Share of the time of a step that runs without the clock."""
-    count: int = Field(ge=1)
-    ranks: int = Field(default=1, ge=1)
-    """Processes on the machine."""
 
 
 def op_times(

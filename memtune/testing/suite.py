@@ -188,7 +188,9 @@ class TechniqueSuite:
             "untouched": self.check_untouched,
         }[mutation.shown_by]
         model = mutation.needs or self._quick()[0]
-        plain(self._path(model))  # cache the plain model's results before the defect is seeded
+        # Cache the plain model's results and recording before the defect is seeded.
+        plain(self._path(model))
+        plain_program(self._path(model))
         variant = (self.variants or (self.default(),))[0]
         with mutation.seed(self.technique), fresh_programs():
             try:

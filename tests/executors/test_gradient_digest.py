@@ -9,13 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtune.executors.gradient_digest import (
-    BUCKETS,
-    GradientRecord,
-    GradientSums,
-    Region,
-    largest_difference,
-)
+from memtune.executors.gradient_digest import GradientSums, Region
+from memtune.executors.gradient_record import BUCKETS, GradientRecord, largest_difference
 
 
 def whole(gradient: torch.Tensor) -> GradientRecord:

@@ -21,7 +21,7 @@ from memtune.autotune.record_parallel.sharded_recording import ShardedRecordings
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.executors import worker
 from memtune.executors.base import Trial
-from memtune.executors.gradient_digest import GradientRecord, largest_difference
+from memtune.executors.gradient_record import GradientRecord, largest_difference
 from memtune.memory import Ledger
 from memtune.ssd import offload_dir
 from memtune.technique import Target

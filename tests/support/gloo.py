@@ -26,7 +26,7 @@ FRESH.set_forkserver_preload(
     [
         *("torch", "torch.distributed.fsdp", "torch.distributed.tensor"),
         "torch._dynamo",  # the first optimizer imports it, a third of torch
-        *("pytest", "memtune.testing"),  # each rank imports its test's file
+        *("pytest", "support.shared_recordings"),  # each rank imports its test's file
         *(f"memtune.search_spaces.{slot}.{kind}" for slot in SLOTS for kind in kinds(slot)),
     ]
 )
@@ -90,6 +90,9 @@ def _rank(
     import torch.distributed as dist
 
     gc.freeze()  # collections do not traverse what the server has imported
+    from support import shared_recordings
+
+    shared_recordings.install()
     torch.set_num_threads(1)
     backends = "gloo"
     if device == "sim":

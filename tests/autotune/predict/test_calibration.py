@@ -25,7 +25,8 @@ from memtune.autotune.space.scoring import Scorer, predict_again
 from memtune.hardware.calibration_cache import Curve
 from memtune.hardware.cpu_probe import CpuRates
 from memtune.hardware.op_clock import OpClock, TimedOp
-from memtune.hardware.op_timings import OpTime, op_times
+from memtune.hardware.op_time import OpTime
+from memtune.hardware.op_timings import op_times
 from memtune.hardware.roofline import op_s
 from memtune.hardware.spec import Hardware, of_cpu
 from memtune.search_spaces.execution import Execution

@@ -57,11 +57,10 @@ def test_dry_run_peak_equals_pass_prediction(model: str) -> None:
     assert compare(candidate(model, EVERYTHING, 1)[0].program.step, step) == ""
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_dry_run_uses_fake_ranks(ranks: int) -> None:
-    step = dry("gpt", FSDP | EVERYTHING, ranks)
+def test_dry_run_uses_fake_ranks() -> None:
+    step = dry("gpt", FSDP | EVERYTHING, 8)
     assert isinstance(step, Step)
-    assert step.peak_bytes() == candidate("gpt", FSDP | EVERYTHING, ranks)[0].program.step.peak_bytes()
+    assert step.peak_bytes() == candidate("gpt", FSDP | EVERYTHING, 8)[0].program.step.peak_bytes()
     assert not dist.is_initialized()
 
 

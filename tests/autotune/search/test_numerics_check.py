@@ -15,7 +15,8 @@ from memtune.autotune.search.numerics_check import Difference, _references, betw
 from memtune.autotune.space.candidates import Choice
 from memtune.autotune.space.pruning import Pruner
 from memtune.executors.base import Trial, TrialResult
-from memtune.executors.gradient_digest import GradientRecord, GradientSums, Region
+from memtune.executors.gradient_digest import GradientSums, Region
+from memtune.executors.gradient_record import GradientRecord
 from memtune.executors.local import LocalExecutor
 from memtune.search_spaces.execution import Execution
 

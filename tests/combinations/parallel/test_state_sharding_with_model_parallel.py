@@ -284,7 +284,7 @@ def test_edited_configs_are_refused() -> None:
 
 def test_four_ranks_train_as_one_and_save(tmp_path: Path) -> None:
     check(
-        [("sequence_parallel", "zero3", 4, True), ("tensor", "ddp", 1, False), (IN_PLACE, "zero3", 1, True)],
+        [("sequence_parallel", "zero3", 2, True), ("tensor", "ddp", 1, False), (IN_PLACE, "zero3", 1, True)],
         tmp_path,
     )
 
