@@ -196,6 +196,7 @@ bench-offload: setup  ## the host optimizer against torch's fused AdamW, DeepSpe
 		$(BIN)/python benchmarks/host_optimizer.py --json benchmarks/results/host-optimizer.json
 	$(BIN)/python benchmarks/ssd.py --json benchmarks/results/ssd.json
 	$(BIN)/python benchmarks/orchestration.py --json benchmarks/results/orchestration.json
+	$(BIN)/python benchmarks/link_contention.py --json benchmarks/results/link-contention.json
 	$(BIN)/python benchmarks/smart_infinity.py --json benchmarks/results/smart-infinity.json
 	$(BIN)/python benchmarks/offload_published.py --json benchmarks/results/offload-published.json
 	$(BIN)/python benchmarks/offload_peaks.py --json benchmarks/results/offload-peaks.json --markdown benchmarks/results/offload-peaks.md

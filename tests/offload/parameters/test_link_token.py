@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from memtune.errors import ApplyError
-from memtune.offload.parameters.link_token import LinkToken
+from memtune.offload.parameters.link_token import _ROW, LinkToken, _at
 
 FORK = multiprocessing.get_context("fork")
 """Forked: a child only holds the token."""
@@ -52,9 +52,7 @@ def holds_forever(path: Path, place: int, ready: Any, lease_s: float = 5.0) -> N
 
 
 def test_token_is_exclusive_and_first_come_first_served(path: Path) -> None:
-    """The token's holder is alone, and ranks get the token first come, first served (`orchestrated: {mode:
-    token}`).
-    """
+    """The token's holder is alone, and holds follow the numbers drawn (`orchestrated: {mode: token}`)."""
     results = FORK.Queue()
     children = [
         FORK.Process(target=acquires_repeatedly, args=(path, place, 12, results)) for place in range(3)
@@ -67,12 +65,34 @@ def test_token_is_exclusive_and_first_come_first_served(path: Path) -> None:
     assert len(turns) == 36
     assert all(end <= began for (_, end, _, _), (began, _, _, _) in itertools.pairwise(turns))
     assert [number for _, _, number, _ in turns] == list(range(1, 37))
-    order = [place for *_, place in turns]
-    # From here to the end of the first process, all want the token at all times.
-    first = max(order.index(place) for place in range(3))
-    last = min(len(order) - order[::-1].index(place) for place in range(3))
-    for start in range(first, last - 3):
-        assert len(set(order[start : start + 3])) == 3 or len(set(order[start : start + 4])) == 3
+
+
+def reports_place(path: Path, place: int, order: Any) -> None:
+    """Report this place while holding the token."""
+    with LinkToken(path, place, 3).hold():
+        order.put(place)
+
+
+def wait_for_request(token: LinkToken, place: int) -> None:
+    """Wait until `place` has drawn a number."""
+    while not _ROW.unpack_from(token._map, _at(place))[0]:
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("requests", [(1, 2), (2, 1)])
+def test_waiters_get_the_token_in_the_order_of_their_requests(path: Path, requests: tuple[int, int]) -> None:
+    """A rank that asks again is served after those that waited before it."""
+    order, token = FORK.SimpleQueue(), LinkToken(path, 0, 3)
+    children = [FORK.Process(target=reports_place, args=(path, place, order)) for place in requests]
+    with token.hold():
+        for child, place in zip(children, requests, strict=True):
+            child.start()
+            wait_for_request(token, place)
+    with token.hold():
+        assert not order.empty()
+        assert (order.get(), order.get()) == requests
+    for child in children:
+        child.join()
 
 
 def sends_pieces(path: Path, place: int, link: int, start: Any, with_token: bool) -> None:
@@ -143,7 +163,7 @@ def test_token_removes_a_killed_waiter(path: Path) -> None:
     with token.hold():
         waiter = FORK.Process(target=acquires_repeatedly, args=(path, 0, 1, results))
         waiter.start()
-        time.sleep(0.2)  # it has drawn its number
+        wait_for_request(token, 0)
         waiter.kill()
         waiter.join()
     with token.hold():  # otherwise this waits forever

@@ -4,6 +4,10 @@ host optimizer.
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -164,3 +168,38 @@ def test_training_is_bitwise_that_of_replicas_with_a_host_optimizer(mine: Tensor
     assert all(("times_held" in rank["audit"]) == (mine.mode == "token") for rank in found)
     for one, other in zip(found, wanted, strict=True):
         assert all(torch.equal(weight, other["weights"][name]) for name, weight in one["weights"].items())
+
+
+def trained_until_killed(kills_at: int) -> str:
+    """Train until rank 1 is killed while it holds the token; return the error of rank 0, which has then held
+    the token.
+    """
+    workload, model, optimizer = build(ZOO["gpt"])
+    settings = settings_of(Ddp(), TOKEN)
+    tuned = apply(model, optimizer, {"settings": settings}, loss=workload.loss, strict=False)
+    token = tuned._context.checks["offload.states"].__self__._token  # type: ignore[attr-defined]
+    if torch.distributed.get_rank() == 1:
+        holds = token.hold
+
+        @contextmanager
+        def killed() -> Iterator[int]:
+            with holds() as number:
+                if token.times_held == kills_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield number
+
+        token.hold = killed
+    try:
+        for _ in range(20):
+            tuned.step([workload.make_batch(2)])
+    except Exception as error:  # gloo's, or that of the mechanism which waits for it
+        with token.hold():
+            return type(error).__name__
+    return "no error"
+
+
+def test_rank_killed_while_it_holds_the_token_stops_no_other_rank_at_the_link() -> None:
+    """The other rank copies on, and learns of the death from the next collective."""
+    found = run_ranks(trained_until_killed, 2, 7, may_fail=True)
+    assert found[1] is None
+    assert found[0] not in (None, "no error")
