@@ -17,14 +17,17 @@ Rule 3. Weights first: an updated sub-group's weights are handed over, then writ
 Rule 4. Weights of round i are copied to the device while the updaters work on round i + 1. `step` returns
   when all are on the device; moments may still be in writes. Later orders to an updater run after these
   writes.
-Rule 5. An updater that has ended, or reports a fault, is named in an error, in this step and in all later
+Rule 5. With `on_host`, `offload.optimizer.grad_offload` offloads gradients in backward and sums them on the
+  host. The optimizer's parameters then have no memory of their own, only these gradients, and a round copies
+  its parts to the slots on the host; the sentinel's gradient alone is offloaded in the step.
+Rule 6. An updater that has ended, or reports a fault, is named in an error, in this step and in all later
   ones: some weights are new and some are not, so training cannot continue from there.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +38,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune import refusals
 from memtune.errors import ApplyError
+from memtune.offload.core import optimizer_parameter
 from memtune.offload.gradients import ExternalWrites, watch_loads
 from memtune.offload.near_storage.storage_domains import (
     OFFLOAD,
@@ -75,8 +79,10 @@ class _Parameter:
     """
 
     name: str
+    rows: nn.Parameter
+    """The weight on the device: the model's parameter, or this rank's shard."""
     held: nn.Parameter
-    """The optimizer's parameter."""
+    """The optimizer's parameter: `rows`, or with gradients on the host one that has these alone."""
     unsharded: nn.Parameter | None
     """The model's parameter, if the optimizer has a shard that is another object (rows); both have the same
     gradient.
@@ -88,16 +94,22 @@ class _Parameter:
     @property
     def device(self) -> Tensor:
         """Its memory on the device."""
-        return local(self.held.detach())
+        return local(self.rows.detach())
 
     @property
     def gradient(self) -> Tensor | None:
-        """Its gradient on the device, or None."""
-        return None if self.held.grad is None else local(self.held.grad)
+        """Its gradient, on the host if it was offloaded there, or None."""
+        found = self.rows.grad if self.held.grad is None else self.held.grad
+        return None if found is None else local(found)
+
+    @property
+    def is_on_host(self) -> bool:
+        """True if its gradient was offloaded in backward."""
+        return self.held is not self.rows and self.rows.grad is None
 
     def free_gradient(self) -> None:
         """Free the gradient."""
-        self.held.grad = None
+        self.held.grad = self.rows.grad = None
         if self.unsharded is not None:
             self.unsharded.grad = None
 
@@ -131,6 +143,7 @@ class Updaters:
         buffers: Sub-groups that an updater holds in host memory, 2 or more.
         share: Share of each sub-group's gradients that is sent, the largest ones; the rest is added to the
             next step's gradients. None: all are sent.
+        on_host: Gradients are on the host before the step (Rule 5); not with `share`.
 
     Raises:
         ApplyError: The native update does not support the optimizer or a parameter's type.
@@ -146,6 +159,7 @@ class Updaters:
         sub_group_numel: int,
         buffers: int,
         share: float | None,
+        on_host: bool = False,
     ) -> None:
         self._optimizer, self._n_buffers, self._share = context.optimizer, buffers, share
         self._native = NativeUpdate(context.optimizer, "float32")
@@ -159,10 +173,12 @@ class Updaters:
             None if share is None else TopKCompression([each.device for each in self._parameters], share)
         )
         self._domains = self._open_domains(context, directories)
+        if on_host:
+            self._hold_on_host(context)
         # Parameters whose weights were loaded into the model alone, so they are newer than the masters.
         self._stale: set[nn.Parameter] = set()
-        watch_loads(context, {each.held for each in self._parameters}, self._stale.update)
-        self._writes = ExternalWrites(context, (each.held for each in self._parameters))
+        watch_loads(context, {each.rows for each in self._parameters}, self._stale.update)
+        self._writes = ExternalWrites(context, (each.rows for each in self._parameters))
         self._store(first=True)
         context.events.weights_loaded.subscribe(self._store)
         keep_groups(self._optimizer)
@@ -178,7 +194,31 @@ class Updaters:
             if held in group_of and parameter.requires_grad:
                 group = group_of[held]
                 unsharded = None if held is parameter else parameter
-                yield _Parameter(name, held, unsharded, group, self._native.moment_names(group))
+                yield _Parameter(name, held, held, unsharded, group, self._native.moment_names(group))
+
+    def _hold_on_host(self, context: Context) -> None:
+        """Give the optimizer parameters on the host, to which gradients are offloaded (Rule 5)."""
+        state = self._optimizer.state
+        memory = next(slot for each in self._domains for slot in each.slots)
+        for each in self._parameters:
+            # Any memory: nothing reads the value, and the gradient must have the shape.
+            value = _as(memory, each.device.dtype, 1).expand(each.device.shape)
+            each.held = optimizer_parameter(each.rows, value)
+            if each.rows in state:
+                state[each.held] = state.pop(each.rows)
+        held_of = {each.rows: each.held for each in self._parameters}
+        for group in self._optimizer.param_groups:
+            group["params"] = [held_of.get(each, each) for each in group["params"]]
+        context.placement.optimizer_params.update(held_of)
+
+    def start_deferred(self) -> None:
+        """Do nothing: no update is deferred."""
+
+    def expect(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Do nothing: the step updates all."""
+
+    def update(self, parameters: Iterable[nn.Parameter], *, at_once: bool) -> None:
+        """Do nothing: the step updates all."""
 
     # -- the processes ---------------------------------------------------------------------------------------
 
@@ -253,7 +293,7 @@ class Updaters:
 
     def _note_weight_versions(self) -> None:
         for each in self._parameters:
-            self._writes.note_write(each.held)
+            self._writes.note_write(each.rows)
 
     def _refuse_stale(self) -> None:
         self._stale.update(self._writes.take_external())
@@ -268,7 +308,7 @@ class Updaters:
 
     def _update_all(self) -> None:
         missing = [0] * len(self._parameters)  # parts of each gradient that are not offloaded yet
-        given = [each.held.grad is not None for each in self._parameters]
+        given = [each.gradient is not None for each in self._parameters]
         active = [
             [i for i, group in enumerate(groups) if any(given[s.parameter] for s in group.segments)]
             for groups in self._layout.domains
@@ -316,7 +356,10 @@ class Updaters:
                 segment.start : segment.start + segment.numel
             ]
             there = memory[segment.slot :]
-            if self._compression is None:
+            if parameter.is_on_host:
+                _as(there, gradient.dtype, segment.numel).copy_(gradient)
+                transfer.COUNTERS.add("to_updaters", gradient.nbytes)
+            elif self._compression is None:
                 torch.ops.memtune.copy_to_host_(_as(there, gradient.dtype, segment.numel), gradient)
                 transfer.COUNTERS.add("to_updaters", gradient.nbytes)
             else:
@@ -500,7 +543,8 @@ def _flat(tensor: Tensor | None, parameter: Tensor) -> Tensor:
     tensor = tensor.detach()
     # The updater's elements are in the parameter's memory order (channels-last weights).
     if tensor.stride() != parameter.stride():
-        tensor = torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(tensor)
+        like = torch.empty_like(parameter, device=tensor.device, memory_format=torch.preserve_format)
+        tensor = like.copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from memtune.offload.gradients import ReadyGradients, average_ready, end_of_backward, ready_or_reduced
 from memtune.offload.near_storage.storage_domains import (
     OFFLOAD,
     READ,
@@ -25,21 +26,34 @@ from memtune.offload.near_storage.storage_domains import (
     step_actions,
     topk_layout,
 )
-from memtune.offload.optimizer import without_own_update
+from memtune.offload.optimizer import (
+    ADD,
+    COPY,
+    InsertedOp,
+    InsertedOps,
+    free_buckets,
+    host_gradients,
+    insert_ops,
+    sentinel_row,
+    sums_to_host,
+    without_own_update,
+)
+from memtune.offload.optimizer import READ as FIRST_OF_STEP
 from memtune.program import FOREVER, I32, WRITES, Edit, Kind, Phase, Resource, Step, Tier, columns_of
 
-_TOPK, _PLACES = 6, 7
+_TOPK, _PLACES, _TO_SLOT = 6, 7, 8
 _OPS = {
-    READ: ("updater_read_", Resource.SSD_READ),
-    OFFLOAD: ("copy_to_host_", Resource.DEVICE_TO_HOST),
-    UPDATE: ("updater_update_", Resource.HOST_THREADS),
-    WRITE_WEIGHTS: ("updater_write_", Resource.SSD_WRITE),
-    WRITE_MOMENTS: ("updater_write_", Resource.SSD_WRITE),
-    RELOAD: ("copy_to_device_", Resource.HOST_TO_DEVICE),
-    _TOPK: ("largest_", Resource.COMPUTE),
-    _PLACES: ("copy_to_host_", Resource.DEVICE_TO_HOST),
+    READ: ("memtune.updater_read_.default", Resource.SSD_READ),
+    OFFLOAD: ("memtune.copy_to_host_.default", Resource.DEVICE_TO_HOST),
+    UPDATE: ("memtune.updater_update_.default", Resource.HOST_THREADS),
+    WRITE_WEIGHTS: ("memtune.updater_write_.default", Resource.SSD_WRITE),
+    WRITE_MOMENTS: ("memtune.updater_write_.default", Resource.SSD_WRITE),
+    RELOAD: ("memtune.copy_to_device_.default", Resource.HOST_TO_DEVICE),
+    _TOPK: ("memtune.largest_.default", Resource.COMPUTE),
+    _PLACES: ("memtune.copy_to_host_.default", Resource.DEVICE_TO_HOST),
+    _TO_SLOT: ("aten.copy_.default", Resource.HOST_THREADS),
 }
-_SENDS = (OFFLOAD, _TOPK, _PLACES)
+_SENDS = (OFFLOAD, _TOPK, _PLACES, _TO_SLOT)
 Trained = npt.NDArray[np.intp]
 
 
@@ -51,6 +65,8 @@ class UpdatersSpec:
     sub_group_numel: int
     buffers: int
     share: float | None = None
+    bucket_bytes: int | None = None
+    """Size of a bucket of gradients that are offloaded in backward; None: they are offloaded in the step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +85,24 @@ class _InsertedOps:
     rows: I32
 
 
-def optimizer_on_updaters(step: Step, spec: UpdatersSpec) -> Step:
-    """Return `step` with optimizer state and updates in updater processes."""
+@dataclass(frozen=True, eq=False)
+class _Backward:
+    """Gradients that are offloaded in backward (Rule 5)."""
+
+    ready: ReadyGradients
+    inserted: InsertedOps
+    rows: I32
+
+
+def optimizer_on_updaters(step: Step, spec: UpdatersSpec, ranks: int = 1, replicas: int = 1) -> Step:
+    """Return `step` with optimizer state and updates in updater processes.
+
+    Args:
+        step: The step.
+        spec: The knobs.
+        ranks: Number of ranks that reduce gradients in groups, if these are offloaded in backward.
+        replicas: Replicas, which then average each gradient when it is ready; `ranks` is 1 then.
+    """
     columns = columns_of(step.parameters)
     trained = np.flatnonzero(columns.trainable)
     given = columns.gradient[trained] >= 0
@@ -86,16 +118,54 @@ def optimizer_on_updaters(step: Step, spec: UpdatersSpec) -> Step:
         spec.sub_group_numel,
     )
     edit = Edit(step)
+    gradients, watched, backward = columns.gradient[trained].astype(np.int32), -1, None
+    if spec.bucket_bytes is not None:
+        watched = int(np.searchsorted(trained, sentinel_row(step)))
+        backward, gradients[given] = _offload_in_backward(
+            edit, step, trained[given], spec.bucket_bytes, ranks, replicas
+        )
     anchor = int(without_own_update(edit, step)[0])
     edit.storages.bytes[step.storages.kind == Kind.OPTIMIZER] = 0  # the updaters have it
-    made = _insert(edit, anchor, _op_columns(layout, spec, tuple(given.tolist()), tuple(itemsize.tolist())))
+    asked = layout, spec, tuple(given.tolist()), tuple(itemsize.tolist()), watched
+    made = _insert(edit, anchor, _op_columns(*asked))
     _uses_of_groups(edit, made, layout, spec)
-    _uses_of_parameters(edit, step, made, trained)
+    _uses_of_parameters(edit, step, made, trained, gradients)
     if spec.share is not None:
         _uses_of_sent(edit, step, made, trained)
-    _free_gradients(edit, step, made, trained)
+    if backward is not None:
+        # A bucket is freed before the op that follows it, which for the last one is the step's first.
+        inserted = InsertedOps(
+            *(np.append(*each) for each in zip(backward.inserted, (FIRST_OF_STEP, 0, anchor), strict=True))
+        )
+        free_buckets(edit, step, backward.ready, inserted, np.append(backward.rows, made.rows[:1]))
+        edit.set_storages(tier=step.storages.tier.copy())
+        sums_to_host(edit, step, backward.ready)
+    _free_gradients(edit, step, made, gradients)
     edit.hold_to_the_end_of_step(int(made.rows[-1]))
     return edit.done()
+
+
+def _offload_in_backward(
+    edit: Edit, step: Step, mine: Trained, bucket_bytes: int, ranks: int, replicas: int
+) -> tuple[_Backward, I32]:
+    """Insert the D2H copies of backward, and return them with (mine,) the gradients that the step reads."""
+    watched = int(np.searchsorted(mine, sentinel_row(step)))
+    ready = ready_or_reduced(edit, step, mine, watched, bucket_bytes, ranks, delayed=False)
+    average_ready(edit, step, mine[ready.index], replicas)
+    end, inserted, before = end_of_backward(step, ready), list[InsertedOp](), list[int]()
+    for each in np.unique(ready.bucket):
+        members = np.flatnonzero(ready.bucket == each).tolist()
+        anchor = int(ready.after[members[-1]]) if ready.full[members[-1]] else end
+        # A bucket is added to the sums when the next one is sent.
+        inserted += [(ADD, row, anchor) for row in before if ready.sums[row] >= 0]
+        inserted += [(COPY, row, anchor) for row in members]
+        before = members
+    inserted += [(ADD, row, end) for row in before if ready.sums[row] >= 0]
+    ordered = InsertedOps.of(inserted)
+    rows = insert_ops(edit, step, mine, ready, ordered, watched, {})
+    gradients, _ = host_gradients(edit, step, mine, ready, watched, ordered, rows, False)
+    gradients[watched] = ready.watched
+    return _Backward(ready, ordered, rows), gradients
 
 
 def _moments(step: Step, trained: Trained) -> list[int]:
@@ -119,10 +189,12 @@ def _moments(step: Step, trained: Trained) -> list[int]:
 
 @functools.lru_cache(maxsize=16)
 def _op_columns(
-    layout: Layout, spec: UpdatersSpec, given: tuple[bool, ...], itemsize: tuple[int, ...]
+    layout: Layout, spec: UpdatersSpec, given: tuple[bool, ...], itemsize: tuple[int, ...], watched: int
 ) -> npt.NDArray[np.int64]:
     """Return the columns of `_InsertedOps` but the last, op by op; cached because many candidates
     share them.
+
+    With gradients on the host, that of parameter `watched` alone is on the device.
     """
     active = [
         [i for i, group in enumerate(groups) if any(given[segment.parameter] for segment in group.segments)]
@@ -134,7 +206,9 @@ def _op_columns(
         group = layout.domains[domain][number]
         if action in (OFFLOAD, RELOAD):
             for segment in (each for each in group.segments if given[each.parameter]):
-                for kind, n_bytes in _copies(action, segment, itemsize[segment.parameter], spec.share):
+                is_on_host = spec.bucket_bytes is not None and segment.parameter != watched
+                what = _TO_SLOT if action == OFFLOAD and is_on_host else action
+                for kind, n_bytes in _copies(what, segment, itemsize[segment.parameter], spec.share):
                     found.append((kind, domain, number, index, segment.parameter, n_bytes))
         else:
             found.append((action, domain, number, index, -1, _bytes(action, group)))
@@ -143,7 +217,7 @@ def _op_columns(
 
 def _copies(action: int, segment: Segment, itemsize: int, share: float | None) -> list[tuple[int, int]]:
     """Return the ops that copy a segment to or from its updater, with their bytes."""
-    if action == RELOAD or share is None:
+    if action != OFFLOAD or share is None:
         return [(action, segment.numel * itemsize)]
     count, _ = topk_layout(segment, itemsize, share)
     return [(_TOPK, segment.numel * itemsize), (OFFLOAD, count * itemsize), (_PLACES, count * 4)]
@@ -159,17 +233,14 @@ def _insert(edit: Edit, anchor: int, turned: npt.NDArray[np.int64]) -> _Inserted
     """Insert the ops before the op `anchor`."""
     *columns, n_bytes = turned.T
     action, domain, number, index, parameter = (column.astype(np.int32) for column in columns)
-    names = np.asarray(
-        [edit.name_id(f"memtune.{_OPS[kind][0]}.default") for kind in range(len(_OPS))], np.int32
-    )
+    names = np.asarray([edit.name_id(_OPS[kind][0]) for kind in range(len(_OPS))], np.int32)
     rows = edit.add_ops(
         names[action],
         before=np.full(len(action), anchor, np.int32),
         phase=Phase.OPTIMIZER,
         resource=np.asarray([_OPS[kind][1] for kind in range(len(_OPS))], np.uint8)[action],
-        traffic_bytes=np.where(
-            action == _TOPK, 4 * n_bytes, n_bytes
-        ),  # reads residual and gradient, writes the residual, reads it for top-k
+        # Top-k reads residual and gradient, writes the residual and reads it; a host copy reads and writes.
+        traffic_bytes=np.where(action == _TOPK, 4, np.where(action == _TO_SLOT, 2, 1)) * n_bytes,
         stream=(action == RELOAD).astype(np.uint8),  # the copy stream orders it before later use
         prefetch=np.isin(action, (OFFLOAD, _PLACES)).astype(np.uint8),
     )
@@ -204,7 +275,7 @@ def _uses_of_groups(edit: Edit, made: _InsertedOps, layout: Layout, spec: Update
         ((READ,), weights[at], False),
         ((READ,), moments[at], False),
         ((READ, UPDATE), buffer, True),
-        ((OFFLOAD, _PLACES, UPDATE), slot, True),
+        ((OFFLOAD, _PLACES, _TO_SLOT, UPDATE), slot, True),
         ((WRITE_WEIGHTS, WRITE_MOMENTS), buffer, False),
         ((WRITE_WEIGHTS,), weights[at], True),
         ((WRITE_MOMENTS,), moments[at], True),
@@ -214,12 +285,12 @@ def _uses_of_groups(edit: Edit, made: _InsertedOps, layout: Layout, spec: Update
         edit.add_uses(made.rows[mine], storages[mine], mode=mutates)
 
 
-def _uses_of_parameters(edit: Edit, step: Step, made: _InsertedOps, trained: Trained) -> None:
+def _uses_of_parameters(edit: Edit, step: Step, made: _InsertedOps, trained: Trained, gradients: I32) -> None:
     columns = columns_of(step.parameters)
     up = made.action == RELOAD
     edit.add_uses(made.rows[up], columns.storage[trained][made.parameter[up]].astype(np.int32), mode=WRITES)
-    first = made.action == (_TOPK if (made.action == _TOPK).any() else OFFLOAD)
-    edit.add_uses(made.rows[first], columns.gradient[trained][made.parameter[first]].astype(np.int32))
+    first = np.isin(made.action, (_TOPK,) if (made.action == _TOPK).any() else (OFFLOAD, _TO_SLOT))
+    edit.add_uses(made.rows[first], gradients[made.parameter[first]])
 
 
 def _uses_of_sent(edit: Edit, step: Step, made: _InsertedOps, trained: Trained) -> None:
@@ -236,15 +307,17 @@ def _uses_of_sent(edit: Edit, step: Step, made: _InsertedOps, trained: Trained) 
         edit.hold_through(temporary, made.rows[places])
 
 
-def _free_gradients(edit: Edit, step: Step, made: _InsertedOps, trained: Trained) -> None:
+def _free_gradients(edit: Edit, step: Step, made: _InsertedOps, gradients: I32) -> None:
     """Free each gradient before the first op that offloads nothing in the round of its last part (Rule 2)."""
     down = np.isin(made.action, _SENDS)
     others = np.flatnonzero(~down)
-    last = np.full(len(trained), -1)
+    last = np.full(len(gradients), -1)
     np.maximum.at(last, made.parameter[down], np.flatnonzero(down))
     mine = np.flatnonzero(last >= 0)
-    gradients = columns_of(step.parameters).gradient[trained][mine]
+    sources = gradients[mine]
     following = made.rows[others[np.searchsorted(others, last[mine])]]
-    freed = step.storages.held_until[gradients] != FOREVER  # DDP's buckets are not freed
-    edit.storages.held_until[gradients[freed]] = -1
-    edit.release_before(gradients[freed], following[freed])
+    recorded = sources < step.storages.n
+    freed = ~recorded
+    freed[recorded] = step.storages.held_until[sources[recorded]] != FOREVER  # DDP's buckets are not freed
+    edit.storages.held_until[sources[freed & recorded]] = -1
+    edit.release_before(sources[freed], following[freed])

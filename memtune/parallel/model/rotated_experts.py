@@ -96,7 +96,8 @@ class ExpertOrder:
             )
         self._skip_to(index)
         self._next = index + 1
-        self.called[index] = True
+        # Without gradients it may be an evaluation; a recomputed forward runs again with them.
+        self.called[index] |= torch.is_grad_enabled()
 
     def _skip_to(self, index: int) -> None:
         self._skips = True

@@ -7,12 +7,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from memtune import refusals
+from memtune.effects import GRADIENTS_AT_END, NO_EFFECTS, Effects
 from memtune.offload.near_storage import Updaters, UpdatersSpec, optimizer_on_updaters
-from memtune.offload.optimizer import UPDATES, no_native_update, not_contiguous
+from memtune.offload.optimizer import UPDATES, GradientOffload, no_native_update, not_contiguous
 from memtune.program import Kind, Program
 from memtune.runtime import Context
+from memtune.search_spaces.offload.states._common import cannot_offload_on_grad_ready, replicas_of
 from memtune.ssd import offload_dir
-from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
+from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique, no_directory
 from memtune.units import MIB
 
 
@@ -61,15 +63,36 @@ class SmartInfinity(Technique):
     added to the next step's. Lossy, with evidence for fine-tuning only, and the device keeps one number per
     parameter for it. Default: all are sent.
     """
+    gradients: Literal["step", "backward"] = "step"
+    """Gradients are offloaded in the step, sub-group by sub-group, or in backward when they are ready, to
+    host memory from which the step passes them on: then no gradient waits on the device, for the host bytes
+    of all. The paper writes them to the drives in backward. Not with `topk_ratio`.
+    """
+    bucket_mib: Annotated[float, Field(ge=0, le=65536)] = 32.0
+    """Gradients that are offloaded together in backward; the device holds at most two such buckets."""
 
     def sentence(self) -> str:
         """Return the setting as one clause."""
         top = "" if self.topk_ratio is None else f", sends the largest {self.topk_ratio:.0%} of gradients"
+        top += ", offloads gradients in backward" if self._in_backward else ""
         return f"keeps optimizer state on SSD, where a process per drive updates{top}{UPDATES[self.update]}"
+
+    @property
+    def effects(self) -> Effects:
+        """Return the effects: gradients may be offloaded when they are ready."""
+        return Effects(calls="grad_hooks", eager_only=GRADIENTS_AT_END) if self._in_backward else NO_EFFECTS
+
+    @property
+    def _in_backward(self) -> bool:
+        return self.gradients == "backward"
+
+    @property
+    def _bucket_bytes(self) -> int:
+        return int(self.bucket_mib * MIB)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Require a drive, and parameters to update in a type of the native update."""
-        if (reason := no_directory(target)) is not None:
+        if (reason := no_directory(target) or self.refuses(Facts.of(program, target))) is not None:
             return reason
         step = program.step
         if (
@@ -77,16 +100,27 @@ class SmartInfinity(Technique):
             or not (step.storages.kind == Kind.OPTIMIZER).any()
         ):
             return refusals.no_optimizer_state()
+        if self._in_backward and (reason := cannot_offload_on_grad_ready(self, program, target)) is not None:
+            return reason
         if program.ranks == 1 and target.ranks == 1 and (reason := not_contiguous(step)) is not None:
             return reason
         return no_native_update(step, self.update, target)
+
+    def refuses(self, facts: Facts) -> Reason | None:
+        """Refuse gradients offloaded in backward with a share of them."""
+        if self._in_backward and self.topk_ratio:
+            return Reason("a share of the gradients is chosen on the device, in the step", "gradients: step")
+        return None
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Move state to SSD; replace the optimizer's ops with transfers, and the updaters' reads, updates and
         writes.
         """
-        how = UpdatersSpec(self.domains, self._sub_group_numel, self.buffers, self.topk_ratio)
-        return program.with_step(optimizer_on_updaters(program.step, how))
+        bucket_bytes = self._bucket_bytes if self._in_backward else None
+        how = UpdatersSpec(self.domains, self._sub_group_numel, self.buffers, self.topk_ratio, bucket_bytes)
+        replicas = replicas_of(program, target)
+        ranks = program.ranks if replicas == 1 else 1
+        return program.with_step(optimizer_on_updaters(program.step, how, ranks, replicas))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Start the updaters and rebind the optimizer to them."""
@@ -99,8 +133,13 @@ class SmartInfinity(Technique):
             sub_group_numel=self._sub_group_numel,
             buffers=self.buffers,
             share=self.topk_ratio,
+            on_host=self._in_backward,
         )
-        context.checks["offload.states"] = moved.check
+        context.checks["offload.states"] = (
+            GradientOffload(context, moved, self._bucket_bytes, "end_of_step").check
+            if self._in_backward
+            else moved.check
+        )
 
     @property
     def _sub_group_numel(self) -> int:
@@ -114,16 +153,17 @@ class SmartInfinity(Technique):
             "update": self.update,
             "domains": self.domains,
         }
-        size = {"sub_group_numel": self._sub_group_numel, "buffers": self.buffers}
+        size: dict[str, Any] = {"sub_group_numel": self._sub_group_numel, "buffers": self.buffers}
+        size |= {"gradients": "grad_ready", "bucket_bytes": self._bucket_bytes} if self._in_backward else {}
         return {
             "states.offload": {**how, **size, **({"topk_ratio": self.topk_ratio} if self.topk_ratio else {})}
         }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return one update for each type of parameter; sending a share of the gradients is never
-        proposed.
+        """Return one update for each type of parameter, and both times at which gradients are offloaded;
+        sending a share of them is never proposed.
         """
-        return {"update": ("native", "master")}
+        return {"update": ("native", "master"), "gradients": ("step", "backward")}
 
     def exactly(self) -> Exactness:
         """Return lossy with masters, and with a share of the gradients."""

@@ -46,6 +46,7 @@ WHEN_READY = [
     ZeroOffload(kind="zero_offload"),
     OptimizerCpu(kind="optimizer_cpu", update="native", trigger="per_layer"),
     Lohan(kind="lohan", bucket_mib=0.005),
+    SmartInfinity(kind="smart_infinity", gradients="backward", bucket_mib=0.005),
 ]
 DDP = Ddp(kind="ddp")
 REDUCING = [

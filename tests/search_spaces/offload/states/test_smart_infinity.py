@@ -19,19 +19,20 @@ import pytest
 import torch
 from support import gloo  # noqa: F401  (what processes are forked from)
 from support.budget_runs import trains_where_the_plain_model_is_out_of_memory
+from support.suites.block_offload_suite import without_gradients
 from support.zoo_paths import ZOO
 
 from memtune.api import Tuned, apply
 from memtune.errors import EnvironmentFault
 from memtune.offload.near_storage.update_worker_client import UpdaterLink
-from memtune.program.step import Resource, Step, Tier
+from memtune.program.step import Phase, Resource, Step, Tier
 from memtune.runtime.memory_tiers import DEVICE, mark
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
 from memtune.search_spaces.offload.states.smart_infinity import SmartInfinity
 from memtune.search_spaces.offload.states.zero_infinity import ZeroInfinity
 from memtune.ssd import offload_dir, ssd_tensors
-from memtune.technique import Exactness
+from memtune.technique import Exactness, Technique
 from memtune.testing import TechniqueSuite, rewritten
 from memtune.testing.drift_check import drift, plain_program, target_of
 from memtune.testing.training import SEED, build, config_of, differences, one_step, train
@@ -40,6 +41,7 @@ FRESH = multiprocessing.get_context("forkserver")
 NATIVE = OptimizerCpu(kind="optimizer_cpu", update="native")
 MASTER = OptimizerCpu(kind="optimizer_cpu", update="master")
 SMALL = SmartInfinity(kind="smart_infinity", sub_group_mib=0.02)
+BACKWARD = SMALL.model_copy(update={"gradients": "backward", "bucket_mib": 0.01})
 
 
 def total(step: Step, resource: Resource) -> int:
@@ -111,7 +113,7 @@ class TestSmartInfinity(TechniqueSuite):
     technique = SmartInfinity
     models: ClassVar = {"tied": ZOO["tied"]}
     others: ClassVar = ZOO
-    variants = (SMALL,)
+    variants = (SMALL, BACKWARD)
     quick = ("tied",)
     tolerance = 1e-5
 
@@ -119,9 +121,38 @@ class TestSmartInfinity(TechniqueSuite):
     def _directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
 
+    def check_training(self, model: str, variant: Technique) -> None:
+        if variant == BACKWARD:  # gradients are on the host when backward returns
+            found, wanted = (without_gradients(train(ZOO[model], each)) for each in (variant, NATIVE))
+            assert not (bad := differences(found, wanted)), bad[:5]
+        else:
+            super().check_training(model, variant)
+
     def sabotage(self, tuned: Tuned) -> bool:
         tuned.optimizer.state[next(iter(tuned.model.parameters()))] = {"exp_avg": torch.zeros(1)}
         return True
+
+    def test_gradients_are_offloaded_in_backward(self) -> None:
+        """The mechanism: after backward only the sentinel's gradient is on the device; the step offloads that
+        one alone, and the peak is lower by the others. Clipped and accumulated, all bits are the native
+        update's.
+        """
+        step, late = rewritten(ZOO["tied"], BACKWARD), rewritten(ZOO["tied"], SMALL)
+        copies = step.ops.resource == Resource.DEVICE_TO_HOST
+        in_backward = copies & (step.ops.phase == Phase.BACKWARD)
+        sentinel = min(4 * each.numel() for each in build(ZOO["tied"])[1].parameters() if each.requires_grad)
+        assert total(step, Resource.DEVICE_TO_HOST) == total(late, Resource.DEVICE_TO_HOST)
+        assert int(step.ops.traffic_bytes[copies & ~in_backward].sum()) == sentinel
+        assert step.peak_bytes() < late.peak_bytes()
+        workload, net, *_ = tuned_with(BACKWARD)
+        workload.loss(net, workload.make_batch(2)).backward()
+        left = [each for each in net.parameters() if each.grad is not None]
+        assert [4 * each.numel() for each in left] == [sentinel]
+        assert all(map(torch.equal, clipped(BACKWARD), clipped(NATIVE)))
+
+    def test_fits_refuses_a_share_of_gradients_offloaded_in_backward(self) -> None:
+        some = BACKWARD.model_copy(update={"topk_ratio": 0.1})
+        assert "in the step" in str(some.fits(plain_program(ZOO["tied"]), target_of()))
 
     @pytest.mark.slow  # each apply starts two processes
     def test_failed_apply_leaves_no_trace(self) -> None:
