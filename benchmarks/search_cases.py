@@ -13,7 +13,6 @@ import numpy as np
 
 from memtune.autotune.predict import simulation
 from memtune.autotune.predict.breakdown import RESOURCES
-from memtune.autotune.search.baselines import baselines
 from memtune.autotune.search.preparation import Setup, prepare
 from memtune.autotune.space import (
     Choice,
@@ -24,6 +23,7 @@ from memtune.autotune.space import (
     Scores,
     kinds,
 )
+from memtune.autotune.space.baseline_settings import baselines
 from memtune.hardware import Hardware, op_costs
 from memtune.program import Phase, Resource, Step
 from memtune.search_spaces import find

@@ -38,11 +38,11 @@ from search_quality import SEARCHERS, TRIALS, OtherWork, Trials, shipped
 from memtune.autotune.predict import Prediction
 from memtune.autotune.predict.breakdown import OpTime
 from memtune.autotune.predict.simulation import Interval
-from memtune.autotune.search.baselines import baselines
 from memtune.autotune.search.driver import trial_config
 from memtune.autotune.search.preparation import Setup, prepare
 from memtune.autotune.search.trials import make_executor
 from memtune.autotune.space import Choice, Scored, SearchOptions, kinds, predict_again
+from memtune.autotune.space.baseline_settings import baselines
 from memtune.executors import Executor, Trial, TrialResult
 from memtune.units import format_seconds
 

@@ -21,11 +21,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from memtune.autotune.search.baselines import first_that_fits
 from memtune.autotune.search.driver import Driver
 from memtune.autotune.search.predictions import trial_config
 from memtune.autotune.search.preparation import Setup
-from memtune.autotune.space import Choice, Scored, executions
+from memtune.autotune.space import Choice, Scored, executions, first_that_fits
 from memtune.device import platform_of
 from memtune.executors import Trial, TrialResult, largest_difference
 from memtune.search_spaces.execution import Execution

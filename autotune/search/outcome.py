@@ -9,11 +9,20 @@ from typing import Any, Literal
 
 from memtune.api import starts_off_device
 from memtune.autotune.search.driver import Driver, FinishedTrial
-from memtune.autotune.search.lifecycle_peaks import Moment, largest_batch, moments
 from memtune.autotune.search.predictions import ablation, predicted, trial_config
 from memtune.autotune.search.preparation import Setup
 from memtune.autotune.search.trial_verdict import Measured, Verdict
-from memtune.autotune.space import Choice, Scored, Scores, describe, more_memory, remedies
+from memtune.autotune.space import (
+    Choice,
+    Moment,
+    Scored,
+    Scores,
+    describe,
+    largest_batch,
+    moments,
+    more_memory,
+    remedies,
+)
 from memtune.config import TunedConfig, load_config
 from memtune.errors import NothingFits
 from memtune.technique import Reason

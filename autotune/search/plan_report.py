@@ -17,7 +17,6 @@ from memtune.autotune.predict import (
     oom_probability,
     rank_settings,
 )
-from memtune.autotune.search.baselines import baselines
 from memtune.autotune.search.dry_runs import DryRuns
 from memtune.autotune.search.predictions import predicted_config
 from memtune.autotune.search.preparation import Setup, prepare
@@ -31,6 +30,7 @@ from memtune.autotune.space import (
     Scored,
     Scores,
     alike,
+    baselines,
     improvements,
     largest_micro_batch,
     processes,

@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from memtune.autotune.predict import Calibration, oom_probability, step_timeline
-from memtune.autotune.search.baselines import baselines
 from memtune.autotune.search.bucket_plans import plan_buckets
 from memtune.autotune.search.preparation import Setup
-from memtune.autotune.space import Choice, Scored, ablate, python_work
+from memtune.autotune.space import Choice, Scored, ablate, baselines, python_work
 from memtune.config import TunedConfig
 from memtune.technique import Reason
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from memtune.autotune.predict import SearchErrors, store_search
 from memtune.autotune.search import search_events
-from memtune.autotune.search.baselines import Baseline, baselines
 from memtune.autotune.search.driver import Driver, FinishedTrial, Job
 from memtune.autotune.search.numerics_check import numerics
 from memtune.autotune.search.outcome import (
@@ -27,11 +26,13 @@ from memtune.autotune.search.predictions import predicted, timelines
 from memtune.autotune.search.study_store import RESULT, TIMELINES, StudyFolder
 from memtune.autotune.search.trial_verdict import Verdict, finalists, judge, racing
 from memtune.autotune.space import (
+    Baseline,
     Choice,
     Proposer,
     Sampler,
     Scored,
     Scores,
+    baselines,
     fits_budget,
     predict_again,
 )

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from memtune.autotune.search import search_events
-from memtune.autotune.search.baselines import baselines
 from memtune.autotune.search.control import Control
 from memtune.autotune.search.driver import Driver
 from memtune.autotune.search.outcome import SearchOutcome, weights_over_budget
@@ -28,7 +27,7 @@ from memtune.autotune.search.study_store import (
     versions,
 )
 from memtune.autotune.search.trials import make_executor
-from memtune.autotune.space import DAMAGE, Sampler, Scored, SearchOptions
+from memtune.autotune.space import DAMAGE, Sampler, Scored, SearchOptions, baselines
 from memtune.errors import EnvironmentFault, UsageError
 from memtune.executors import Executor
 from memtune.ssd import all_allowed

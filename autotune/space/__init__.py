@@ -15,7 +15,9 @@ if TYPE_CHECKING:
         trade,
         trade_text,
     )
+    from memtune.autotune.space.baseline_settings import Baseline, baselines, first_that_fits
     from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
+    from memtune.autotune.space.lifecycle_peaks import Moment, largest_batch, moments
     from memtune.autotune.space.pareto import largest_micro_batch, refined_front
     from memtune.autotune.space.proposals import Proposer
     from memtune.autotune.space.pruning import Pruner, refusing_techniques
@@ -51,11 +53,13 @@ __all__ = [
     "DAMAGE",
     "AblatedSetting",
     "Ablation",
+    "Baseline",
     "Candidate",
     "Choice",
     "Goal",
     "Improvement",
     "Kind",
+    "Moment",
     "Observed",
     "PlanOptions",
     "Proposer",
@@ -74,14 +78,18 @@ __all__ = [
     "ablate",
     "ablation_reason",
     "alike",
+    "baselines",
     "batch_sizes",
     "build_space",
     "describe",
     "executions",
+    "first_that_fits",
     "fits_budget",
     "improvements",
     "kinds",
+    "largest_batch",
     "largest_micro_batch",
+    "moments",
     "more_memory",
     "predict_again",
     "processes",

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.search.prepared_search import rewriter
 
-from memtune.autotune.search.baselines import baselines
+from memtune.autotune.space.baseline_settings import baselines
 from memtune.autotune.space.candidates import Candidate, Choice
 from memtune.autotune.space.scoring import Scorer
 from memtune.autotune.space.search_space import batch_sizes, build_space, executions, variants

@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memtune import hardware
 from memtune.api import Tuned, apply
 from memtune.autotune.record.recorder import SEED, record
-from memtune.autotune.search.lifecycle_peaks import Moment, largest_batch, moments
 from memtune.autotune.search.outcome import predicted_moments
 from memtune.autotune.search.preparation import prepare
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
+from memtune.autotune.space.lifecycle_peaks import Moment, largest_batch, moments
 from memtune.autotune.space.search_options import PlanOptions
 from memtune.memory.ledger import Ledger
 from memtune.memory.workspace import WorkspaceTable

@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from memtune.autotune.space import Choice, Scored, Scorer, variants
+from memtune.autotune.space.candidates import Choice
+from memtune.autotune.space.scoring import Scored, Scorer
+from memtune.autotune.space.search_space import variants
 from memtune.search_spaces import find, kinds
 from memtune.search_spaces.execution import Execution
 from memtune.technique import Reason

@@ -12,7 +12,7 @@ import torch
 
 from memtune.autotune.predict import simulate
 from memtune.autotune.record import SEED, error_line, start_session, step_of
-from memtune.autotune.space import Candidate, Choice, Rewriter
+from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.translate import translate
 from memtune.memory import WorkspaceTable
 from memtune.program import Program, Recording, Step, checkpoint, evaluation, first_step
