@@ -16,10 +16,10 @@ def op_times(
     observed: Sequence[TimedOp],
     step_s: float,
     *,
+    update_s: float,
     ranks: int = 1,
     host_computes: bool = True,
     waiting: float = 0.0,
-    update_s: float | None = None,
 ) -> list[OpTime]:
     """Return the op times of a step that takes `step_s` without the clock, grouped by class and size.
 
@@ -32,15 +32,11 @@ def op_times(
     if not observed or step_s <= 0:
         return []
     floor_s = min(each.seconds for each in observed) * 0.99  # nothing takes no time
-    if update_s is None:
-        parts = [(observed, step_s * (1 - waiting))]
-    else:
-        update_s = min(update_s, step_s)
-        updates = [each for each in observed if each.is_update]
-        others = [each for each in observed if not each.is_update]
-        parts = [(others, max(step_s * (1 - waiting) - update_s, 0.0)), (updates, update_s)]
+    update_s = min(update_s, step_s)
+    updates = [each for each in observed if each.is_update]
+    others = [each for each in observed if not each.is_update]
     rows = []
-    for ops, part_s in parts:
+    for ops, part_s in ((others, max(step_s * (1 - waiting) - update_s, 0.0)), (updates, update_s)):
         if ops and part_s > 0:
             rows += _rows(ops, part_s, floor_s, ranks, host_computes)
     return rows

@@ -164,9 +164,7 @@ def _gathers(edit: Edit, step: Step, how: Communication, degree: int, stream: in
     # Gathers that the secondary copy serves stay inside the node, whatever the others do.
     whole = np.ones(len(ops), bool)
     whole[served] = False
-    dropped = np.zeros(step.ops.n, bool)
-    dropped[ops] = True
-    edit.drop_ops(dropped)
+    _drop(edit, step, ops)
     for each in (Phase.FORWARD, Phase.BACKWARD):
         mine = np.flatnonzero(whole & (phase == each)).astype(np.int32)
         if how.weights is not None:
@@ -213,15 +211,13 @@ def _by_node(
     """Gather between nodes first, into a buffer of shards of the same place, then inside the node."""
     at, buffer, nodes = found.ops[mine], found.buffer[mine], degree // local
     whole = step.storages.bytes[buffer]
-    make = edit.add_ops(_EMPTY, before=at, phase=phase, resource=Resource.NOTHING)
+    add = functools.partial(edit.add_ops, before=at, phase=phase)
+    make = add(_EMPTY, resource=Resource.NOTHING)
     parts = edit.add_storages(whole // local, producer=make, kind=Kind.COMMUNICATION)
-    between = edit.add_ops(
-        GATHER,
-        before=at,
-        phase=phase,
+    gather = functools.partial(add, GATHER, stream=stream)
+    between = gather(
         resource=Resource.INTER_LINK,
         group=nodes,
-        stream=stream,
         traffic_bytes=whole // local,
         prefetch=step.ops.prefetch[at],
     )
@@ -229,15 +225,7 @@ def _by_node(
     _reads_and_writes(edit, between, parts, parts)
     # One gather per node: the shards of its ranks are contiguous in the buffer, so that each has its place.
     for _ in range(nodes):
-        inside = edit.add_ops(
-            GATHER,
-            before=at,
-            phase=phase,
-            resource=Resource.INTRA_LINK,
-            group=local,
-            stream=stream,
-            traffic_bytes=whole // nodes,
-        )
+        inside = gather(resource=Resource.INTRA_LINK, group=local, traffic_bytes=whole // nodes)
         _reads_and_writes(edit, inside, parts, buffer)
 
 
@@ -248,7 +236,8 @@ def _rings(
     one.
     """
     at, buffer, nodes = found.ops[mine], found.buffer[mine], degree // local
-    whole, prefetch, part = step.storages.bytes[buffer], step.ops.prefetch[at], buffer
+    whole, part = step.storages.bytes[buffer], buffer
+    add = functools.partial(edit.add_ops, before=at, phase=phase, prefetch=step.ops.prefetch[at])
     # With gloo everything runs in one order; on CUDA the ring overlaps with the gathers inside the node.
     ring_stream = stream if stream == _COMPUTE_STREAM else _RING_STREAM
     for hop in range(nodes):
@@ -256,26 +245,16 @@ def _rings(
         if hop < nodes - 1:
             make = edit.add_ops(_EMPTY, before=at, phase=phase, resource=Resource.NOTHING)
             arriving = edit.add_storages(whole // degree, producer=make, kind=Kind.COMMUNICATION)
-            ring = edit.add_ops(
+            ring = add(
                 SEND_NEXT,
-                before=at,
-                phase=phase,
                 resource=Resource.INTER_LINK,
                 group=nodes,
                 stream=ring_stream,
                 traffic_bytes=whole // degree,
-                prefetch=prefetch,
             )
             _reads_and_writes(edit, ring, part, arriving)
-        inside = edit.add_ops(
-            GATHER,
-            before=at,
-            phase=phase,
-            resource=Resource.INTRA_LINK,
-            group=local,
-            stream=stream,
-            traffic_bytes=whole // nodes,
-            prefetch=prefetch,
+        inside = add(
+            GATHER, resource=Resource.INTRA_LINK, group=local, stream=stream, traffic_bytes=whole // nodes
         )
         _reads_and_writes(edit, inside, part, buffer)
         part = arriving
@@ -286,9 +265,7 @@ def _ring_reductions(edit: Edit, step: Step, degree: int, local: int, *, stages_
     to the next.
     """
     found, nodes = reductions(step, degree), degree // local
-    dropped = np.zeros(step.ops.n, bool)
-    dropped[found.ops] = True
-    edit.drop_ops(dropped)
+    _drop(edit, step, found.ops)
     whole, sums, arriving = step.storages.bytes[found.buffer], _used(step, found.ops, mutates=True), None
     add = functools.partial(edit.add_ops, before=found.ops, phase=Phase.BACKWARD)
     stream = step.ops.stream[found.ops]
@@ -341,31 +318,15 @@ def _quantised(
     )
     make = edit.add_ops(_EMPTY, before=at, phase=phase, resource=Resource.NOTHING)
     received = edit.add_storages(row * degree, producer=make, kind=Kind.COMMUNICATION)
-    quantise = edit.add_ops(
+    add = functools.partial(edit.add_ops, before=at, phase=phase, stream=stream)
+    quantise = add(
         "memtune.quantise_.default",
-        before=at,
-        phase=phase,
-        stream=stream,
         prefetch=step.ops.prefetch[at],
         # Reads this rank's shard, writes its quantized form.
         traffic_bytes=whole // degree + row,
     )
-    gather = edit.add_ops(
-        GATHER,
-        before=at,
-        phase=phase,
-        resource=Resource.INTRA_LINK,
-        group=degree,
-        stream=stream,
-        traffic_bytes=row * degree,
-    )
-    back = edit.add_ops(
-        "memtune.dequantise_.default",
-        before=at,
-        phase=phase,
-        stream=stream,
-        traffic_bytes=row * degree + whole,
-    )
+    gather = add(GATHER, resource=Resource.INTRA_LINK, group=degree, traffic_bytes=row * degree)
+    back = add("memtune.dequantise_.default", traffic_bytes=row * degree + whole)
     _reads_and_writes(edit, quantise, buffer, received)
     _reads_and_writes(edit, gather, received, received)
     _reads_and_writes(edit, back, received, buffer)
@@ -407,9 +368,7 @@ def _exchanges(edit: Edit, step: Step, how: Communication, form: Form, degree: i
     """
     found, local = reductions(step, degree), how.ranks_per_node
     nodes = degree // local
-    dropped = np.zeros(step.ops.n, bool)
-    dropped[found.ops] = True
-    edit.drop_ops(dropped)
+    _drop(edit, step, found.ops)
     out = _used(step, found.ops, mutates=True)
     row, numel = row_bytes(found.numel, form, degree), found.numel.sums()
     make = edit.add_ops(_EMPTY, before=found.ops, phase=Phase.BACKWARD, resource=Resource.NOTHING)
@@ -472,6 +431,12 @@ class _Hop:
             group=group,
             stream=self.stream,
         )
+
+
+def _drop(edit: Edit, step: Step, ops: I32) -> None:
+    dropped = np.zeros(step.ops.n, bool)
+    dropped[ops] = True
+    edit.drop_ops(dropped)
 
 
 def _reads_and_writes(edit: Edit, ops: I32, reads: I32, writes: I32) -> None:

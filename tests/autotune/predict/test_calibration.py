@@ -92,13 +92,13 @@ def test_residuals_are_clipped_and_empty_without_rows() -> None:
 def test_op_time_rows_add_up_to_step() -> None:
     observed = [TimedOp("aten.mm.default", "float32", 10.0**k, 100 * k, 1e-4 * k) for k in range(3, 9)]
     for step_s in (1e-2, 1e-3):  # the rest is spread; a busy clock is scaled down
-        rows = op_times(observed, step_s, ranks=2)
+        rows = op_times(observed, step_s, update_s=0.0, ranks=2)
         assert sum(row.seconds * row.count for row in rows) == pytest.approx(step_s)
         assert {row.ranks for row in rows} == {2}
-    assert op_times([], 1.0) == []
-    waits = op_times(observed, 1e-2, ranks=2, waiting=0.75)
+    assert op_times([], 1.0, update_s=0.0) == []
+    waits = op_times(observed, 1e-2, update_s=0.0, ranks=2, waiting=0.75)
     assert sum(row.seconds * row.count for row in waits) == pytest.approx(2.5e-3)
-    alone = op_times(observed, 1e-2, host_computes=False)
+    alone = op_times(observed, 1e-2, update_s=0.0, host_computes=False)
     assert sum(row.seconds * row.count for row in alone) < 5e-3
 
 
