@@ -290,7 +290,10 @@ def _fill_shard(shard: FSDPParam, whole: Tensor, device: torch.device, *, on_hos
         if length:
             mine.copy_(whole.narrow(dim, rank * padded[dim], length))
         # A view of the padded memory, as FSDP2 makes it: its all-gather reads the memory as a whole.
-        new = nn.Parameter(shard.to_sharded_dtensor(mine), requires_grad=old.requires_grad)
+        # Gradients are of the DTensor's own device, which is the mesh's also while the rows are on the host.
+        there = torch.empty_like(mine, device=device) if on_host else mine
+        new = nn.Parameter(shard.to_sharded_dtensor(there), requires_grad=old.requires_grad)
+        new._local_tensor = mine  # type: ignore[attr-defined]
         vars(new).update(_own_attributes(old))
         shard._setattr_on_modules(new)
         shard.sharded_param, shard._sharded_param_data = new, memory.view(-1)

@@ -151,6 +151,16 @@ def local(tensor: Tensor) -> Tensor:
     return shard
 
 
+def memory_of(tensor: Tensor) -> Tensor:
+    """Return the memory that `tensor`, or its part on this rank, shows, as a tensor with versions of its own.
+
+    Unlike `detach` it serves a DTensor whose memory is on another device than its mesh.
+    """
+    memory: Tensor = getattr(tensor, "_local_tensor", tensor)
+    found: Tensor = torch._C.TensorBase.data.__get__(memory)  # type: ignore[attr-defined]
+    return found
+
+
 def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return `local` of each of `tensors`."""
     return [local(each) for each in tensors]

@@ -27,7 +27,7 @@ from memtune.offload.core import (
 )
 from memtune.offload.parameters import HostCopies, ParameterOffloader
 from memtune.program import Residency
-from memtune.runtime import HOST, SSD, Context, local, mark, page_locked, tier, tier_of, transfer
+from memtune.runtime import HOST, SSD, Context, mark, memory_of, page_locked, tier, tier_of, transfer
 
 
 class PagedOffloader(ParameterOffloader):
@@ -221,7 +221,7 @@ def in_frames(
     own = {} if gathered is not None else {p: p.detach() for p in parameters if p not in at_rest}
     context.undo.callback(_separate, parameters, in_pages, own, gathered)
     for parameter, page, at in zip(parameters, pages.first, pages.offset, strict=True):
-        place = place_in(memory, local(parameter.detach()), page * pages.page_bytes + at)
+        place = place_in(memory, memory_of(parameter), page * pages.page_bytes + at)
         # The earlier host memory is freed at once.
         place.copy_(hosts.pop(parameter))
         in_pages[parameter] = place
@@ -268,4 +268,4 @@ def _separate(
             set_data(parameter, hosts[parameter])
         else:
             gathered.put_rows(parameter, torch.zeros_like(gathered.rows_of(parameter)))
-            local(parameter.detach()).copy_(hosts[parameter])
+            memory_of(parameter).copy_(hosts[parameter])

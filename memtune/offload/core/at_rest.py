@@ -19,7 +19,7 @@ import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune.offload.core.fsdp_shards import GatheredBlocks
 from memtune.offload.core.offloaded_parameter import set_data
 from memtune.offload.core.optimizer_param import to_host_now
-from memtune.runtime import DEVICE, HOST, SSD, Context, host_like, local, mark, tier_of, transfer
+from memtune.runtime import DEVICE, HOST, SSD, Context, host_like, local, mark, memory_of, tier_of, transfer
 from memtune.ssd import ssd_tensors
 
 AtRest = dict[str, Callable[[Tensor], Tensor]]
@@ -91,13 +91,6 @@ def move_model(context: Context, at_rest: AtRest) -> None:
 def _move_back(parameter: nn.Parameter, device: torch.device) -> None:
     with torch.no_grad():
         set_data(parameter, memory_of(parameter).to(device, copy=True))
-
-
-def memory_of(parameter: Tensor) -> Tensor:
-    """Return the memory that `parameter`, or this rank's shard, shows; it counts versions of its own."""
-    memory: Tensor = getattr(parameter, "_local_tensor", parameter)
-    found: Tensor = torch._C.TensorBase.data.__get__(memory)  # type: ignore[attr-defined]
-    return found
 
 
 def host_values(context: Context, parameter: nn.Parameter) -> Tensor:

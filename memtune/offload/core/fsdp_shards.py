@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from memtune.device import accelerator, streams
 from memtune.errors import ApplyError
 from memtune.offload.core.parameter_layout import aligned
-from memtune.runtime import Context, local
+from memtune.runtime import Context, memory_of
 
 _FIX = "sharding: {states: {kind: fsdp}} with its defaults, communication: {kind: plain}"
 
@@ -66,14 +66,14 @@ class GatheredBlocks:
     def put_rows(self, parameter: nn.Parameter, rows: Tensor) -> None:
         """Move the parameter's rows to the memory `rows`, (numel,) as in `rows_of`."""
         each = self._of[parameter]
-        shape = local(parameter.detach()).shape
+        shape = memory_of(parameter).shape
         each._sharded_param_data = rows
         each.sharded_param._local_tensor = rows[: shape.numel()].view(shape)
 
     def free_rows(self, parameter: nn.Parameter, device: torch.device) -> Tensor:
         """Move the parameter's rows from the host to freed memory on `device`; return the shard in it."""
         each = self._of[parameter]
-        shape = local(parameter.detach()).shape
+        shape = memory_of(parameter).shape
         rows = torch.empty_like(each._sharded_param_data, device=device)
         shard = rows[: shape.numel()].view(shape)
         rows.untyped_storage().resize_(0)

@@ -41,7 +41,7 @@ from memtune.errors import ApplyError
 from memtune.offload.core.fsdp_shards import GatheredBlocks, count_changes
 from memtune.offload.core.optimizer_param import to_host_now
 from memtune.offload.core.parameter_layout import Chunks
-from memtune.runtime import HOST, Context, is_data_used, local, mark, plain_type, version_of_data
+from memtune.runtime import HOST, Context, is_data_used, local, mark, memory_of, plain_type, version_of_data
 
 _is_alias_of: Final[Callable[[Tensor, Tensor], bool]] = torch._C._is_alias_of  # type: ignore[attr-defined]
 _DATA: Final[Any] = torch._C.TensorBase.data
@@ -371,7 +371,7 @@ def in_chunks(
         host = to_host_now(memory)
         mark(host, HOST)
         for parameter, at in members:
-            hosts[parameter] = place_in(host, local(parameter.detach()), at)
+            hosts[parameter] = place_in(host, memory_of(parameter), at)
             if parameter in context.placement.optimizer_params:
                 context.placement.optimizer_params[parameter].data = hosts[parameter]
         of = tuple(OffloadedParameter(parameter, hosts[parameter]) for parameter, _ in members)

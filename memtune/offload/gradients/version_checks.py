@@ -35,7 +35,7 @@ from memtune.runtime import (
     Context,
     UncopiedHook,
     is_data_used,
-    local,
+    memory_of,
     track_data,
     untrack_data,
     version_of_data,
@@ -253,7 +253,7 @@ class ExternalWrites:
         real = {
             each: of
             for each, of in mine.items()
-            if of is not None and not isinstance(local(of.detach()), FakeTensor)
+            if of is not None and not isinstance(memory_of(of), FakeTensor)
         }
         for of in real.values():
             track_data(of)
