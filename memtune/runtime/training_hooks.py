@@ -300,10 +300,18 @@ class BackwardEnd:
     Args:
         ends: Called at the end of each backward in which `expect` was called.
         raised: Called by the first `settle` or `expect` after such a backward has raised, to drop its state.
+        is_last: Call `ends` after the callbacks that others queue in this backward, such as FSDP2's, which
+            reduces the gradients of modules whose inputs need none.
     """
 
-    def __init__(self, ends: Callable[[], None], raised: Callable[[], None] = lambda: None) -> None:
-        self._ends, self._raised = ends, raised
+    def __init__(
+        self,
+        ends: Callable[[], None],
+        raised: Callable[[], None] = lambda: None,
+        *,
+        is_last: bool = False,
+    ) -> None:
+        self._ends, self._raised, self._is_last = ends, raised, is_last
         self._queued: weakref.ref[_Queued] | None = None
 
     def expect(self) -> bool:
@@ -312,7 +320,7 @@ class BackwardEnd:
         self.settle()
         if self._queued is not None:
             return False
-        queued = _Queued(self._end)
+        queued = _Queued(self._end, again=self._is_last)
         self._queued = weakref.ref(queued)  # weak: only the engine may keep it alive
         Variable._execution_engine.queue_callback(queued)
         return True
@@ -334,13 +342,17 @@ class BackwardEnd:
 
 
 class _Queued:
-    """Callback that only the autograd engine references."""
+    """Callback that only the autograd engine references; with `again` it goes to the end of the queue once."""
 
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
+    def __init__(self, call: Callable[[], None], *, again: bool) -> None:
+        self._call, self._again = call, again
 
     def __call__(self) -> None:
-        self._call()
+        if self._again:
+            self._again = False
+            Variable._execution_engine.queue_callback(self)
+        else:
+            self._call()
 
 
 class EarlyUpdates:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtune.api import Tuned, apply
+from memtune.deferred_init import deferred
 from memtune.runtime import HOST, accumulate, prepare_model, tier
 from memtune.technique import Technique
 from memtune.workload import Workload
@@ -58,13 +59,16 @@ def config_of(
     }
 
 
-def build(path: Path, device: torch.device = CPU) -> tuple[Workload, nn.Module, Optimizer]:
-    """Return the workload in `path`, its model in training mode on `device` and its optimizer, from a fixed
-    seed.
+def build(
+    path: Path, device: torch.device = CPU, *, is_deferred: bool = False
+) -> tuple[Workload, nn.Module, Optimizer]:
+    """Return the workload in `path`, its model in training mode on `device`, or deferred, and its optimizer,
+    from a fixed seed.
     """
     workload = Workload.load(path)
     torch.manual_seed(SEED)
-    model = prepare_model(workload.build_model()).train().to(device)
+    made = deferred(workload.build_model, device) if is_deferred else workload.build_model().to(device)
+    model = prepare_model(made).train()
     return workload, model, workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
 
 

@@ -28,12 +28,11 @@ from memtune.autotune.search.bucket_recordings import record_buckets
 from memtune.autotune.search.dry_runs import dry_run
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.config import Bucket
-from memtune.deferred_init import deferred
 from memtune.errors import MemtuneError
-from memtune.runtime import DEVICE, HOST, prepare_model, tier
+from memtune.runtime import DEVICE, HOST, tier
 from memtune.ssd import offload_dir
 from memtune.technique import Exactness, Reason, Target
-from memtune.testing.training import SEED, build
+from memtune.testing.training import build
 from memtune.workload import Workload
 
 STEPS, SIZE = 3, 2
@@ -265,12 +264,7 @@ def trained(case: Case, path: Path, config: dict[str, Any] | None) -> dict[str, 
 def built(path: Path, start: str) -> tuple[Workload, nn.Module, torch.optim.Optimizer]:
     """Return what `build` does, of a model that is on its device, on the host or `deferred`."""
     with tier(HOST if start == "host" else DEVICE):
-        workload, model, optimizer = build(path)
-    if start == "deferred":
-        torch.manual_seed(SEED)
-        model = prepare_model(deferred(workload.build_model)).train()
-        optimizer = workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
-    return workload, model, optimizer
+        return build(path, is_deferred=start == "deferred")
 
 
 class _Loop:

@@ -561,7 +561,9 @@ class ParameterOffloader(HostParameters):
         self._moment = self._end = len(residency.drops) - 1
         self._uses = order_of_use(len(self._blocks), gathered=self._gathered is not None)
         self._is_last = False
-        self._backward_end = BackwardEnd(self._backward_ends, self._backward_raised)
+        self._backward_end = BackwardEnd(
+            self._backward_ends, self._backward_raised, is_last=self._gathered is not None
+        )
         self._early_updates = EarlyUpdates(context, "block")
         for index in range(len(self._modules)):
             self._hook_moments(context, index)

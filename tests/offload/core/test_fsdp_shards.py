@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from memtune.api import apply
 from memtune.autotune.record_parallel.fake_process_group import fake_ranks
 from memtune.errors import ApplyError
 from memtune.offload.core.fsdp_shards import count_changes, sharded_like
@@ -155,3 +156,28 @@ def test_changes_of_sharded_gradients_train_as_fsdp(store: dict[str, str]) -> No
         strict=True,
     ):
         assert all(torch.allclose(mine[name], value, rtol=0, atol=1e-6) for name, value in wanted.items())
+
+
+def weights_of_only_blocks(offload: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the weights after two steps of a model that is all blocks, sharded over the ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    settings = {"sharding": {"states": {"kind": "fsdp"}}, **offload}
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tuned = apply(model, optimizer, {"settings": settings}, loss=squares, strict=False)
+    for step in range(2):
+        torch.manual_seed(step)
+        tuned.step([torch.randn(2, 4)])
+    found: dict[str, Tensor] = tuned.state_dict()["model"]
+    return found
+
+
+def squares(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().sum()
+
+
+def test_gradients_that_fsdp_reduces_last_are_used_in_their_step() -> None:
+    """Those of the first block, whose input needs no gradient, if the last block returns the loss's input."""
+    plain, _ = run_ranks(weights_of_only_blocks, RANKS, {})
+    found, _ = run_ranks(weights_of_only_blocks, RANKS, {"offload": {"states": {"kind": "l2l"}}})
+    assert all(torch.equal(found[name], each) for name, each in plain.items())
