@@ -342,7 +342,7 @@ class BackwardEnd:
 
 
 class _Queued:
-    """Callback that only the autograd engine references; with `again` it goes to the end of the queue once."""
+    """Callback that only the autograd engine references; with `again` it goes to the queue's end once."""
 
     def __init__(self, call: Callable[[], None], *, again: bool) -> None:
         self._call, self._again = call, again
