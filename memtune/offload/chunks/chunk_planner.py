@@ -31,8 +31,8 @@ class ChunkPlan:
 
 @functools.lru_cache(maxsize=64)
 def chunk_sizes(n_bytes: Units, block: Units, *, above: bool = False) -> Units:
-    """Return the sizes worth trying, ascending: from the largest parameter's to the largest block's, or with
-    `above` to that of all.
+    """Return sizes worth trying, ascending: from the largest parameter's to the largest block's, or with
+    `above` to that of all; evenly spread ones if there are many.
 
     Any packing has a fullest chunk, whose parameters are adjacent: a chunk of just their bytes packs the same
     way with the least waste. So the best size is a sum of neighbours. One above the largest block loads
@@ -114,7 +114,8 @@ def least_waste(n_bytes: Units, block: Units, room: Units | None, gathered: bool
 def fewest_bytes_moved(
     n_bytes: Units, block: Units, capacity: int | None, prefetch: int, gathered: bool = False
 ) -> ChunkPlan:
-    """Return the chunk size and number of cached chunks that load the fewest bytes in a step under LRU.
+    """Return the one of `chunk_sizes`, and the number of cached chunks, that load the fewest bytes in a step
+    under LRU.
 
     Args:
         n_bytes: Bytes of each parameter, in the order of use.
