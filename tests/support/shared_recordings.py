@@ -30,8 +30,9 @@ def _shared(workload: Workload, **how: Any) -> Recording:
     file = folder / f"{workload.path.stem}.pickle"
     with FileLock(f"{file}.lock"):  # else all ranks of a test would make the same one
         if not file.exists():
-            made = _record(workload)
-            file.write_bytes(pickle.dumps(made))
+            made, part = _record(workload), file.with_suffix(".part")
+            part.write_bytes(pickle.dumps(made))
+            part.replace(file)  # a test may kill this process at any moment
             return made
     found: Recording = pickle.loads(file.read_bytes())
     return found

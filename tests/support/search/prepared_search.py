@@ -23,6 +23,7 @@ from memtune.executors.base import Trial, TrialResult
 from memtune.program.step import Recording
 from memtune.technique import Reason, Target
 from memtune.testing.drift_check import recording_of
+from memtune.workload.workload import Workload
 
 GPT = str(zoo_paths.ZOO["gpt"])
 AXES = ("execution", "recompute", "offload.activations")
@@ -34,6 +35,25 @@ class Probed:
 
     def report(self) -> None:
         """Report nothing."""
+
+
+_record = preparation.record
+_RECORDED: dict[tuple[object, ...], Recording] = {}
+
+
+def _recorded_once(workload: Workload, **how: Any) -> Recording:
+    """Record a model of the zoo once for all searches and plans of it: other axes need no other recording."""
+    if workload.path.parent != zoo_paths.ZOO["gpt"].parent:
+        return _record(workload, **how)
+    table = how["workspace"] and str(how["workspace"].made_for)
+    sizes = (tuple(sorted(how[name])) for name in ("sizes", "between"))
+    key = (workload.path, how["target"], table, *sizes)
+    if key not in _RECORDED:
+        _RECORDED[key] = _record(workload, **how)
+    return _RECORDED[key]
+
+
+preparation.record = _recorded_once
 
 
 @cache
