@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -267,6 +267,7 @@ _BY_NUMBER = {
     "sub",
     "__sub__",
 }
+_CROSS_ENTROPY: Final = inspect.signature(F.cross_entropy)  # reading it costs as much as ten small ops
 _ALONE = {"tanh", "sigmoid", "neg", "__neg__", "contiguous"}
 
 
@@ -348,7 +349,7 @@ def _swaps_classes(logits: Logits, name: str, args: tuple[Any, ...]) -> bool:
 def _tiled(*args: Any, **kwargs: Any) -> Tensor | None:
     """Return `F.cross_entropy(*args, **kwargs)` over parts of the rows; None if the result might differ."""
     # Callers pass arguments by position or by name.
-    given = inspect.signature(F.cross_entropy).bind(*args, **kwargs)
+    given = _CROSS_ENTROPY.bind(*args, **kwargs)
     given.apply_defaults()
     asked = given.arguments
     logits, target, class_weight = asked["input"], asked["target"], asked["weight"]
