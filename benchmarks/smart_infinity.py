@@ -4,7 +4,8 @@
 
 Constants are those of `published/smart_infinity.py`, recorded before the first comparison; nothing is fitted.
 Both steps are memtune's own techniques: `zero_infinity` over one striped file, and `smart_infinity` with an
-updater per drive.
+updater per drive. A second step of the latter offloads gradients in backward (`gradients: backward`), for its
+time and peak.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from memtune.autotune.translate.translation import translate
 from memtune.hardware.spec import Hardware
 from memtune.ssd import offload_dir
 from memtune.technique import Reason, Target
+from memtune.units import GIB
 from memtune.workload.workload import Workload
 
 MODEL = Path(__file__).parent / "published" / "gpt16.py"
@@ -74,6 +76,8 @@ def rows() -> list[dict[str, Any]]:
     for drives in paper.DRIVES:
         slow = predicted(recording, paper.baseline(drives), {"kind": "zero_infinity"})
         fast = predicted(recording, paper.smart(drives), {"kind": "smart_infinity", "domains": drives})
+        backward = {"kind": "smart_infinity", "domains": drives, "gradients": "backward"}
+        early = predicted(recording, paper.smart(drives), backward)
         found.append(
             {
                 "drives": drives,
@@ -81,6 +85,11 @@ def rows() -> list[dict[str, Any]]:
                 "smart_infinity_s": round(fast.step_s, 2),
                 "ratio": round(slow.step_s / fast.step_s, 3),
                 "published": paper.PUBLISHED.get(drives),
+                "gradients_in_backward_s": round(early.step_s, 2),
+                "peak_gib": {
+                    name: round(each.peak_allocated_bytes / GIB, 2)
+                    for name, each in (("step", fast), ("backward", early))
+                },
             }
         )
     return found
