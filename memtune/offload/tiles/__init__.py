@@ -7,14 +7,9 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
+    from memtune.offload.tiles.tiled_shards_pass import tile_rows, tileable_rows
     from memtune.offload.tiles.tiled_weights import install, linear_layers, sharded_tiles
-    from memtune.offload.tiles.tiled_weights_pass import (
-        tile_rows,
-        tile_weights,
-        tileable,
-        tileable_rows,
-        weights_before_biases,
-    )
+    from memtune.offload.tiles.tiled_weights_pass import tile_weights, tileable, weights_before_biases
 else:
     __getattr__ = open_door(__name__)
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import ApplyError
-from memtune.offload.tiles.tiled_weights_pass import split_rows
+from memtune.offload.tiles.tile_ops_pass import split_rows
 from memtune.runtime import Context, transfer
 
 

@@ -1,24 +1,22 @@
 """Pass of `offload.tiles.tiled_weights`, applied to a result of `parameter_offload_pass`.
 
-First whole weights (`tile_weights`), then the ops that replace products, then weights that FSDP2 shards
-(`tile_rows`), whose tiles are gathered and reduced.
+Weights that FSDP2 shards are in `tiled_shards_pass`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from memtune.offload.gradients import adding
+from memtune.offload.tiles.tile_ops_pass import PRODUCTS, OpSequences, TileGroup, TileOps, split_rows
 from memtune.program import (
     I32,
-    READS,
     WRITES,
     Edit,
     Kind,
@@ -27,12 +25,9 @@ from memtune.program import (
     Step,
     Tier,
     columns_of,
-    gathers_of,
-    members_of_units,
     raw_gradients,
 )
 
-_BACKWARD = np.uint8(Phase.BACKWARD)
 _OF_THE_HOST = (int(Resource.HOST_THREADS), int(Resource.SSD_WRITE), int(Resource.SSD_READ))
 _LARGE = 2
 """Weights are tiled if they have at least this part (1/2) of the largest one's bytes; smaller ones decide no
@@ -50,7 +45,7 @@ def tileable(step: Step, tiles: int) -> tuple[int, ...]:
     columns, raw = columns_of(step.parameters), raw_gradients(step)
     two = np.asarray([len(shape) == 2 and shape[0] >= tiles for shape in columns.shapes], bool)
     mine = np.flatnonzero(two & (columns.block >= 0) & (raw >= 0) & (columns.gradient >= 0))
-    product = _products_of(step)
+    product = products_of(step)
     body = step.use_phase < Phase.BOUNDARY
     bad = np.zeros(step.storages.n, bool)
     # A cast or a norm of the whole weight would need it on the device.
@@ -60,19 +55,19 @@ def tileable(step: Step, tiles: int) -> tuple[int, ...]:
         for p in mine.tolist()
         if not bad[columns.storage[p]]
         and product[step.storages.producer[raw[p]]]
-        and _is_linear(
+        and is_linear(
             step, p, step.uses.op[body & (step.uses.storage == columns.storage[p])], raw[p], columns.shapes[p]
         )
     ]
-    return _large_ones(step, found)
+    return large_ones(step, found)
 
 
-def _products_of(step: Step) -> npt.NDArray[np.bool_]:
+def products_of(step: Step) -> npt.NDArray[np.bool_]:
     """Return (n,) True for matrix products."""
     return np.isin(step.ops.name, [i for i, name in enumerate(step.names) if name in PRODUCTS])
 
 
-def _large_ones(step: Step, found: Sequence[int]) -> tuple[int, ...]:
+def large_ones(step: Step, found: Sequence[int]) -> tuple[int, ...]:
     """Return those of the parameters `found` that decide a peak."""
     columns = columns_of(step.parameters)
     n_bytes = columns.numel * columns.itemsize
@@ -80,7 +75,7 @@ def _large_ones(step: Step, found: Sequence[int]) -> tuple[int, ...]:
     return tuple(p for p in found if _LARGE * int(n_bytes[p]) >= largest)
 
 
-def _is_linear(step: Step, p: int, readers: I32, raw: int, shape: tuple[int, ...]) -> bool:
+def is_linear(step: Step, p: int, readers: I32, raw: int, shape: tuple[int, ...]) -> bool:
     """Return whether the weight is read once in forward, by its module, and at most once in backward.
 
     The module's output has a column for each row of the weight.
@@ -152,15 +147,15 @@ def tile_weights(step: Step, weights: tuple[int, ...], tiles: int, ranks: int = 
         tiles: At least 2.
         ranks: Number of replicas, which average each tile's gradient before it is offloaded.
     """
-    edit, of = Edit(step), _OffloadedWeights(step, weights)
+    edit, of = Edit(step), OffloadedWeights(step, weights)
     # Layers of one shape have equal ops: built once, inserted for all with one call.
-    sequences = _OpSequences(step, edit)
-    layers = [_Layer(sequences, of, p, tiles, ranks) for p in weights]
-    _run_layers_in_tiles(sequences, layers)
-    return _without_whole_weights(edit, layers)
+    sequences = OpSequences(step, edit)
+    layers = [TiledLayer(sequences, of, p, tiles, ranks) for p in weights]
+    run_layers_in_tiles(sequences, layers)
+    return without_whole_weights(edit, layers)
 
 
-class _OffloadedWeights:
+class OffloadedWeights:
     """Ops and storages of some offloaded weights in a result of `parameter_offload_pass`, by parameter."""
 
     def __init__(self, step: Step, weights: Sequence[int]) -> None:
@@ -203,7 +198,7 @@ class _OffloadedWeights:
         """By storage, the op that averages it."""
 
 
-def _run_layers_in_tiles(sequences: _OpSequences, layers: Sequence[_Layer]) -> I32:
+def run_layers_in_tiles(sequences: OpSequences, layers: Sequence[TiledLayer]) -> I32:
     """Run these layers in tiles; return the D2H copies of their last tiles' gradients."""
     for layer in layers:
         layer.run_in_tiles()
@@ -237,7 +232,7 @@ def _run_layers_in_tiles(sequences: _OpSequences, layers: Sequence[_Layer]) -> I
     return copies
 
 
-def _without_whole_weights(edit: Edit, layers: Sequence[_Layer]) -> Step:
+def without_whole_weights(edit: Edit, layers: Sequence[TiledLayer]) -> Step:
     """Return the edited step, without the whole weights of these layers."""
     step = layers[0].step
     dropped, whole = np.zeros(step.ops.n, bool), np.zeros(step.storages.n, bool)
@@ -248,14 +243,14 @@ def _without_whole_weights(edit: Edit, layers: Sequence[_Layer]) -> Step:
     return edit.done()
 
 
-class _Layer:
+class TiledLayer:
     """One weight W (N, K) in tiles, whole on this rank's host; M = tokens."""
 
     copy_is_after: ClassVar[bool] = False
     """True if the D2H copy of the last tile's gradient follows the op `copy_anchor`; else it precedes it."""
 
     def __init__(
-        self, sequences: _OpSequences, of: _OffloadedWeights, parameter: int, tiles: int, ranks: int = 1
+        self, sequences: OpSequences, of: OffloadedWeights, parameter: int, tiles: int, ranks: int = 1
     ) -> None:
         step = sequences.step
         columns = columns_of(step.parameters)
@@ -278,7 +273,7 @@ class _Layer:
         # Found from the gradient backwards: D2H copy, its source, the product that makes it.
         self.product = int(step.storages.producer[self.raw])
         self.copy_anchor, self.freed_at, self.reads_sum = self.down, -1, -1
-        self._made: tuple[_Group, int] | None = None
+        self._made: tuple[TileGroup, int] | None = None
         self.replaced: list[int] = []
         """Ops of the step that are replaced."""
         self.unused: list[int] = list(self.on_device)
@@ -298,9 +293,9 @@ class _Layer:
         group, member = self._made
         return group.real(member, group.tile_ops.last_but_one)
 
-    def new_tile_ops(self) -> _TileOps:
+    def new_tile_ops(self) -> TileOps:
         """Return an empty sequence for one pass over the tiles."""
-        return _TileOps(self.sequences, self.ranks)
+        return TileOps(self.sequences, self.ranks)
 
     def kind(self) -> tuple[int, ...]:
         """Return the key of everything, except products and their storages, that determines its ops."""
@@ -312,7 +307,7 @@ class _Layer:
         for there in self.on_device:
             source, users = self.drop_load(there)
             for user in users:
-                back = bool(step.ops.phase[user] == _BACKWARD)
+                back = bool(step.ops.phase[user] == Phase.BACKWARD)
                 is_read |= back
                 self.run(user, source, self.product if back else -1, self.raw)
         if not is_read:
@@ -372,7 +367,7 @@ class _Layer:
         if product >= 0:
             self._made = made
 
-    def _build(self, user: int, source: int, product: int, gradient: int | None) -> _TileOps:
+    def _build(self, user: int, source: int, product: int, gradient: int | None) -> TileOps:
         """Return the sequence that `run` adds."""
         tile_ops = self.new_tile_ops()
         if user >= 0:
@@ -402,593 +397,3 @@ class _Layer:
                 tile_ops.send(tile_ops.last, self.sum, self.bytes_of(rows), sent)
                 sent = tile_ops.last_but_one = tile_ops.last
         return tile_ops
-
-
-# -- ops that replace a product with a whole weight: loads of tiles and products with them -------------------
-
-PRODUCTS = ("aten.addmm.default", "aten.mm.default")
-OUT = {"aten.addmm.default": "aten.addmm.out", "aten.mm.default": "aten.mm.out"}
-
-
-class _TileOps:
-    """Consecutive ops for a weight that is whole on the host, so that its tiles are some of its rows.
-
-    Storages are the step's, or new ones by negative numbers.
-    """
-
-    def __init__(self, sequences: _OpSequences, ranks: int = 1) -> None:
-        self._sequences, self._step, self._ranks = sequences, sequences.step, ranks
-        self.ops: list[tuple[str, Resource, float, int, bool, int, int, int]] = []
-        self.new: list[tuple[int, int, bool, Kind]] = []  # op, bytes, whether it is the weight's, kind
-        self.producers: list[tuple[int, int]] = []  # storage of the step, op
-        self.used: list[tuple[int, int, bool]] = []  # op, storage, mutates
-        self.releases: list[tuple[int, int]] = []  # storage, op
-        self.last = self.last_but_one = 0
-        """The gradients of these tiles, if any."""
-
-    # -- ops and storages ------------------------------------------------------------------------------------
-
-    def op(
-        self,
-        name: str,
-        resource: Resource,
-        flops: float = 0,
-        traffic: int = 0,
-        in_module: bool = False,
-        side: str = "",
-        group: int = 0,
-    ) -> int:
-        """Add an op; `side`: compute waits for its stream ("now"), or it for compute ("prefetch")."""
-        self.ops.append(
-            (name, resource, flops, traffic, in_module, group, int(side == "now"), int(side == "prefetch"))
-        )
-        return len(self.ops) - 1
-
-    def storage(self, op: int, n_bytes: int, kind: Kind, *, owned: bool = True) -> int:
-        """Add a storage that the op produces; `owned`: it belongs to the weight."""
-        self.new.append((op, n_bytes, owned, kind))
-        return -len(self.new)
-
-    def uses(self, op: int, reads: tuple[int, ...] = (), writes: tuple[int, ...] = ()) -> None:
-        """Add the op's uses."""
-        self.used += [(op, each, False) for each in reads] + [(op, each, True) for each in writes]
-
-    def like(self, name: str, like: int, part: float) -> int:
-        """Add a part of the step's op `like` with its reads, except of the weight."""
-        step = self._step
-        op = self.op(
-            name,
-            Resource.COMPUTE,
-            part * step.ops.flops[like],
-            int(part * step.ops.traffic_bytes[like]),
-            True,
-        )
-        self.uses(op, self.reads(like))
-        return op
-
-    def reads(self, op: int) -> tuple[int, ...]:
-        """Return the storages that the step's op reads, without offloaded weights."""
-        return self._sequences.reads(op)
-
-    def name_of(self, op: int) -> str:
-        """Return the name of an op of the step."""
-        return self._step.names[int(self._step.ops.name[op])]
-
-    # -- loads, products and copies of tiles -----------------------------------------------------------------
-
-    def allocate(self, storage: int, name: str = "aten.new_empty.default") -> None:
-        """Let a storage of the step be produced here."""
-        self.producers.append((storage, self.op(name, Resource.NOTHING)))
-
-    def load(self, n_bytes: int, source: int, *, prefetch: bool) -> int:
-        """Load a tile."""
-        there = self.storage(
-            self.op("aten.empty.memory_format", Resource.NOTHING), n_bytes, Kind.COMMUNICATION
-        )
-        copy = self.op(
-            "memtune.copy_to_device_.default",
-            Resource.HOST_TO_DEVICE,
-            traffic=n_bytes,
-            side="prefetch" if prefetch else "now",
-        )
-        self.uses(copy, (source,), (there,))
-        return there
-
-    def forward(self, like: int, part: float, tile: int) -> None:
-        """Compute the tile's columns of the output of `like`."""
-        op = self.like(OUT[self.name_of(like)], like, part)
-        self.uses(op, (tile,), (self._sequences.made_by(like),))
-
-    def back(self, like: int, part: float, tile: int, *, is_first: bool) -> None:
-        """Add the tile's part of the input's gradient, the output of `like`."""
-        op = self.like("aten.mm.out" if is_first else "aten.addmm.out", like, part)
-        self.uses(op, (tile,), (self._sequences.made_by(like),))
-
-    def gradient(self, like: int, part: float, n_bytes: int, storage: int | None) -> int:
-        """Compute the tile's gradient, part of the output of `like`, and average it; return its storage."""
-        op = self.like("aten.mm.default", like, part)
-        if storage is None:
-            storage = self.storage(op, n_bytes, Kind.TEMPORARY)
-        else:
-            self.producers.append((storage, op))
-        if self._ranks > 1:
-            average = self.op(
-                "memtune.all_reduce_.default", Resource.INTRA_LINK, traffic=n_bytes, group=self._ranks
-            )
-            self.uses(average, writes=(storage,))
-        return storage
-
-    def send(self, gradient: int, host: int, n_bytes: int, before: int | None) -> None:
-        """Start the D2H copy of a tile's gradient into `host`; free the gradient `before`."""
-        op = self.op(
-            "memtune.copy_to_host_.default", Resource.DEVICE_TO_HOST, traffic=n_bytes, side="prefetch"
-        )
-        self.uses(op, (gradient,), (host,))
-        if before is not None:
-            self.releases.append((before, op))
-
-
-class _Group:
-    """Equal op sequences of several weights; the storages of each in the step are its slots."""
-
-    def __init__(self, tile_ops: _TileOps, slots: Sequence[int]) -> None:
-        self.tile_ops = tile_ops
-        # Reversed: the first slot of a storage that occurs twice wins.
-        self._place = {each: i for i, each in reversed(list(enumerate(slots)))}
-        self._anchors: list[int] = []
-        self._owners: list[int] = []
-        self._slots: list[Sequence[int]] = []
-        self._made = np.empty((0, 0), np.int32)  # (members, new storages)
-
-    def join(self, anchor: int, owner: int, slots: Sequence[int]) -> int:
-        """Add one more sequence before the op `anchor`; return its number."""
-        self._anchors.append(anchor)
-        self._owners.append(owner)
-        self._slots.append(slots)
-        return len(self._anchors) - 1
-
-    def real(self, member: int, storage: int) -> int:
-        """Return the storage of the step for `storage` of the sequence."""
-        return (
-            int(self._made[member, -storage - 1])
-            if storage < 0
-            else self._slots[member][self._place[storage]]
-        )
-
-    def put(self, step: Step, edit: Edit) -> None:
-        """Add all sequences to the step."""
-        count, anchors = len(self._anchors), np.asarray(self._anchors, np.int32)
-        names, resource, flops, traffic, in_module, group, stream, prefetch = zip(
-            *self.tile_ops.ops, strict=True
-        )
-        size, ids = len(names), {each: edit.name_id(each) for each in set(names)}
-
-        def of_all(column: Sequence[float], dtype: type) -> Any:
-            return np.tile(np.asarray(column, dtype), count)
-
-        rows = edit.add_ops(
-            of_all([ids[each] for each in names], np.int32),
-            before=np.repeat(anchors, size),
-            phase=np.repeat(step.ops.phase[anchors], size),
-            resource=of_all(resource, np.uint8),
-            flops=of_all(flops, np.float64),
-            traffic_bytes=of_all(traffic, np.int64),
-            module=np.where(of_all(in_module, np.bool_), np.repeat(step.ops.module[anchors], size), 0).astype(
-                np.int32
-            ),
-            call=np.repeat(step.ops.call[anchors], size),
-            group=of_all(group, np.int32),
-            stream=of_all(stream, np.uint8),
-            prefetch=of_all(prefetch, np.uint8),
-        ).reshape(count, size)
-        if self.tile_ops.new:
-            by, n_bytes, owned, kind = zip(*self.tile_ops.new, strict=True)
-            owners = np.repeat(np.asarray(self._owners, np.int32), len(by))
-            self._made = edit.add_storages(
-                of_all(n_bytes, np.int64),
-                producer=rows[:, by].ravel(),
-                kind=of_all(kind, np.uint8),
-                owner=np.where(of_all(owned, np.bool_), owners, np.int32(-1)),
-            ).reshape(count, len(by))
-        self._uses(edit, rows)
-
-    def _uses(self, edit: Edit, rows: I32) -> None:
-        slots = np.asarray(self._slots, np.int32)
-
-        def real(storages: Sequence[int]) -> I32:
-            return np.stack(
-                [self._made[:, -each - 1] if each < 0 else slots[:, self._place[each]] for each in storages],
-                axis=1,
-            )
-
-        for storage, op in self.tile_ops.producers:
-            edit.storages.producer[slots[:, self._place[storage]]] = rows[:, op]
-        for mutates in (False, True):
-            uses = [(op, storage) for op, storage, writes in self.tile_ops.used if writes == mutates]
-            if uses:
-                ops, storages = zip(*uses, strict=True)
-                edit.add_uses(rows[:, ops].ravel(), real(storages).ravel(), mode=mutates)
-        if self.tile_ops.releases:
-            storages, ops = zip(*self.tile_ops.releases, strict=True)
-            edit.release_before(real(storages).ravel(), rows[:, ops].ravel())
-
-
-class _OpSequences:
-    """Op sequences that are added to a step together; equal ones are built once."""
-
-    def __init__(self, step: Step, edit: Edit) -> None:
-        self.step, self.edit = step, edit
-        self._groups: dict[Hashable, _Group] = {}
-        one_of = np.full(step.ops.n, -1, np.int32)
-        there = np.flatnonzero(step.storages.producer >= 0)
-        one_of[step.storages.producer[there]] = there
-        # Lists, because single elements of numpy arrays are slow to read.
-        self._one_of: list[int] = one_of.tolist()
-        self._starts: list[int] = np.searchsorted(step.uses.op, np.arange(step.ops.n + 1)).tolist()
-        self._used: list[int] = step.uses.storage.tolist()
-        self._writes: list[bool] = (step.uses.mode == WRITES).tolist()
-        self._comes: list[bool] = (step.storages.kind == Kind.COMMUNICATION).tolist()
-        self._costs = step.ops.name.tolist(), step.ops.flops.tolist(), step.ops.traffic_bytes.tolist()
-
-    def used_by(self, op: int) -> list[int]:
-        """Return the storages that `op` reads or writes."""
-        return self._used[self._starts[op] : self._starts[op + 1]]
-
-    def written_by(self, op: int) -> list[int]:
-        """Return the storages that `op` writes."""
-        return [self._used[row] for row in range(self._starts[op], self._starts[op + 1]) if self._writes[row]]
-
-    def made_by(self, op: int) -> int:
-        """Return the one storage that `op` produces."""
-        return self._one_of[op]
-
-    def reads(self, op: int) -> tuple[int, ...]:
-        """Return the storages that the product `op` reads, without offloaded weights."""
-        return tuple(each for each in self.used_by(op) if not self._comes[each])
-
-    def join(
-        self,
-        kind: Hashable,
-        ops: Sequence[int],
-        owner: int,
-        slots: Sequence[int],
-        build: Callable[[], _TileOps],
-    ) -> tuple[_Group, int]:
-        """Add a sequence before the first of `ops`, which it replaces.
-
-        Args:
-            kind: Sequences of one kind are equal if their ops and slots are.
-            ops: Products of the step.
-            owner: The weight.
-            slots: Storages of the step in it.
-            build: Builds the first of its kind.
-
-        Returns:
-            Its group and its number in the group.
-        """
-        # Names, flops and bytes of the replaced products, and which slots are the same storage.
-        key = (
-            kind,
-            tuple(column[op] for op in ops for column in self._costs),
-            tuple(slots.index(each) for each in slots),
-        )
-        if key not in self._groups:
-            self._groups[key] = _Group(build(), slots)
-        group = self._groups[key]
-        return group, group.join(ops[0], owner, slots)
-
-    def done(self) -> None:
-        """Add all groups to the step."""
-        for group in self._groups.values():
-            group.put(self.step, self.edit)
-
-
-@functools.lru_cache(maxsize=256)
-def split_rows(count: int, parts: int) -> tuple[slice, ...]:
-    """Return `count` rows in at most `parts` consecutive runs, whose lengths differ by one at most."""
-    parts = min(parts, count)
-    # The first runs are the longer ones, as `torch.tensor_split` divides.
-    least, more = divmod(count, parts)
-    starts = [i * least + min(i, more) for i in range(parts + 1)]
-    return tuple(slice(start, stop) for start, stop in pairwise(starts))
-
-
-# -- weights that FSDP2 shards -------------------------------------------------------------------------------
-
-_PACK = "fsdp.chunk_cat.default"
-_REDUCES_AFTER = 2
-"""Rows from the op that packs a unit's gradients to the op that reduces them (`parallel.sharding.fsdp_pass`).
-"""
-
-
-@dataclass(frozen=True, eq=False)
-class _WholeTensors:
-    """Whole parameters and gradients that FSDP2 gathers and reduces; (parameters,) each, -1 for none."""
-
-    forward: I32
-    """The whole parameter in forward."""
-    backward: I32
-    raw: I32
-    """The whole gradient that this micro-batch produces."""
-    pack: I32
-    """The op that packs it."""
-    bias: I32
-    """The whole gradient of the bias of the same layer."""
-
-    @classmethod
-    def of(cls, step: Step) -> _WholeTensors:
-        """Return those of the blocks of `step`."""
-        gathers, count = gathers_of(step), len(step.parameters)
-        assert gathers is not None
-        one_of = np.full(step.ops.n, -1, np.int32)
-        there = np.flatnonzero(step.storages.producer >= 0)
-        one_of[step.storages.producer[there]] = there
-        forward, backward, raw, pack = (np.full(count, -1, np.int32) for _ in range(4))
-        n_blocks = len(step.blocks)
-        for block, members in enumerate(members_of_units(step)):
-            # FSDP2 allocates each parameter right before the op that copies all out of the gather's buffer.
-            places = np.arange(-len(members), 0)
-            forward[members] = one_of[gathers.copies[block] + places]
-            backward[members] = one_of[gathers.copies[2 * n_blocks - 1 - block] + places]
-        if _PACK in step.names:
-            packed = (step.ops.name[step.uses.op] == step.names.index(_PACK)) & (step.uses.mode == READS)
-            rows = np.flatnonzero(packed & (step.storages.owner[step.uses.storage] >= 0))
-            owner = step.storages.owner[step.uses.storage[rows]]
-            raw[owner], pack[owner] = step.uses.storage[rows], step.uses.op[rows]
-        bias = _biases(columns_of(step.parameters).names)
-        return cls(forward, backward, raw, pack, np.where(bias >= 0, raw[bias], -1).astype(np.int32))
-
-
-@functools.lru_cache(maxsize=8)
-def _biases(names: tuple[str, ...]) -> I32:
-    """Return (parameters,) the bias of each weight's layer, -1 for none."""
-    index = {name: i for i, name in enumerate(names)}
-    return np.asarray([index.get(f"{name.removesuffix('weight')}bias", -1) for name in names], np.int32)
-
-
-@functools.lru_cache(maxsize=8)
-def tileable_rows(step: Step, tiles: int, ranks: int) -> tuple[int, ...]:
-    """Return the `tileable` weights of a step that FSDP2 shards evenly over `ranks` ranks.
-
-    Each block keeps a trained parameter that FSDP2 gathers and reduces.
-    """
-    columns, whole_tensors, product = columns_of(step.parameters), _WholeTensors.of(step), _products_of(step)
-    two = np.asarray([len(shape) == 2 and shape[0] >= tiles for shape in columns.shapes], bool)
-    mine = np.flatnonzero(two & (columns.block >= 0) & (whole_tensors.raw >= 0) & (columns.gradient >= 0))
-    readers = _readers(
-        step,
-        np.concatenate([whole_tensors.forward[mine], whole_tensors.backward[mine], whole_tensors.raw[mine]]),
-    )
-    found = []
-    for p in mine.tolist():
-        raw, (rows, deep) = int(whole_tensors.raw[p]), columns.shapes[p]
-        uses = np.concatenate(
-            [readers[int(each)] for each in (whole_tensors.forward[p], whole_tensors.backward[p])]
-        )
-        # FSDP2 pads rows that the ranks do not divide; a tile would then mix padding with rows.
-        even = int(step.storages.bytes[raw]) == ranks * rows * deep * int(columns.itemsize[p])
-        if (
-            even
-            and product[uses].all()
-            and product[step.storages.producer[raw]]
-            # Another reader of the whole gradient, such as a hook's, needs it untiled.
-            and len(readers[raw]) == 1
-            and columns.names[p].rpartition(".")[0] not in step.blocks
-            and _is_linear(step, p, uses, raw, (ranks * rows, deep))
-        ):
-            found.append(p)
-    large = _large_ones(step, found)
-    kept = np.zeros(len(step.blocks), bool)
-    rest = np.setdiff1d(np.flatnonzero(whole_tensors.raw >= 0), large)
-    kept[columns.block[rest[columns.block[rest] >= 0]]] = True
-    return tuple(p for p in large if kept[columns.block[p]])
-
-
-def _readers(step: Step, storages: I32) -> dict[int, I32]:
-    """Return by storage the ops that read it, in order; FSDP2's op that fills it writes."""
-    wanted = np.zeros(step.storages.n + 1, bool)
-    wanted[storages] = True
-    rows = np.flatnonzero(wanted[step.uses.storage] & (step.uses.mode == READS))
-    rows = rows[np.argsort(step.uses.storage[rows], kind="stable")]
-    start = np.searchsorted(step.uses.storage[rows], storages)
-    stop = np.searchsorted(step.uses.storage[rows], storages, side="right")
-    return {
-        each: step.uses.op[rows[i:j]]
-        for each, i, j in zip(storages.tolist(), start.tolist(), stop.tolist(), strict=True)
-    }
-
-
-def tile_rows(step: Step, weights: tuple[int, ...], tiles: int, ranks: int) -> Step:
-    """Return `step` with these parameters in `tiles` tiles, each a share of every rank's rows.
-
-    Args:
-        step: A result of `offload.parameters.parameter_offload_pass` in which FSDP2 gathers the weights with
-            their blocks.
-        weights: A result of `tileable_rows`.
-        tiles: At least 2.
-        ranks: Over which the weights are sharded.
-    """
-    edit, whole_tensors, of = Edit(step), _WholeTensors.of(step), _OffloadedWeights(step, weights)
-    edit.set_ops(traffic_bytes=step.ops.traffic_bytes.copy())
-    some = list(weights)
-    readers = _readers(step, np.concatenate([whole_tensors.forward[some], whole_tensors.backward[some]]))
-    sequences = _OpSequences(step, edit)
-    layers = [_ShardedLayer(sequences, of, p, tiles, ranks, whole_tensors, readers) for p in weights]
-    layers.sort(key=lambda layer: layer.product)
-    copies = _run_layers_in_tiles(sequences, layers)
-    # The last tile's gradient is freed when the next gradient is offloaded: the next weight's, or that of the
-    # rest of the block.
-    pack, after = np.asarray([(each.pack, each.reduce + 1) for each in layers], np.int32).T
-    follows = np.append(pack[1:] == pack[:-1], False)
-    edit.release_before(
-        np.asarray([each.last for each in layers], np.int32),
-        np.where(follows, np.append(copies[1:], -1), after),
-    )
-    read = [(each.source, each.reduce) for each in layers if step.storages.producer[each.source] >= 0]
-    if read:
-        # Held until the next block's moment begins, as an untiled load's source is.
-        edit.hold_through(*np.asarray(read, np.int32).T)
-    return _without_whole_weights(edit, layers)
-
-
-class _GatheredTileOps(_TileOps):
-    """Ops of tiles gathered from R ranks; bytes are of this rank's share, a part of the weight."""
-
-    def __init__(
-        self, sequences: _OpSequences, ranks: int, *, waited: bool, staged: bool, given_bytes: int
-    ) -> None:
-        super().__init__(sequences, ranks)
-        self._waited, self._staged, self._given_bytes = waited, staged, given_bytes
-        self._columns = 0
-
-    def load(self, n_bytes: int, source: int, *, prefetch: bool) -> int:
-        """Load this rank's share and all-gather the tile."""
-        # The share must be on the device before the gather starts.
-        mine = super().load(n_bytes, source, prefetch=prefetch)
-        tile = self.storage(
-            self.op("aten.new_empty.default", Resource.NOTHING), self._ranks * n_bytes, Kind.COMMUNICATION
-        )
-        self._message(
-            "memtune.all_gather_into_.default", mine, tile, n_bytes, waited=self._waited or not prefetch
-        )
-        return tile
-
-    def _message(self, name: str, given: int, taken: int, n_bytes: int, *, waited: bool) -> int:
-        op = self.op(
-            name,
-            Resource.INTRA_LINK,
-            traffic=self._ranks * n_bytes,
-            side="now" if waited else "",
-            group=self._ranks,
-        )
-        self.uses(op, (given,), (taken,))
-        return op
-
-    def forward(self, like: int, part: float, tile: int) -> None:
-        """Multiply, and copy the result to the tile's columns of the output, which are not adjacent."""
-        out = self._sequences.made_by(like)
-        n_bytes = int(part * self._step.storages.bytes[out])
-        op = self.like(self.name_of(like), like, part)
-        columns = self.storage(op, n_bytes, Kind.TEMPORARY, owned=False)
-        self.uses(op, (tile,))
-        self.uses(self._copy("aten.copy_.default", n_bytes), (columns,), (out,))
-
-    def _copy(self, name: str, n_bytes: int) -> int:
-        return self.op(name, Resource.COMPUTE, traffic=2 * n_bytes)
-
-    def _given(self, like: int, part: float) -> int:
-        """Return a copy of the tile's columns of the output's gradient, which `like` reads."""
-        n_bytes = int(part * self._given_bytes)
-        op = self._copy("aten.clone.default", n_bytes)
-        self.uses(op, self.reads(like))
-        return self.storage(op, n_bytes, Kind.TEMPORARY, owned=False)
-
-    def back(self, like: int, part: float, tile: int, *, is_first: bool) -> None:
-        """Add the tile's part of the input's gradient, from columns in the order of the tile's rows."""
-        self._columns = self._given(like, part)
-        super().back(like, part, tile, is_first=is_first)
-        self.uses(len(self.ops) - 1, (self._columns,))
-
-    def gradient(self, like: int, part: float, n_bytes: int, storage: int | None) -> int:
-        """Compute the tile's gradient and reduce-scatter it."""
-        # Backward of the input has cloned these columns already, unless the input needs no gradient.
-        columns, self._columns = self._columns or self._given(like, part), 0
-        op = self.like("aten.mm.default", like, part)
-        self.uses(op, (columns,))
-        tile = self.storage(op, self._ranks * n_bytes, Kind.TEMPORARY)
-        mine = self.storage(self.op("aten.new_empty.default", Resource.NOTHING), n_bytes, Kind.TEMPORARY)
-        reduce = self._message("memtune.reduce_scatter_into_.default", tile, mine, n_bytes, waited=True)
-        # Gloo reduces a copy of its input (`runtime.seam`); NCCL reduces from the input itself.
-        if self._staged:
-            self.storage(reduce, self._ranks * n_bytes, Kind.WORKSPACE, owned=False)
-        return mine
-
-
-class _ShardedLayer(_Layer):
-    """One weight of which this rank has C rows."""
-
-    copy_is_after = True
-
-    def __init__(
-        self,
-        sequences: _OpSequences,
-        of: _OffloadedWeights,
-        parameter: int,
-        tiles: int,
-        ranks: int,
-        whole_tensors: _WholeTensors,
-        readers: dict[int, I32],
-    ) -> None:
-        super().__init__(sequences, of, parameter, tiles, ranks)
-        self._whole_tensors, self._readers = whole_tensors, readers
-        self.raw, self.pack = int(whole_tensors.raw[parameter]), int(whole_tensors.pack[parameter])
-        self.product, self.reduce = int(self.step.storages.producer[self.raw]), self.pack + _REDUCES_AFTER
-        self._waited = int(self.step.ops.stream[self.reduce]) == 1
-        self.source = -1
-        """The host storage of its tiles in backward."""
-        bias = int(whole_tensors.bias[parameter])
-        # Autograd may produce the bias' gradient after the weight's.
-        self.copy_anchor = max(self.product, int(self.step.storages.producer[bias]) if bias >= 0 else -1)
-
-    def new_tile_ops(self) -> _TileOps:
-        """Return an empty sequence for one pass over the tiles."""
-        step, itemsize = self.step, int(columns_of(self.step.parameters).itemsize[self.owner])
-        deep, (waited, staged) = self.row_bytes // itemsize, self._modes()
-        given_bytes = round(step.ops.flops[self.product] / (2 * deep) * itemsize)
-        return _GatheredTileOps(
-            self.sequences, self.ranks, waited=waited, staged=staged, given_bytes=given_bytes
-        )
-
-    def kind(self) -> tuple[int, ...]:
-        """Return the key of `_Layer.kind` with the modes of messages."""
-        return *super().kind(), *map(int, self._modes())
-
-    def _modes(self) -> tuple[bool, bool]:
-        """Return whether compute waits for messages, and whether reductions copy first."""
-        return self._waited, self.sequences.made_by(self.reduce) >= 0
-
-    def run_in_tiles(self) -> None:
-        """Replace forward, recompute and backward; FSDP2 gathers and reduces the rest of the block."""
-        step, gathers, is_read = self.step, gathers_of(self.step), False
-        assert gathers is not None
-        source_of: dict[int, int] = {}
-        for there in self.on_device:
-            source, users = self.drop_load(there)
-            source_of |= dict.fromkeys(users, source)
-        block, n_blocks = int(columns_of(step.parameters).block[self.owner]), len(step.blocks)
-        for gather, copy, whole in (
-            (gathers.forward[block], gathers.copies[block], self._whole_tensors.forward[self.owner]),
-            (
-                gathers.backward[block],
-                gathers.copies[2 * n_blocks - 1 - block],
-                self._whole_tensors.backward[self.owner],
-            ),
-        ):
-            self._not_gathered(int(gather), int(copy), int(whole))
-            for user in self._readers[int(whole)].tolist():
-                back = bool(step.ops.phase[user] == _BACKWARD)
-                is_read |= back
-                self.run(user, source_of[int(gather)], self.product if back else -1, None)
-        if not is_read:
-            self.run(-1, -1, self.product, None)
-        self._not_reduced()
-        self.replaced += [self.product, self.down]
-        self.source = source_of[int(gathers.backward[block])]
-
-    def _not_gathered(self, gather: int, copy: int, whole: int) -> None:
-        step, edit, n_bytes = self.step, self.edit, int(self.step.storages.bytes[whole])
-        edit.storages.bytes[self.sequences.written_by(gather)] -= n_bytes
-        edit.ops.traffic_bytes[gather] -= n_bytes
-        edit.ops.traffic_bytes[copy] -= 2 * n_bytes
-        self.replaced.append(int(step.storages.producer[whole]))
-        self.unused.append(whole)
-
-    def _not_reduced(self) -> None:
-        edit, n_bytes = self.edit, int(self.step.storages.bytes[self.raw])
-        edit.storages.bytes[self.sequences.written_by(self.pack)] -= n_bytes
-        edit.storages.bytes[self.sequences.written_by(self.reduce)] -= n_bytes // self.ranks
-        edit.ops.traffic_bytes[self.pack] -= 2 * n_bytes
-        edit.ops.traffic_bytes[self.reduce] -= n_bytes
-        if (staging := self.sequences.made_by(self.reduce)) >= 0:
-            edit.storages.bytes[staging] -= n_bytes
-        self.unused.append(self.raw)

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.zoo_paths import ZOO
 
-from memtune.offload.tiles.tiled_weights_pass import split_rows, tileable
+from memtune.offload.tiles.tile_ops_pass import split_rows
+from memtune.offload.tiles.tiled_weights_pass import tileable
 from memtune.program.parameter_columns import columns_of
 from memtune.program.step import Kind, Resource, Step, Tier
 from memtune.search_spaces.offload.states.zero_infinity import ZeroInfinity
