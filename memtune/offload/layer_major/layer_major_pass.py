@@ -111,6 +111,8 @@ class _Boundaries:
             np.unique(step.calls.inputs.storage[step.calls.inputs.call == i]) for i in range(len(step.blocks))
         ]
         given = [each[step.storages.producer[each] >= 0] for each in given]
+        # A mask or a position tensor that several blocks get is one storage: it is neither copied nor freed
+        # with a pack.
         later = np.unique(np.concatenate(given[1:]))
         self.shared = np.intersect1d(given[0], later)
         self._own = [np.setdiff1d(each, self.shared) for each in given]
@@ -126,6 +128,7 @@ class _Boundaries:
             return
         hosts = self._hosts[block, index] = []
         for storage in self._copied[block].tolist():
+            # One copy in flight bounds the sources that are held for copies to one argument.
             self.wait()
             n_bytes, self._in_flight = int(self._step.storages.bytes[storage]), int(made[storage])
             hosts.append(
@@ -275,6 +278,7 @@ class _StepWriter:
         for number, pack in enumerate(packs.uses):
             following = packs.uses[number + 1] if packs.prefetch and number + 1 < len(packs.uses) else None
             turnaround = len(packs.forward)
+            # The turnaround pack runs backward right after its forward, so its weights are loaded once.
             self._weights.begin(pack, following, Phase.FORWARD if number <= turnaround else Phase.BACKWARD)
             if number < turnaround:
                 self._run_each(group, functools.partial(self._forward, pack))
@@ -285,6 +289,7 @@ class _StepWriter:
             self._boundaries.wait()
             self._gradients.wait()
             self._weights.end(pack)
+            # Gradients are complete only after the last group of micro-batches.
             if number >= turnaround and group.stop == self._count:
                 self._gradients.update(pack, self._weights.hosts)
         self._run_each(group, functools.partial(self._prologue_backward, group))

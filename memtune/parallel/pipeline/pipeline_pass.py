@@ -133,6 +133,7 @@ def pipelined(
         raise ValueError(chain if isinstance(chain, str) else chain.obstacle)
     parts = Parts.of(step, chain, how)
     wanted = range(how.ranks) if ranks is None else ranks
+    # Sharded states are written per rank: its collectives stand between ops of its own stages only.
     if divide is None:
         return [_rank(parts, rank, parts.held_by(rank)) for rank in wanted]
     return [_rank(*_divided(parts, rank, divide, kept=kept)) for rank in wanted]
@@ -155,6 +156,7 @@ def _divided(
     made = np.flatnonzero(
         (step.storages.producer >= 0) & (mine | parts.shared)[step.storages.producer]
     ).astype(np.int32)
+    # The first stage receives no input and the last one sends no output: -1 marks what does not exist.
     stage_input, input_grad = (parts.input_of(stage), parts.gradient[stage]) if stage else (-1, -1)
     stage_output, output_grad = (
         (parts.input_of(stage + 1), parts.gradient[stage + 1]) if stage < last else (-1, -1)

@@ -192,11 +192,13 @@ def _step_back(rows: _BlockColumns, after: _Layer, same_class: bool, width: int)
 
 def _undominated(need: I64, seconds: F64, changes: I32) -> npt.NDArray[np.intp]:
     """Return the undominated rows, by need; of rows equal in both, the first one with the fewest changes."""
+    # Stable: among rows equal in both, and in changes, the option listed first wins.
     order = np.argsort(need, kind="stable")
     least, mine = need[order], seconds[order]
     is_last = np.ones(len(order), bool)  # in each run of rows with equal need
     np.not_equal(least[1:], least[:-1], out=is_last[:-1])
     last = np.flatnonzero(is_last)
+    # The last row of a run decides for it: by then every row with that need or less has been seen.
     fastest = np.minimum.accumulate(mine)[last]
     # Sums of the same seconds in another order differ in their last bits: a relative tolerance keeps such
     # duplicates off the frontier.
@@ -218,6 +220,7 @@ def _spread(need: I64, seconds: F64, width: int) -> npt.NDArray[np.intp]:
 
     Many blocks need the rows near the hull: a mix of a few such plans comes closest to any budget.
     """
+    # Two rows an interval are kept, the fastest and the one near the hull, besides the ends.
     count = max(width // 2 - 1, 1)
     interval = ((need - need[0]) * count) // (need[-1] - need[0] + 1)
     last = np.flatnonzero(np.append(np.diff(interval) > 0, True))
@@ -227,6 +230,7 @@ def _spread(need: I64, seconds: F64, width: int) -> npt.NDArray[np.intp]:
         last[np.maximum(np.arange(len(last)) - far, 0)],
         last[np.minimum(np.arange(len(last)) + far, len(last) - 1)],
     )
+    # The slope over a few intervals stands for that of the lower hull, so one pass over columns suffices.
     per_byte = (seconds[before] - seconds[after]) / np.maximum(need[after] - need[before], 1)
     each = last - first + 1
     above = seconds + np.repeat(per_byte, each) * need

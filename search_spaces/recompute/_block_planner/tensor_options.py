@@ -174,6 +174,7 @@ def _explored(
         [one, *(one[:, i : i + 1] ^ one[:, i + 1 :] for i in range(one.shape[1]))], axis=1
     )
     for _ in range(_ROUNDS):
+        # Only undominated combinations are changed further, which bounds the number tried in each round.
         best = _best(priced, _WIDTH)
         now = priced.retained[undecided][:, best]
         tried = (now[:, :, None] ^ changes[:, None, :]).reshape(len(undecided), -1)
@@ -194,6 +195,7 @@ def _changed_together(ops: tuple[BlockOp, ...], undecided: list[int]) -> Mask:
     alike: dict[tuple[str, int], list[int]] = {}
     for row, i in enumerate(undecided):
         alike.setdefault((ops[i].name, ops[i].bytes), []).append(row)
+    # More kinds of tensors than units: runs then ignore kinds and follow the program's order alone.
     if len(alike) > units:
         alike = {("", 0): list(range(count))}
     runs = [
@@ -234,6 +236,7 @@ def price(ops: tuple[BlockOp, ...], undecided: list[int], retained: Mask, offloa
         elif i in place:
             resident[i] = retained[place[i]]
         if op.saved:
+            # In place: `needed` is the row of `need`, which the readers before it in the loop have set.
             needed |= True
         run = needed & ~resident[i]
         for source in op.reads:
