@@ -230,7 +230,7 @@ def _spread(need: I64, seconds: F64, width: int) -> npt.NDArray[np.intp]:
         last[np.maximum(np.arange(len(last)) - far, 0)],
         last[np.minimum(np.arange(len(last)) + far, len(last) - 1)],
     )
-    # The slope over a few intervals stands for that of the lower hull, so one pass over columns suffices.
+    # The slope over a few intervals approximates that of the lower hull, so one pass over columns suffices.
     per_byte = (seconds[before] - seconds[after]) / np.maximum(need[after] - need[before], 1)
     each = last - first + 1
     above = seconds + np.repeat(per_byte, each) * need
