@@ -243,6 +243,8 @@ def apply(
         ConfigError: The config is malformed, or was made for another model or machine.
         ApplyError: The config cannot be put into effect here; the message names the reason and a fix.
         EnvironmentFault: Host memory or the offload directory is too small; the message has the numbers.
+            Or there is no such device.
+        UsageError: Torch has no such device type.
     """
     with share_first_failure():
         return _applied(
@@ -251,7 +253,7 @@ def apply(
             config if isinstance(config, TunedConfig) else load_config(config),
             loss,
             strict,
-            None if device is None else torch.empty(0, device=device).device,
+            None if device is None else accelerator.require_device(device),
         )
 
 

@@ -225,6 +225,26 @@ def require_present(kind: str, fix: str = "use --device cpu") -> None:
         raise EnvironmentFault(f"torch sees no {_named(platform)} device.", fix=fix, code="MT104")
 
 
+def require_device(device: torch.device | str) -> torch.device:
+    """Return `device`, with the current index if it has none.
+
+    Raises:
+        UsageError: Torch has no such device type.
+        EnvironmentFault: This process sees no such device.
+    """
+    kind, _, _ = str(device).partition(":")
+    require_present(kind, f"one of {', '.join(types())}")
+    found = torch.device(device)
+    if found.type != "cpu" and found.index is not None and found.index >= count(found.type):
+        raise EnvironmentFault(
+            f"There is no device {found}: this process sees {count(found.type)} of this type.",
+            evidence=visible_devices(found.type),
+            fix=f"{found.type}:0 is the first one",
+            code="MT104",
+        )
+    return with_index(found) if found.type in types()[1:] else found
+
+
 def _named(platform: Platform) -> str:
     return {"cuda": "CUDA"}.get(platform.device, platform.device)
 

@@ -9,13 +9,35 @@ import torch
 from torch import Tensor, nn
 
 from memtune import apply
-from memtune.errors import ApplyError, EnvironmentFault
+from memtune.device import accelerator
+from memtune.errors import ApplyError, EnvironmentFault, MemtuneError
 
 
 def built() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(5)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)), nn.Linear(8, 8))
     return model, torch.optim.AdamW(model.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("device", "code", "message"),
+    [
+        ("tpux", "MT131", "has no device type tpux"),
+        ("cuda", "MT104", "torch sees no CUDA device"),
+        ("xpu:1", "MT104", "There is no device xpu:1: this process sees 1"),
+    ],
+)
+def test_device_that_is_not_there_is_one_message(
+    device: str, code: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "device_type", lambda: "xpu")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    model, optimizer = built()
+    with pytest.raises(MemtuneError, match=message) as caught:
+        apply(model, optimizer, {"settings": {}}, device=device)
+    assert caught.value.code == code
+    assert caught.value.fix
+    assert all(each.device.type == "cpu" for each in model.parameters())
 
 
 def test_model_on_two_devices_is_refused() -> None:
