@@ -22,7 +22,7 @@ import torch
 
 from memtune.autotune.predict import context_memory, link_benchmark, op_rates
 from memtune.autotune.predict.mechanism_benchmark import measured_costs
-from memtune.device import accelerator, backend_of, streams
+from memtune.device import accelerator, backend_of, is_lost, streams
 from memtune.errors import EnvironmentFault
 from memtune.hardware import (
     Calibration,
@@ -220,7 +220,14 @@ def _op_curves(
         if overheads and time.monotonic() - started > BUDGET_S * 0.5:
             found.details["probes"] = "stopped early: time was up"
             break
-        ops, overhead_s = op_rates.observe(probe, on, repeats=2 if tiny else 7, floor=floor)
+        try:
+            ops, overhead_s = op_rates.observe(probe, on, repeats=2 if tiny else 7, floor=floor)
+        except RuntimeError as error:
+            if is_lost(error):
+                raise
+            name = type(probe.model).__name__.lstrip("_")
+            found.details[f"probe {name}"] = f"not measured: {str(error).strip().splitlines()[0][:200]}"
+            continue
         observed += ops
         # The step of a model with almost no compute is the time outside of kernels.
         if not probe.size:

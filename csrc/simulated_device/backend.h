@@ -9,6 +9,12 @@
 
 namespace memtune::sim {
 
+// Dispatch of ops that are no ops of the user: modes, autograd and autocast do not see them.
+struct Quiet {
+  c10::impl::ExcludeDispatchKeyGuard excluded{c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
+                                              c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
+};
+
 int current_device();
 std::int64_t current_stream(int device);
 inline int current_timeline(int device) { return Devices::timeline(device, current_stream(device)); }

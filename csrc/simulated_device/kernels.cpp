@@ -38,12 +38,6 @@ using at::Tensor, c10::IValue;
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
-// Dispatch of ops that are no ops of the user: modes, autograd and autocast do not see them.
-struct Quiet {
-  c10::impl::ExcludeDispatchKeyGuard excluded{c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
-                                              c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
-};
-
 bool is_simulated(const Tensor& tensor) { return tensor.defined() && tensor.is_privateuseone(); }
 
 // A CPU tensor over `data` with the geometry of `like`.

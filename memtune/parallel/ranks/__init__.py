@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from memtune.parallel.ranks.missing_gradients import (
         fill_missing,
         inconsistent_indices,
+        message_device,
         missing_here,
         missing_indices,
     )
@@ -58,6 +59,7 @@ __all__ = [
     "gather_descriptions",
     "has_real_peers",
     "inconsistent_indices",
+    "message_device",
     "missing_here",
     "missing_indices",
     "one_part",

@@ -33,7 +33,7 @@ def missing_indices(there: Sequence[bool], group: dist.ProcessGroup, like: Tenso
     Args:
         there: True for each entry that this rank has.
         group: The ranks that all call it.
-        like: Gives the device; with a fake tensor no rank communicates.
+        like: With a fake tensor no rank communicates.
     """
     found = _counted(there, group, like)
     if found is None or all(there):
@@ -60,11 +60,19 @@ def _counted(there: Sequence[bool], group: dist.ProcessGroup, like: Tensor) -> T
     # Not `local`, nor `detach`: the values of an offloaded parameter may be in flight, and are not needed.
     if isinstance(getattr(like, "_local_tensor", like), FakeTensor) or dist.get_backend(group) == "fake":
         return None
-    found = torch.from_numpy(np.array(there, np.int32)).to(
-        like.device
-    )  # numpy's memory: the ledger does not count it
+    # Numpy's memory: the ledger does not count it. Not on the device of `like`: an offloaded parameter shows
+    # the host's, from where NCCL sends nothing.
+    found = torch.from_numpy(np.array(there, np.int32)).to(message_device(group))
     dist.all_reduce(found, group=group)
     return found
+
+
+def message_device(group: dist.ProcessGroup) -> torch.device:
+    """Return the device of small messages between the ranks of `group`: the host's if its backend sends from
+    there, else the current one, which is the model's.
+    """
+    # Private in torch, which puts messages of objects there.
+    return torch.device(dist.distributed_c10d._get_object_coll_device(group))
 
 
 @torch.no_grad()

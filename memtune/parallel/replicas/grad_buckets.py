@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from memtune import refusals
-from memtune.parallel.ranks import missing_here, require_ranks, same_part_group
+from memtune.parallel.ranks import message_device, missing_here, require_ranks, same_part_group
 from memtune.parallel.replicas.broadcast_buffers import BroadcastBuffers
 from memtune.runtime import HOST, BackwardEnd, Context, count_collective, local, tier
 
@@ -203,7 +203,9 @@ class Buckets:
             return order
         number = {parameter: index for index, parameter in enumerate(self._parameters)}
         with tier(HOST):
-            numbers = torch.tensor([number[parameter] for parameter in order], device=order[0].device)
+            numbers = torch.tensor(
+                [number[parameter] for parameter in order], device=message_device(self._group)
+            )
             dist.broadcast(numbers, group=self._group, group_src=0)
             return [self._parameters[index] for index in numbers.tolist()]
 

@@ -14,7 +14,6 @@ from support.simulated_ranks import PARTS, differences_on_ranks
 from memtune.autotune.space.candidates import Candidate, Choice
 
 pytestmark = [pytest.mark.device, pytest.mark.slow]
-RANKS = 4
 EXECUTION = {"micro_batch": SIZE, "accumulate": PARTS}
 ON_SEPARATE: dict[str, dict[str, Any]] = {
     "heads and contexts": {"sharding": {"parallel": {"kind": "head_context"}}},
@@ -42,19 +41,45 @@ ON_CHAIN: dict[str, dict[str, Any]] = {
 }
 
 
-def planned(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+OFFLOADED: dict[str, dict[str, Any]] = {
+    "mobius with a tied weight": {
+        "sharding": {"states": {"kind": "none"}},
+        "offload": {"states": {"kind": "mobius", "stages": 2}},
+    },
+    **{
+        f"{states} and {offload}": {
+            "sharding": {"states": {"kind": states}},
+            "offload": {"states": {"kind": offload}},
+        }
+        for states, offload in (
+            ("fsdp", "l2l"),
+            ("fsdp", "patrickstar"),
+            ("zero2", "zero_offload"),
+            ("zero1", "optimizer_cpu"),
+            ("ddp", "l2l"),
+            ("ddp", "patrickstar"),
+        )
+    },
+}
+
+
+def planned(path: Path, ranks: int, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the config of `settings` with its plans."""
     asked = {"execution": EXECUTION, **settings}
-    found = rewriter(path, RANKS).candidate(Choice.from_document(asked))
+    found = rewriter(path, ranks).candidate(Choice.from_document(asked))
     assert isinstance(found, Candidate), found
     return {"settings": asked, "plan": {slot: plan.document() for slot, plan in found.plans.items()}}
 
 
 @pytest.mark.parametrize(
-    ("path", "cases"), [(SEPARATE, ON_SEPARATE), (CHAIN, ON_CHAIN)], ids=["layers", "stages"]
+    ("path", "ranks", "cases"),
+    [(SEPARATE, 4, ON_SEPARATE), (CHAIN, 4, ON_CHAIN), (SEPARATE, 2, OFFLOADED)],
+    ids=["layers", "stages", "offloaded"],
 )
-def test_groups_of_ranks_train_as_on_the_cpu(path: Path, cases: dict[str, dict[str, Any]]) -> None:
-    configs = {name: planned(path, settings) for name, settings in cases.items()}
+def test_groups_of_ranks_train_as_on_the_cpu(
+    path: Path, ranks: int, cases: dict[str, dict[str, Any]]
+) -> None:
+    configs = {name: planned(path, ranks, settings) for name, settings in cases.items()}
     # Attention takes other kernels on an accelerator than on the CPU.
-    found = run_ranks(differences_on_ranks, RANKS, str(path), configs, 1e-5, device="sim", deadline_s=280)
-    assert found == [{name: [] for name in cases}] * RANKS
+    found = run_ranks(differences_on_ranks, ranks, str(path), configs, 1e-5, device="sim", deadline_s=280)
+    assert found == [{name: [] for name in cases}] * ranks

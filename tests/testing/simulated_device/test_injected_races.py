@@ -5,6 +5,7 @@ a source freed early, an event on the wrong stream, a missing `record_stream`, a
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -16,7 +17,7 @@ from memtune.device import streams
 from memtune.errors import WorkloadError
 from memtune.runtime import transfer
 from memtune.search_spaces.offload.activations import copy_out
-from memtune.search_spaces.offload.states import stronghold
+from memtune.search_spaces.offload.states import stronghold, zero_offload
 from memtune.technique import Technique
 from memtune.testing.simulated_device import races
 from memtune.testing.training import train
@@ -95,3 +96,18 @@ def test_host_that_does_not_wait_for_a_copy_reads_nan() -> None:
     assert host.sum().isnan()
     transfer.finish(host)
     assert host.sum() == 1000
+
+
+def test_host_update_that_does_not_wait_for_gradients_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host reads NaN, or the copy's source is freed: whichever comes first."""
+
+    def outcome() -> str:
+        try:
+            found = train(ZOO["gpt"], zero_offload.ZeroOffload(), device=torch.device("sim", 0))
+        except (RuntimeError, WorkloadError) as error:
+            return str(error)
+        return "NaN" if any(each.isnan().any() for each in found.weights.values()) else "nothing"
+
+    assert outcome() == "nothing"
+    monkeypatch.setattr(transfer, "finish", lambda host: None)
+    assert re.search(rf"NaN|handed out again, and {TO_HOST} on stream", outcome())

@@ -41,6 +41,24 @@ def test_training_equals_the_cpus_bit_for_bit(name: str) -> None:
         assert torch.equal(here, other)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_equal_the_cpus(kind: type[nn.RNNBase], bias: bool) -> None:
+    """Their cells are fused on devices, and sum in another order."""
+    torch.manual_seed(0)
+    layer, x = kind(5, 6, num_layers=2, bias=bias), torch.randn(7, 3, 5)
+    found = []
+    for device in ("cpu", "sim:0"):
+        here = kind(5, 6, num_layers=2, bias=bias).to(device)
+        here.load_state_dict(layer.state_dict())
+        mine = x.to(device).requires_grad_()
+        out, last = here(mine)
+        ends = last if isinstance(last, tuple) else [last]
+        (out.square().sum() + sum(each.sin().sum() for each in ends)).backward()
+        found.append([each.detach().cpu() for each in (out, mine.grad, *(p.grad for p in here.parameters()))])
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_seeded_generators_draw_the_cpus_numbers() -> None:
     torch.manual_seed(3)
     here = [torch.randn(5), torch.rand(5), torch.randperm(9)]
