@@ -16,7 +16,7 @@ from support.gloo import run_ranks
 from support.zoo_paths import ZOO
 
 from memtune.api import apply
-from memtune.testing.simulated_device import races
+from memtune.testing.simulated_device import devices_alone, races
 from memtune.testing.training import build
 
 pytestmark = [pytest.mark.device, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -46,6 +46,11 @@ def test_search_on_two_devices_ships_a_config_that_trains_and_resumes(tmp_path: 
 
 def resumed(config: str, folder: str) -> dict[str, list[float]]:
     """Return the losses after a checkpoint, of the run that wrote it and of one that loaded it."""
+    with devices_alone():
+        return _resumed(config, folder)
+
+
+def _resumed(config: str, folder: str) -> dict[str, list[float]]:
     device = torch.device("sim", dist.get_rank())
 
     def started() -> tuple[Any, Any]:
