@@ -107,6 +107,22 @@ def full_value(context: Context, name: str, value: Any) -> Any:
 
 
 def whole(value: Any) -> Any:
-    """Return a sharded tensor gathered from all its ranks; anything else unchanged."""
+    """Return a sharded tensor gathered from all its ranks, on the device of its rows; anything else
+    unchanged.
+    """
+    if not isinstance(value, DTensor):
+        return value
+    rows, mesh = value._local_tensor, value.device_mesh
     with torch.no_grad():
-        return value.full_tensor() if isinstance(value, DTensor) else value
+        if rows.device.type == mesh.device_type:
+            return value.full_tensor()
+        # Offloaded ones: NCCL sends nothing from the host.
+        sent = DTensor.from_local(
+            rows.to(mesh.device_type),
+            mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+        return sent.full_tensor().to(rows.device)

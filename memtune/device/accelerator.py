@@ -234,15 +234,17 @@ def require_device(device: torch.device | str) -> torch.device:
     """
     kind, _, _ = str(device).partition(":")
     require_present(kind, f"one of {', '.join(types())}")
-    found = torch.device(device)
-    if found.type != "cpu" and found.index is not None and found.index >= count(found.type):
+    if platform_of(kind).is_host:
+        return torch.device(device)
+    found = with_index(torch.device(device))
+    if found.index >= count(kind):
         raise EnvironmentFault(
-            f"There is no device {found}: this process sees {count(found.type)} of this type.",
-            evidence=visible_devices(found.type),
-            fix=f"{found.type}:0 is the first one",
+            f"There is no device {found}: this process sees {count(kind)} of this type.",
+            evidence=visible_devices(kind),
+            fix=f"{kind}:0 is the first one",
             code="MT104",
         )
-    return with_index(found) if found.type in types()[1:] else found
+    return found
 
 
 def _named(platform: Platform) -> str:

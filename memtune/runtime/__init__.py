@@ -91,6 +91,7 @@ if TYPE_CHECKING:
         register,
         to_host_together,
     )
+    from memtune.runtime.shard_detach import detach_offloaded_rows
     from memtune.runtime.training_hooks import (
         BackwardEnd,
         EarlyUpdates,
@@ -160,6 +161,7 @@ __all__ = [
     "copy_to_device_together",
     "count_collective",
     "current_tier",
+    "detach_offloaded_rows",
     "draws",
     "draws_nothing",
     "element_bytes",

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from memtune.device import accelerator, streams
 from memtune.errors import ApplyError
 from memtune.offload.core.parameter_layout import aligned
-from memtune.runtime import Context, memory_of
+from memtune.runtime import Context, detach_offloaded_rows, memory_of
 
 _FIX = "sharding: {states: {kind: fsdp}} with its defaults, communication: {kind: plain}"
 
@@ -51,6 +51,7 @@ class GatheredBlocks:
         self._units: list[Any] = [_unit(context, name) for name in context.blocks]
         self._of = {each.sharded_param: each for unit in self._units for each in unit.fsdp_params}
         self._reads: torch.Event | None = None
+        detach_offloaded_rows()
         # Now, while the parameters show their rows: it reads them.
         model._get_fsdp_state()._lazy_init()
         for each in self._of.values():

@@ -144,11 +144,13 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         stream = self._stream_on(device, _ALL_MEET if name in ("send", "recv") else None)
         stream.wait_stream(torch.accelerator.current_stream(device))
         before = torch.accelerator.current_stream(device)
-        torch.accelerator.set_stream(stream)
-        try:
-            torch.ops.memtune_sim.use(list(reads), list(writes), f"{NAME}::{name}")
-        finally:
-            torch.accelerator.set_stream(before)
+        # The current device stays as it was.
+        with torch.accelerator.device_index(device.index):
+            torch.accelerator.set_stream(stream)
+            try:
+                torch.ops.memtune_sim.use(list(reads), list(writes), f"{NAME}::{name}")
+            finally:
+                torch.accelerator.set_stream(before)
         return stream.record_event(), run(torch.ops.memtune_sim.kernel_view)
 
     def _device_of(self, name: str, tensors: Sequence[Tensor]) -> torch.device:

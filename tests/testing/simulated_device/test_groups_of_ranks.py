@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.gloo import run_ranks
-from support.ranks.model_parallel_runs import SEPARATE, SIZE, rewriter
+from support.ranks.model_parallel_runs import SEPARATE, SIZE, UNDRAWN, rewriter
 from support.ranks.pipeline_runs import CHAIN
 from support.simulated_ranks import PARTS, differences_on_ranks
 
@@ -73,7 +73,7 @@ def planned(path: Path, ranks: int, settings: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("path", "ranks", "cases"),
-    [(SEPARATE, 4, ON_SEPARATE), (CHAIN, 4, ON_CHAIN), (SEPARATE, 2, OFFLOADED)],
+    [(SEPARATE, 4, ON_SEPARATE), (CHAIN, 4, ON_CHAIN), (UNDRAWN, 2, OFFLOADED)],
     ids=["layers", "stages", "offloaded"],
 )
 def test_groups_of_ranks_train_as_on_the_cpu(
