@@ -5,8 +5,10 @@ A technique's `fits` returns them as they are; the runtime raises `error_of` the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from memtune.errors import ApplyError
-from memtune.technique import Reason
+from memtune.technique import Reason, Technique
 
 
 def error_of(reason: Reason, evidence: str = "") -> ApplyError:
@@ -146,13 +148,24 @@ def no_optimizer_state() -> Reason:
 
 
 def float32_weights(fix: str) -> Reason:
-    """Return why the native update does not work on narrower weights."""
-    return Reason("the native update keeps float32 weights", fix)
+    """Return why the native update does not work on weights of another type."""
+    return Reason("the native update keeps float32 weights", fix, "MT318")
 
 
 def few_blocks(blocks: int, fix: str) -> Reason:
     """Return why a window, a stride or a number of stages exceeds the model's blocks."""
-    return Reason(f"the model has {blocks} blocks only", fix)
+    return Reason(f"the model has {blocks} blocks only", fix, "MT364")
+
+
+def no_block_to_defer(deferred: Sequence[int], blocks: int) -> Reason | None:
+    """Return why updates of the blocks `deferred` of a model with `blocks` cannot be deferred."""
+    if max(deferred, default=-1) < blocks:
+        return None
+    return Reason(
+        f"there is no block {max(deferred)} to defer, blocks count from 0",
+        "no deferred, to have it solved",
+        "MT364",
+    )
 
 
 def few_blocks_for_stages(blocks: int, stages: int, fix: str) -> Reason:
@@ -269,6 +282,13 @@ def other_parameters() -> Reason:
     return Reason("the model's parameters are no longer those whose gradients are averaged", "", "MT324")
 
 
+def does_not_rotate(why: str) -> Reason:
+    """Return why a weight cannot be sharded over a ring of ranks."""
+    return Reason(
+        f"a weight cannot go round the ranks: {why}", "another degree, or parallel: {kind: none}", "MT390"
+    )
+
+
 def unsummed_gradient(parameter: str) -> Reason:
     """Return why model parallelism is not in effect for `parameter`."""
     return Reason(f"the gradient of {parameter} is not summed over the ranks", "", "MT392")
@@ -325,10 +345,10 @@ def second_order(where: str) -> Reason:
     )
 
 
-def no_budget_to_plan(kind: str) -> ApplyError:
-    """Return the error for a recompute technique that is planned without a budget."""
+def no_budget_to_plan(technique: Technique) -> ApplyError:
+    """Return the error for a technique that is planned without a budget."""
     return ApplyError(
-        f"recompute: {{kind: {kind}}} has no budget to plan for.",
+        f"{technique.slot}: {{kind: {technique.kind}}} has no budget to plan for.",
         fix="give budget_bytes or share",
         code="MT316",
     )

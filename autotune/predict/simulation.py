@@ -1,6 +1,7 @@
 """Predict peak memory and step time of a program on given hardware.
 
-The counting is native code (`csrc/simulator`).
+The counting is native code (`csrc/simulator`). One file: the coarse level and the level of events fill the
+same `Prediction` and share its calibration.
 """
 
 from __future__ import annotations

@@ -448,7 +448,7 @@ def rotate_session(
 def nothing_rotates(refused: Collection[str]) -> Reason:
     """Return the reason that no weight rotates."""
     first = min(refused, default="the model has no plain linear layer, convolution or embedding")
-    return Reason(f"no weight can go round the ranks: {first}", _FIX_ROTATED)
+    return refusals.does_not_rotate(first)
 
 
 def used_outside(recording: Recording, layers: Collection[str], parameters: Collection[str]) -> Reason | None:

@@ -1,5 +1,7 @@
 """`TunedConfig`: the config that a search writes and `memtune.apply` reads; short, commented, editable, never
 code.
+
+One file: a new field changes the config, its loader, its writer and its checks against the live model.
 """
 
 from __future__ import annotations

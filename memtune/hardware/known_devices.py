@@ -1,7 +1,7 @@
 """Constants of known GPUs and of the nodes that usually hold them: field of `Hardware` → (value, source).
 
 Rates are dense (no sparsity), with 32-bit accumulation, per direction. Memory is the total that torch reports
-for the card, which is less than its nominal size.
+for the card, which is less than its nominal size. The file is long because it is a table, a source per value.
 """
 
 from __future__ import annotations

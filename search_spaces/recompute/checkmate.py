@@ -119,7 +119,7 @@ class Checkmate(Technique):
     def plan(self, program: Program, target: Target) -> CheckmatePlan:
         """Return the order of ops, repeated ones included, and of frees, with peak and time."""
         if self.share is None and (self.budget_bytes or target.budget_bytes) is None:
-            raise refusals.no_budget_to_plan("checkmate")
+            raise refusals.no_budget_to_plan(self)
         found = self._found(program, target)
         if isinstance(found, str):
             raise ApplyError(f"recompute: {{kind: checkmate}} finds nothing to plan: {found}.", code="MT316")

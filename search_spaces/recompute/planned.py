@@ -167,7 +167,7 @@ class Planned(Technique):
     def plan(self, program: Program, target: Target) -> _Plans:
         """Return what each block keeps, recomputes and offloads, with bytes and seconds."""
         if self._budget(target) is None:
-            raise refusals.no_budget_to_plan("planned")
+            raise refusals.no_budget_to_plan(self)
         solution = self._solution(program, target)
         if self.by_schedule:
             scheduled = self._scheduled(program, target, solution)

@@ -553,13 +553,8 @@ def _refuse(each: _Parameter, master: bool) -> None:
     elements.
     """
     if each.device.dtype not in ((torch.float32, torch.bfloat16) if master else (torch.float32,)):
-        raise ApplyError(
-            f"The native update does not support {each.name}, of {each.device.dtype}.",
-            fix=(
-                "update: master" if each.device.dtype is torch.bfloat16 else "offload: {states: {kind: none}}"
-            ),
-            code="MT318",
-        )
+        fix = "update: master" if each.device.dtype is torch.bfloat16 else "offload: {states: {kind: none}}"
+        raise refusals.error_of(refusals.float32_weights(fix), f"{each.name} is of {each.device.dtype}.")
     if (
         not each.device.is_contiguous()
         and each.device.stride() != torch.empty_like(each.device, device="meta").stride()

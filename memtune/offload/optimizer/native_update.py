@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memtune import _native
+from memtune import _native, refusals
 from memtune.errors import ApplyError
 from memtune.program import Resource
 from memtune.runtime import HOST, SeamOp, in_huge_pages, is_observed, mark, register, tier
@@ -478,11 +478,8 @@ def master_of(host: Tensor, narrow_too: bool) -> Tensor:
     if host.dtype is torch.bfloat16 and narrow_too:
         with tier(HOST):
             return in_huge_pages(torch.empty_like(host, dtype=torch.float32)).copy_(host)
-    raise ApplyError(
-        f"The native update has no way to update parameters of {host.dtype}.",
-        fix="set  update: master  for offload.states" if host.dtype is torch.bfloat16 else OWN,
-        code="MT318",
-    )
+    fix = "update: master" if host.dtype is torch.bfloat16 else OWN
+    raise refusals.error_of(refusals.float32_weights(fix), f"A parameter is of {host.dtype}.")
 
 
 def zeros_in_order_of(like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,6 +17,8 @@ prefetch what the residency lists, update the block whose gradients are complete
 - A unit that is used but not resident is loaded synchronously, so any order of calls is correct.
 - Between uses a parameter shows its host copy, so state dicts, loads and copies of the model need no hooks.
   From the end of backward to the next forward or step its `grad` is the host sum, which the user may change.
+
+One file: `HostParameters` and `ParameterOffloader` change the states of the same units, in the order above.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memtune import refusals
 from memtune.deferred_init import keep_only
 from memtune.errors import ApplyError
 from memtune.parallel.model.rotated_experts import (
@@ -493,7 +494,7 @@ def rotate(context: Context, layers: Sequence[str], degree: int, *, in_place: bo
     for name in layers:
         if name not in found:
             why = next((line for line in refused if line.startswith(f"{name} ")), f"{name} is not there")
-            raise ApplyError(f"a weight cannot go round the ranks: {why}.", fix="search again", code="MT390")
+            raise refusals.error_of(refusals.does_not_rotate(why))
     copies, mesh = meshes(context.device.type, degree)
     before = dict(context.model.named_parameters())
     ring = Ring(mesh.get_group().group_name, degree, mesh.get_local_rank(), in_place, mesh)

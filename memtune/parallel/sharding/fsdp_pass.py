@@ -7,6 +7,8 @@ the reduce-scatter input is held until the next unit's gradients are ready.
 On CUDA all-gathers and reductions have streams of their own: a gather waits, in forward, for the copy-out of
 the unit two before it and in backward for the one before it (`wait_for_unshard`). On CPU compute waits for
 every collective at once.
+
+One file: all-gathers and reductions share the visits of a unit, its streams and the order of its buffers.
 """
 
 from __future__ import annotations

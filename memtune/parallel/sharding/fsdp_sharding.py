@@ -10,6 +10,9 @@ parameters, it adds the gradient of one parameter to that of another, silently i
   synchronizes with the device anyway: one more sync costs little.
 2. For all other parameters ranks must have the same gradients. This is checked in the 1st, 2nd, 4th, 8th …
   backward, since it synchronizes with the device.
+
+One file: sharding, the optimizer's step on local shards and the patches all read FSDP2's private states of
+units, which a new version of torch may change.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from memtune import refusals
 from memtune.activations.offload import Prefetcher
 from memtune.activations.tiling import install_tiled_modules, position_wise
 from memtune.effects import DISPATCH_MODE, Effects
-from memtune.errors import ApplyError
 from memtune.program import Program, Step, split_calls
 from memtune.runtime import Context
 from memtune.search_spaces import active
@@ -156,11 +155,7 @@ class TSplit(Technique):
     def plan(self, program: Program, target: Target) -> TsplitPlan:
         """Return the modules to split and the calls whose tensors are offloaded."""
         if self.share is None and self._budget(target) is None:
-            raise ApplyError(
-                "offload.activations: {kind: tsplit} has no budget to plan for.",
-                fix="give budget_bytes or share",
-                code="MT316",
-            )
+            raise refusals.no_budget_to_plan(self)
         why = self._unsplit(program.step, target)
         return self._solution(program, target).plan.model_copy(update={"unsplit": why})
 

@@ -28,7 +28,6 @@ from memtune.search_spaces.offload.states._common import (
     costs_of,
     deferred_in_stages,
     in_packs,
-    no_such_block,
     on_ranks,
     partitions,
     solve_within,
@@ -36,7 +35,7 @@ from memtune.search_spaces.offload.states._common import (
     within_budget,
     wrong_ranks_error,
 )
-from memtune.technique import Exactness, Plan, Reason, Target, Technique
+from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
 
@@ -130,9 +129,15 @@ class Mobius(Technique):
         """Return the setting as one clause."""
         return "keeps the blocks in host memory, and runs stages of them in turn while the next is copied in"
 
+    def refuses(self, facts: Facts) -> Reason | None:
+        """Refuse more stages than blocks on one rank, and blocks that the model does not have."""
+        if facts.ranks == 1 and self.stages is not None and self.stages > facts.blocks:
+            return refusals.few_blocks(facts.blocks, "fewer stages, or none to have them solved")
+        return refusals.no_block_to_defer(self.deferred or (), facts.blocks)
+
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Require a chain of blocks without random numbers and statistics, in float32, and enough blocks."""
-        if (reason := no_such_block(self.deferred, program)) is not None:
+        if (reason := self.refuses(Facts.of(program, target))) is not None:
             return reason
         if target.ranks > 1:
             if self.stages is None and target.sharded is None:
@@ -141,11 +146,7 @@ class Mobius(Technique):
                     "stages: a multiple of the ranks, or --axes sharding.parallel,offload.states",
                 )
             return cannot_run_stages(self, program, target, self.stages)
-        if (reason := cannot_run_packs(self, program, target)) is not None:
-            return reason
-        if self.stages is not None and self.stages > len(program.step.blocks):
-            return refusals.few_blocks(len(program.step.blocks), "fewer stages, or none to have them solved")
-        return None
+        return cannot_run_packs(self, program, target)
 
     def plan(self, program: Program, target: Target) -> MobiusPlan | MobiusStagesPlan:
         """Return the blocks of each stage, its rank, and the blocks of deferred updates."""

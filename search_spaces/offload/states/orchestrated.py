@@ -10,7 +10,6 @@ from pydantic import Field
 
 from memtune import refusals
 from memtune.effects import Effects
-from memtune.errors import ApplyError
 from memtune.offload.optimizer import optimizer_on_host
 from memtune.offload.parameters import (
     Orchestrated,
@@ -24,7 +23,7 @@ from memtune.program import Kind, Program, RankClass, Step, window_residency
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
 from memtune.search_spaces.offload.states._common import EAGER_ONLY
-from memtune.technique import Exactness, Plan, Reason, Target, Technique
+from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
 from memtune.units import MIB
 
 _MOST_RANK_CLASSES = 8
@@ -95,6 +94,10 @@ class TensorMovement(Technique):
         how = copies.get(self.mode, "copied by all ranks at once")
         return f"keeps the weights of {some} in host memory, {how}"
 
+    def refuses(self, facts: Facts) -> Reason | None:
+        """Refuse a stride or a window of more blocks than the model has."""
+        return _too_many_blocks(facts.blocks, self.stride or 1, self.window)
+
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Require replicas behind one link, and blocks that run one after the other."""
         if target.compiled:
@@ -115,8 +118,8 @@ class TensorMovement(Technique):
         if not (step.storages.kind == Kind.OPTIMIZER).any():
             return refusals.no_optimizer_state()
         blocks, stride = len(step.blocks), self._stride(self._group(target))
-        if stride > blocks or self.window > blocks:
-            return refusals.few_blocks(blocks, "a smaller stride and window")
+        if (too_many := _too_many_blocks(blocks, stride, self.window)) is not None:
+            return too_many
         if self.mode == "disjoint" and stride < self._group(target):
             return Reason(
                 f"a stride of {stride} gives {self._group(target)} ranks the same blocks",
@@ -160,18 +163,16 @@ class TensorMovement(Technique):
         """Move blocks' weights to the host, add hooks that load them, and share the token."""
         group = plan.group or self.group
         stride, blocks = plan.stride or self.stride or group, len(context.blocks)
-        if group is None or stride is None or stride > blocks:
-            raise ApplyError(
-                f"orchestrated cannot divide {blocks} blocks among the ranks of a link.",
-                evidence=f"The plan has a group of {group} and a stride of {stride}.",
-                fix="offload: {states: {kind: orchestrated, group: 2}}, or plan it again",
-                code="MT364",
-            )
+        evidence = f"The plan has a group of {group} and a stride of {stride}."
+        if group is None or stride is None:
+            raise refusals.plan_of_other_model("offload.states: {kind: orchestrated}", evidence, "group: 2")
+        if (reason := _too_many_blocks(blocks, stride, self.window)) is not None:
+            raise refusals.error_of(reason, evidence)
         moved = Orchestrated(
             context,
             group=group,
             stride=stride,
-            slots=min(self.window, blocks),
+            slots=self.window,
             disjoint=self.mode == "disjoint",
             slot_bytes=self.slot_mib * MIB if self.mode == "token" else 0,
         )
@@ -213,6 +214,13 @@ class TensorMovement(Technique):
 
     def _stride(self, group: int) -> int:
         return group if self.stride is None else self.stride
+
+
+def _too_many_blocks(blocks: int, stride: int, window: int) -> Reason | None:
+    """Return why one block in `stride` and a window of `window` exceed a model of `blocks`."""
+    return (
+        refusals.few_blocks(blocks, "a smaller stride and window") if max(stride, window) > blocks else None
+    )
 
 
 def _with_matched_collectives(step: Step) -> Step:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -11,7 +11,6 @@ from pydantic import Field, model_validator
 
 from memtune import refusals
 from memtune.effects import Effects
-from memtune.errors import ApplyError
 from memtune.hardware import Hardware
 from memtune.offload.core import BlockTimes, deferred_blocks
 from memtune.offload.parameters import Overlap, native_update_bytes, not_in_layers
@@ -23,7 +22,6 @@ from memtune.search_spaces.offload.states._common import (
     cannot_run_on_ranks,
     compute_s_of_moments,
     in_layers,
-    no_such_block,
     other_gathers,
     window_of,
 )
@@ -102,20 +100,14 @@ class Stronghold(Technique):
         return self
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Refuse other gathers than FSDP2's default ones."""
-        return other_gathers(facts)
+        """Refuse other gathers than FSDP2's default ones, and more blocks than the model has."""
+        return other_gathers(facts) or _too_many_blocks(facts.blocks, self.window or 1, self.deferred or ())
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Require blocks that run one after the other and share no parameter, in float32; on several ranks
         replicas, or `fsdp`.
         """
-        if (reason := cannot_run_on_ranks(self, program, target)) is not None:
-            return reason
-        if self.window is not None and self.window > len(program.step.blocks):
-            return refusals.few_blocks(
-                len(program.step.blocks), "a smaller window, or none to have it solved"
-            )
-        return no_such_block(self.deferred, program)
+        return self.refuses(Facts.of(program, target)) or cannot_run_on_ranks(self, program, target)
 
     def plan(self, program: Program, target: Target) -> StrongholdPlan:
         """Return the width of the window, and the blocks of deferred updates."""
@@ -142,25 +134,14 @@ class Stronghold(Technique):
     def apply(self, context: Context, plan: StrongholdPlan) -> None:
         """Move blocks' weights to the host and add hooks that prefetch them."""
         slots = plan.slots or self.window
-        if slots is None or slots > len(context.blocks):
-            raise ApplyError(
-                f"stronghold has no window for {len(context.blocks)} blocks.",
-                evidence=f"The plan has {slots}.",
-                fix=(
-                    f"offload: {{states: {{kind: stronghold, window: {min(2, len(context.blocks))}}}}}, or"
-                    " plan it again"
-                ),
-                code="MT364",
-            )
         deferred = plan.deferred if plan.deferred is not None else self.deferred or ()
-        if max(deferred, default=0) >= len(context.blocks):
-            raise ApplyError(
-                "stronghold cannot defer updates of blocks that the model does not have; it has"
-                f" {len(context.blocks)}.",
-                evidence=f"The plan has {deferred}.",
-                fix="offload: {states: {kind: stronghold, deferred: []}}, or plan it again",
-                code="MT364",
+        if slots is None:
+            raise refusals.plan_of_other_model(
+                "offload.states: {kind: stronghold}", "The plan has no window.", "a window"
             )
+        if (reason := _too_many_blocks(len(context.blocks), slots, deferred)) is not None:
+            evidence = f"The plan has a window of {slots} and defers {list(deferred)}."
+            raise refusals.error_of(reason, evidence)
         apply_layers(context, slots, self._overlap(deferred))
 
     def explain(self, plan: StrongholdPlan) -> tuple[str, ...]:
@@ -175,6 +156,13 @@ class Stronghold(Technique):
         return {
             "states.offload": {**how, "deferred": "solved" if self.deferred is None else list(self.deferred)}
         }
+
+
+def _too_many_blocks(blocks: int, slots: int, deferred: Sequence[int]) -> Reason | None:
+    """Return why a model of `blocks` has no window of `slots`, or not the blocks `deferred`."""
+    if slots > blocks:
+        return refusals.few_blocks(blocks, "a smaller window, or none to have it solved")
+    return refusals.no_block_to_defer(deferred, blocks)
 
 
 @functools.lru_cache(maxsize=64)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         in_chunks,
         non_chunk_bytes,
     )
-    from memtune.search_spaces.offload.states._common.deferred_stages import deferred_in_stages, no_such_block
+    from memtune.search_spaces.offload.states._common.deferred_stages import deferred_in_stages
     from memtune.search_spaces.offload.states._common.grad_offload_technique import (
         apply_on_grad_ready,
         cannot_offload_on_grad_ready,
@@ -103,7 +103,6 @@ __all__ = [
     "in_packs",
     "in_pages",
     "native_of",
-    "no_such_block",
     "non_chunk_bytes",
     "on_ranks",
     "other_gathers",

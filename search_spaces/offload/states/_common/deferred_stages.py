@@ -16,21 +16,10 @@ from memtune.offload.layer_major import Span
 from memtune.offload.parameters import native_update_bytes
 from memtune.program import Program, Step, columns_of, memoized
 from memtune.search_spaces.offload.states._common.block_sizes import block_bytes
-from memtune.technique import Reason
 
 _SHARES = (0.25, 0.33, 0.5, 0.67)
 """Shares of the stages to defer, evenly spread, that are tried as well."""
 F64 = npt.NDArray[np.float64]
-
-
-def no_such_block(deferred: Sequence[int] | None, program: Program) -> Reason | None:
-    """Return why the updates of these blocks of `program` cannot be deferred."""
-    if deferred and max(deferred) >= len(program.step.blocks):
-        return Reason(
-            f"there is no block {max(deferred)} to defer, blocks count from 0",
-            "no deferred, to have it solved",
-        )
-    return None
 
 
 def deferred_in_stages(
