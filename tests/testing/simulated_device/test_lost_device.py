@@ -17,6 +17,7 @@ from memtune.testing.training import build
 pytestmark = pytest.mark.device
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "states",
     [{"kind": "zero_offload"}, {"kind": "optimizer_cpu"}, {"kind": "stronghold", "window": 1}],

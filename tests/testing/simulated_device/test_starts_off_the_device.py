@@ -53,6 +53,7 @@ def trained(config: dict[str, Any], start: str, device: str) -> Trained:
     return losses, weights, peak
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("start", ["deferred", "host"])
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_device_holds_a_block_and_the_rest(
