@@ -48,6 +48,7 @@ OF_ONE_RANK: Final = frozenset(
         "MEMTUNE_TRIAL_FILE",
         "MEMTUNE_GROUP",
         "MEMTUNE_OFFLOAD_DIR",
+        "PYTEST_CURRENT_TEST",  # another one in each test that uses the same executor
     }
 )
 """Variables that no library reads at import."""

@@ -15,9 +15,13 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from memtune.executors import LocalExecutor
 
 # Prefixes of the user's shell variables that memtune, its examples, torch, Ray, rich or Python would read.
 _FOLLOWED = (
@@ -94,6 +98,16 @@ def device() -> str:
     if name == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device, and MEMTUNE_DEVICE=cpu is not set")
     return name
+
+
+@pytest.fixture(scope="module")
+def local_executor() -> Iterator[LocalExecutor]:
+    """Local processes for trials: those of a file are forked from one server, which imports torch once."""
+    from memtune.executors import LocalExecutor
+
+    executor = LocalExecutor(1)
+    yield executor
+    executor.close()
 
 
 @pytest.fixture

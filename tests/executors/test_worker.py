@@ -12,7 +12,7 @@ from support.suites.layer_major_suite import CHAIN, config
 from support.zoo_paths import ZOO
 
 from memtune.autotune.search.trials import run_trial
-from memtune.executors import worker
+from memtune.executors import LocalExecutor, worker
 from memtune.executors.base import Trial, TrialResult
 from memtune.search_spaces import find
 from memtune.ssd import offload_dir
@@ -20,14 +20,14 @@ from memtune.ssd import offload_dir
 EXECUTION = {"micro_batch": 2, "accumulate": 2}
 
 
-def trial(settings: dict[str, Any]) -> TrialResult:
+def trial(settings: dict[str, Any], executor: LocalExecutor) -> TrialResult:
     document = {"settings": {"execution": EXECUTION, **settings}}
-    return run_trial(str(ZOO["gpt"]), document, executor="local", steps=1, warmup_steps=1)
+    return run_trial(str(ZOO["gpt"]), document, executor=executor, steps=1, warmup_steps=1)
 
 
 @pytest.fixture(scope="module")
-def plain() -> TrialResult:
-    return trial({})
+def plain(local_executor: LocalExecutor) -> TrialResult:
+    return trial({}, local_executor)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,10 @@ def plain() -> TrialResult:
     ],
     ids=str,
 )
-def test_worker_reports_gradients_freed_in_backward(plain: TrialResult, settings: dict[str, Any]) -> None:
-    found = trial(settings)
+def test_worker_reports_gradients_freed_in_backward(
+    plain: TrialResult, settings: dict[str, Any], local_executor: LocalExecutor
+) -> None:
+    found = trial(settings, local_executor)
     assert found.status == "ok", found.log_tail
     assert found.losses[0] == plain.losses[0]
     assert found.gradients_sha256 == plain.gradients_sha256
@@ -52,11 +54,11 @@ def test_worker_reports_gradients_freed_in_backward(plain: TrialResult, settings
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["harmony", "mobius", "angel_ptm", "patrickstar"])
-def test_worker_reports_gradients_of_host_weights(kind: str) -> None:
+def test_worker_reports_gradients_of_host_weights(kind: str, local_executor: LocalExecutor) -> None:
     """Those that are used in backward, and those that wait on the host for the step."""
     with_plan = config(find("offload.states", kind)(kind=kind), 2).document()
     found, plain = (
-        run_trial(str(CHAIN), each, executor="local", steps=1, warmup_steps=1)
+        run_trial(str(CHAIN), each, executor=local_executor, steps=1, warmup_steps=1)
         for each in (with_plan, {"settings": {"execution": EXECUTION}})
     )
     assert found.status == "ok", found.log_tail
@@ -100,39 +102,38 @@ def test_worker_builds_large_model_in_shards(tmp_path: Path) -> None:
     assert plain.status == "oom"
 
 
-@pytest.mark.parametrize("tier", ["host", "ssd"])
 def test_worker_starts_a_large_model_off_the_device(
-    tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_executor: LocalExecutor
 ) -> None:
     monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
-    file = Path(__file__).parents[1] / "support" / "models" / "weights_in_blocks.py"
-    document = {"settings": {"offload": {"states": {"kind": "zero_infinity", "parameters": tier}}}}
-    each: dict[str, Any] = {"executor": "local", "steps": 1, "warmup_steps": 1}
-    whole = run_trial(str(file), {"settings": {}}, **each)
-    found = run_trial(str(file), document, budget_bytes=4 << 20, **each)
-    assert (found.status, found.losses) == ("ok", whole.losses), found.log_tail
+    file = str(Path(__file__).parents[1] / "support" / "models" / "weights_in_blocks.py")
+    each: dict[str, Any] = {"executor": local_executor, "steps": 1, "warmup_steps": 1}
+    whole = run_trial(file, {"settings": {}}, **each)
+    for tier in ("host", "ssd"):
+        document = {"settings": {"offload": {"states": {"kind": "zero_infinity", "parameters": tier}}}}
+        found = run_trial(file, document, budget_bytes=4 << 20, **each)
+        assert (found.status, found.losses) == ("ok", whole.losses), found.log_tail
 
 
-@pytest.mark.parametrize(
-    "declaration",
-    [
+def test_worker_measures_the_peak_of_the_declared_worst_batch(
+    tmp_path: Path, local_executor: LocalExecutor
+) -> None:
+    document = {"settings": {"execution": EXECUTION}}
+
+    def run(declaration: str) -> TrialResult:
+        (tmp_path / "model.py").write_text(LARGE + declaration)
+        path = str(tmp_path / "model.py")
+        return run_trial(path, document, executor=local_executor, steps=1, warmup_steps=2)
+
+    plain, hidden_bytes = run(""), 16 * 4 * 512 * EXECUTION["micro_batch"]
+    for declaration in (
         "worst_batch(size): return torch.randn(50 * size, 64)",
         "buckets(size): return [torch.randn(50 * size, 64), torch.randn(2 * size, 64)]",
-    ],
-)
-def test_worker_measures_the_peak_of_the_declared_worst_batch(tmp_path: Path, declaration: str) -> None:
-    short, declared = tmp_path / "short.py", tmp_path / "declared.py"
-    short.write_text(LARGE)
-    declared.write_text(LARGE + f"\ndef {declaration}\n")
-    document = {"settings": {"execution": EXECUTION}}
-    plain, worst = (
-        run_trial(str(each), document, executor="local", steps=1, warmup_steps=2)
-        for each in (short, declared)
-    )
-    assert worst.status == "ok", worst.log_tail
-    assert worst.losses[0] == plain.losses[0]
-    hidden_bytes = 16 * 4 * 512 * EXECUTION["micro_batch"]
-    assert worst.peak_allocated_bytes - plain.peak_allocated_bytes > 49 * hidden_bytes
+    ):
+        worst = run(f"\ndef {declaration}\n")
+        assert worst.status == "ok", worst.log_tail
+        assert worst.losses[0] == plain.losses[0]
+        assert worst.peak_allocated_bytes - plain.peak_allocated_bytes > 49 * hidden_bytes
 
 
 def test_worker_reports_a_lost_device_as_a_crash_with_its_code(

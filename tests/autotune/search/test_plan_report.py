@@ -23,6 +23,7 @@ from memtune.autotune.ui.formatting import grouped
 from memtune.autotune.ui.plan_text import render
 from memtune.config import load_config
 from memtune.errors import ConfigError, UsageError
+from memtune.executors import LocalExecutor
 
 GPT, TIED = str(zoo_paths.ZOO["gpt"]), str(zoo_paths.ZOO["tied"])
 BUDGET = 6 * 2**20
@@ -310,11 +311,11 @@ def test_plan_refuses_budget_above_device_memory():
     assert caught.value.fix.startswith("--max-memory 78.")
 
 
-def test_plan_peak_equals_real_trial(tmp_path: Path):
+def test_plan_peak_equals_real_trial(tmp_path: Path, local_executor: LocalExecutor):
     config = tmp_path / "c.yaml"
     config.write_text(FULL)
     predicted = plan(asked(config=config, gpu_type=None, device="cpu")).config
-    measured = run_trial(GPT, config, device="cpu", steps=2)
+    measured = run_trial(GPT, config, executor=local_executor, steps=2)
     assert predicted is not None
     assert measured.status == "ok", measured.log_tail
     assert len(measured.losses) == 4
@@ -323,8 +324,8 @@ def test_plan_peak_equals_real_trial(tmp_path: Path):
     assert predicted.peak_allocated_bytes == pytest.approx(measured.peak_allocated_bytes, rel=0.02)
 
 
-def test_trial_over_budget_is_oom_result(tmp_path: Path):
-    result = run_trial(GPT, {"settings": {}}, budget_bytes=3 * 2**20, micro_batch=8)
+def test_trial_over_budget_is_oom_result(local_executor: LocalExecutor):
+    result = run_trial(GPT, {"settings": {}}, executor=local_executor, budget_bytes=3 * 2**20, micro_batch=8)
     assert result.status == "oom"
     assert "out of memory" in result.reason
 
