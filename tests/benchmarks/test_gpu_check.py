@@ -13,9 +13,10 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = (ROOT / ".ci" / "gpu-check").read_text()
+PROGRAMS = dict.fromkeys(re.findall(r"benchmarks/\w+\.py(?= --device)", SCRIPT))
 
 
-@pytest.mark.parametrize("program", re.findall(r"benchmarks/\w+\.py(?= --device)", SCRIPT))
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_gpu_check_benchmarks_can_be_imported(program: str) -> None:
     settings = re.search(r"^export .*$", SCRIPT, re.MULTILINE)
     assert settings is not None
