@@ -84,7 +84,8 @@ def move_model(context: Context, at_rest: AtRest) -> None:
     for module in context.model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
-                moved.setdefault(buffer, on_device(buffer))
+                if buffer not in moved:
+                    moved[buffer] = on_device(buffer)
                 module._buffers[key] = moved[buffer]
 
 
