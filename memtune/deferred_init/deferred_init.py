@@ -75,6 +75,9 @@ def deferred(build: Callable[[], nn.Module], device: torch.device | str = "cpu")
         optimizer = torch.optim.AdamW(model.parameters())
         model, optimizer = memtune.apply(model, optimizer, "tuned.yaml")
 
+    Weights that `build` reads from files, by `from_pretrained` or `load_state_dict(..., assign=True)`, are
+    not copied here; without `assign` each is, and the copy is held until `apply` returns.
+
     Weights and buffers get the bits that a plain `build()` would give them, drawn from torch's generators in
     their current state. `apply` leaves the generators as `build()` would have, unless something has drawn
     from them in between.
