@@ -7,6 +7,7 @@ of ranks are in `fits`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -129,6 +130,8 @@ class Rule:
     """It requires a technique in the slot, so the null technique is refused as well."""
     code: str = "MT315"
     """Error code of `apply`; empty for rules about making a plan, which `apply` does not do."""
+    where: Mapping[str, Any] = field(default_factory=dict)
+    """Knobs of the technique that refuses for which this holds."""
 
 
 @dataclass(frozen=True)
@@ -387,6 +390,17 @@ RULES = (
     ),
     Rule(
         "offload.states",
+        lambda e: e.averages == "blocks",
+        "sharding.states",
+        lambda e: e.shards == "replicas",
+        "each rank's thread would update at its own times, and weights of replicas would differ",
+        "lock_free: false, or  sharding: {{states: {{kind: fsdp}}}}",
+        only=_on_ranks,
+        code="MT364",
+        where={"lock_free": True},
+    ),
+    Rule(
+        "offload.states",
         _offloads_blocks,
         "sharding.communication",
         _any,
@@ -433,6 +447,29 @@ RULES = (
         "ranks average gradients one by one when they are ready, so every rank must have all of them",
         "find_unused_parameters: false",
         only=_on_ranks,
+    ),
+    Rule(
+        "offload.states",
+        lambda e: e.calls == "grad_hooks",
+        "sharding.states",
+        lambda e: e.shards in ("optimizer", "gradients"),
+        "under {kind} other ranks' copies of delayed weights would be stale",
+        "sharding.states: fsdp",
+        only=_on_ranks,
+        where={"delayed": True},
+    ),
+    *(
+        Rule(
+            "recompute",
+            _any,
+            "execution.order",
+            _any,
+            "deciding while the model runs it reads weights that updates inside backward have changed",
+            "online: false, or execution: {{order: {{kind: program}}}}",
+            only=_eager,
+            where={"online": online},
+        )
+        for online in (None, True)
     ),
     Rule(
         "execution.order",
@@ -500,7 +537,9 @@ def conflict(technique: Technique, config: Config, *slots: str) -> Reason | None
     """
     for slot in slots:
         other = config.chosen.get(slot) or null(slot)
-        reason = _by_rule(technique.slot, technique.effects, other, config) or _by_pair(technique, other)
+        reason = _by_rule(technique.slot, technique.effects, other, config, technique) or _by_pair(
+            technique, other
+        )
         if reason is not None:
             return reason
     return None
@@ -535,7 +574,12 @@ def _refusals(technique: Technique, facts: Facts) -> Iterator[Reason | None]:
     for slot in SLOTS:
         if slot != technique.slot:
             yield _by_rule(
-                technique.slot, technique.effects, facts.chosen.get(slot) or null(slot), facts, live=True
+                technique.slot,
+                technique.effects,
+                facts.chosen.get(slot) or null(slot),
+                facts,
+                technique,
+                live=True,
             )
 
 
@@ -562,13 +606,39 @@ def matrix(techniques: Iterable[Technique]) -> dict[tuple[Technique, Technique],
     return {(one, other): excludes(one, other, 2) or excludes(other, one, 2) for one, other in pairs}
 
 
+def matrix_by_knobs(techniques: Iterable[Technique]) -> Iterator[tuple[Technique, str, Technique, Reason]]:
+    """Yield each pair that is refused only for knobs that differ from the defaults: the technique with these
+    knobs, the knobs as text, the other one, the reason.
+    """
+    every = tuple(techniques)
+    wheres = dict.fromkeys(tuple(each.where.items()) for each in (*RULES, *PAIRS) if each.where)
+    for one in every:
+        for where in wheres:
+            if any(getattr(one, knob, value) == value for knob, value in where):
+                continue  # it holds by default, or the technique has no such knob
+            changed = one.model_copy(update=dict(where))
+            knobs = ", ".join(f"{knob}: {json.dumps(value)}" for knob, value in where)
+            for other in (each for each in every if each.slot != one.slot and excludes(one, each, 2) is None):
+                if (reason := excludes(changed, other, 2)) is not None:
+                    yield changed, knobs, other, reason
+
+
 def _by_rule(
-    slot: str, effects: Effects, other: Technique, config: Config, *, live: bool = False
+    slot: str,
+    effects: Effects,
+    other: Technique,
+    config: Config,
+    technique: Technique | None = None,
+    *,
+    live: bool = False,
 ) -> Reason | None:
-    """Return the reason of the first rule that holds; `live`: only of rules that `apply` checks."""
+    """Return the reason of the first rule that holds; `live`: only of rules that `apply` checks.
+
+    Rules on knobs hold for a `technique` only, not for effects alone.
+    """
     acts = not is_null(other)
     for rule in _rules(slot, other.slot):
-        if not (acts or rule.needs) or (live and not rule.code):
+        if not (acts or rule.needs) or (live and not rule.code) or not _has_knobs(technique, rule.where):
             continue
         if rule.when(effects) and rule.refuses(other.effects) and rule.only(config):
             text, fix = (each.format(slot=other.slot, kind=other.kind) for each in (rule.text, rule.fix))
@@ -580,11 +650,15 @@ def _by_pair(one: Technique, other: Technique) -> Reason | None:
     for pair in PAIRS:
         if pair.one != (one.slot, one.kind) or pair.other[0] != other.slot or is_null(other):
             continue
-        if pair.other[1] in ("*", other.kind) and all(
-            getattr(one, knob) == value for knob, value in pair.where.items()
-        ):
+        if pair.other[1] in ("*", other.kind) and _has_knobs(one, pair.where):
             return Reason(pair.text, pair.fix)
     return None
+
+
+def _has_knobs(technique: Technique | None, where: Mapping[str, Any]) -> bool:
+    """Return True if `technique` has the knobs `where` with these values."""
+    absent = object()  # equal to no value: a technique may lack the knob
+    return all(getattr(technique, knob, absent) == value for knob, value in where.items())
 
 
 @cache

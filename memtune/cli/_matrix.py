@@ -10,7 +10,7 @@ from string import ascii_letters
 
 from memtune.cli._output import emit
 from memtune.progress import shown_phase
-from memtune.search_spaces._support import catalogue, matrix
+from memtune.search_spaces._support import catalogue, matrix, matrix_by_knobs
 from memtune.technique import Reason, Technique
 
 _COMPILE = "execution.compile"
@@ -88,6 +88,12 @@ def _lines() -> list[str]:
         "",
         f"{_WORKS}  work together, if the program allows each of them; c  with execution.compile",
         *(f"{letter}  {text}" for text, letter in letters.items()),
+        "",
+        "refused only with these knobs:",
+        *(
+            f"{one.kind} ({knobs}) with {other.slot}: {other.kind}: {reason.text}"
+            for one, knobs, other, reason in matrix_by_knobs(techniques)
+        ),
     ]
 
 

@@ -249,6 +249,8 @@ def test_techniques_matrix_lists_pairs_and_reasons(capsys: pytest.CaptureFixture
     rows, _, legend = capsys.readouterr().out.partition("\n\n")
     head, table = rows.splitlines()[:2], rows.splitlines()[2:]
     assert len({len(row) for row in [head[0], *table]}) == 1
+    legend, _, by_knobs = legend.partition("\n\n")
+    assert "angel_ptm (lock_free: true) with sharding.states: ddp: each rank's thread" in by_knobs
     said = {line[0]: line[3:] for line in legend.splitlines()}
     row = next(row for row in table if "recompute: dtr " in row)
     assert said[row[-1]] == "a recorded schedule replaces the model's code, compiled or not"

@@ -99,6 +99,23 @@ def test_effects_follow_the_knobs() -> None:
     assert excludes(made("offload.states", "l2l"), replicas, 2) is None
 
 
+@pytest.mark.parametrize(
+    ("slot", "kind", "knob", "default", "refusing", "other"),
+    [
+        ("offload.states", "angel_ptm", "lock_free", False, True, ("sharding.states", "ddp")),
+        ("offload.states", "zero_offload", "delayed", False, True, ("sharding.states", "zero1")),
+        ("recompute", "dtr", "online", False, None, ("execution.order", "roam")),
+    ],
+)
+def test_rules_hold_for_their_knobs_alone(
+    slot: str, kind: str, knob: str, default: object, refusing: object, other: tuple[str, str]
+) -> None:
+    one, with_knob = (made(slot, kind, **{knob: value}) for value in (default, refusing))
+    assert excludes(one, made(*other), 2) is None
+    assert excludes(with_knob, made(*other), 2) is not None
+    assert refusal(Facts({each.slot: each for each in (with_knob, made(*other))}, 2, False, "inductor", 4))
+
+
 def test_pairs_hold_for_their_knobs_alone() -> None:
     planned, moved = made("recompute", "planned"), made("offload.activations", "copy_out")
     assert excludes(planned, moved, 1) is not None

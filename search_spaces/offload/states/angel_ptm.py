@@ -133,11 +133,7 @@ class AngelPtm(Technique):
         )
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Refuse `lock_free` among replicas, and other gathers than FSDP2's default ones."""
-        states = facts.chosen.get("sharding.states") if facts.ranks > 1 else None
-        if self.lock_free and states is not None and states.effects.shards == "replicas":
-            why = "each rank's thread would update at its own times, and weights of replicas would differ"
-            return Reason(why, "lock_free: false, or  sharding: {states: {kind: fsdp}}", "MT364")
+        """Refuse other gathers than FSDP2's default ones."""
         return other_gathers(facts)
 
     def fits(self, program: Program, target: Target) -> Reason | None:

@@ -31,7 +31,7 @@ from memtune.search_spaces.offload.states._common import (
     replicas_of,
     smallest_ratio,
 )
-from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
+from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import MIB, format_bytes
 
 
@@ -125,9 +125,7 @@ class ZeroOffload(Technique):
             return refusals.no_optimizer_state()
         if self.ratio != 1.0 and (why_not := self._cannot_part(step, target)):
             return Reason(why_not, "ratio: 1.0")
-        reason = cannot_offload_on_grad_ready(self, program, target, self.ratio or 1.0) or self.refuses(
-            Facts.of(program, target)
-        )
+        reason = cannot_offload_on_grad_ready(self, program, target, self.ratio or 1.0)
         reason = reason or no_native_update(step, self.update, target)
         return reason or (self._not_solved(program, target) if self.ratio is None else None)
 
@@ -189,18 +187,6 @@ class ZeroOffload(Technique):
                 code="MT364",
             )
         return ratio
-
-    def refuses(self, facts: Facts) -> Reason | None:
-        """Refuse `delayed` if ranks update rows of replicated weights: a state dict would first have to
-        gather them.
-        """
-        states = facts.chosen.get("sharding.states") if self.delayed and facts.ranks > 1 else None
-        if states is None or states.effects.shards not in ("optimizer", "gradients"):
-            return None
-        return Reason(
-            f"under {states.kind} other ranks' copies of delayed weights would be stale",
-            "sharding.states: fsdp",
-        )
 
     def rewrite(self, program: Program, plan: ZeroOffloadPlan, target: Target) -> Program:
         """Add D2H copies in backward, move state and update to the host, and add H2D copies in this step or

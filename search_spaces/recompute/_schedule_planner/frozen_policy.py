@@ -26,8 +26,8 @@ from memtune.errors import ApplyError
 from memtune.parallel.ranks import require_whole_parameters
 from memtune.program import Program, Step
 from memtune.runtime import Context
-from memtune.search_spaces import active
 from memtune.search_spaces._plan_fields import Bytes
+from memtune.search_spaces._support import conflict
 from memtune.search_spaces.recompute._schedule_planner.online_budget import (
     OnlinePlan,
     online_peak_bytes,
@@ -51,7 +51,7 @@ from memtune.search_spaces.recompute._schedule_planner.region_placement import (
     needs_own_budget,
     placement_of,
 )
-from memtune.technique import Facts, Plan, Reason, Target, Technique
+from memtune.technique import Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
 _LOOKS = 4
@@ -114,7 +114,7 @@ class DynamicPolicy(Technique):
         """Refuse a model that is not whole on every rank or shared with another mechanism, and a budget that
         plain training meets or the policy does not.
         """
-        if (reason := self.refuses(Facts.of(program, target))) is not None:
+        if (reason := conflict(self, target, "execution.order")) is not None:
             return reason
         online = self.online is not False
         reason = cannot_schedule_model(program, target, online=online) or self._ddp_finds_unused(
@@ -147,15 +147,6 @@ class DynamicPolicy(Technique):
                 program.step, frozen.policy, budget_bytes, target.hardware, place.more_bytes
             )
         return None
-
-    def refuses(self, facts: Facts) -> Reason | None:
-        """Refuse updates inside backward unless decisions are frozen."""
-        if self.online is False or active(facts, "execution.order") is None or facts.compiled:
-            return None
-        return Reason(
-            "deciding while the model runs it reads weights that updates inside backward have changed",
-            "online: false, or execution: {order: {kind: program}}",
-        )
 
     def _no_budget(self, target: Target) -> Reason | None:
         if self.budget_bytes is not None and self.ratio is not None:
