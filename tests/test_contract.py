@@ -282,7 +282,7 @@ def test_room_has_a_folder_of_tests_of_its_name(room: str) -> None:
     assert list(folder.rglob("test_*.py")) or folder.with_name(f"test_{folder.name}.py").exists()
 
 
-def test_no_stem_names_two_files() -> None:
+def test_stems_name_one_file() -> None:
     """Except for techniques, whose stem is their `kind`: the null ones, and a paper on two axes."""
     by_stem: dict[str, list[str]] = {}
     for name, path in SOURCES.items():
@@ -344,7 +344,7 @@ def is_technique(module: str | None) -> bool:
     )
 
 
-def test_no_technique_imports_another() -> None:
+def test_techniques_do_not_import_one_another() -> None:
     pairs = [
         str(each)
         for each in imports_inside()
@@ -390,7 +390,7 @@ def test_light_runtime_imports_only_what_a_training_image_has() -> None:
         ("textual", ("memtune.autotune.ui",)),
     ],
 )
-def test_each_large_package_has_its_home(package: str, homes: tuple[str, ...]) -> None:
+def test_large_packages_have_their_homes(package: str, homes: tuple[str, ...]) -> None:
     users = [each for each in all_imports() if each.module.partition(".")[0] == package]
     strays = [str(each) for each in users if not each.importer.startswith(homes)]
     assert not strays, "\n".join(strays)

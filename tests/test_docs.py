@@ -35,7 +35,7 @@ def test_catalogue_names_exactly_the_techniques() -> None:
     assert {slot: quoted(table[slot]) - known for slot in SLOTS} == {slot: set() for slot in SLOTS}
 
 
-def test_every_knob_has_a_text() -> None:
+def test_knobs_have_texts() -> None:
     silent = [
         (slot, kind, knob)
         for slot in SLOTS

@@ -78,7 +78,7 @@ def test_gpt_sizes_match_their_names(size, billions, monkeypatch):
     assert sum(param.numel() for param in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.1)
 
 
-def test_each_gpt_setting_changes_the_program(monkeypatch):
+def test_gpt_settings_change_the_program(monkeypatch):
     chosen = {
         "LAYERS": "3",
         "DIM": "32",

@@ -29,7 +29,7 @@ def test_links_lead_to_the_top_level_folders(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LINKED)
-def test_each_linked_folder_is_one_module_of_memtune(name: str) -> None:
+def test_linked_folders_are_one_module_of_memtune(name: str) -> None:
     module = __import__(f"memtune.{name}", fromlist=["__name__"])
     assert module.__name__ == f"memtune.{name}"
     assert name not in sys.modules
@@ -86,7 +86,7 @@ def test_native_module_was_built_from_this_version() -> None:
     assert _native.version() == memtune.__version__
 
 
-def test_every_public_name_is_documented_as_lazy() -> None:
+def test_public_names_are_documented_as_lazy() -> None:
     assert set(memtune._HOME) | {"__version__"} == set(memtune.__all__)
     with pytest.raises(AttributeError, match="no attribute 'serach'"):
         memtune.serach  # noqa: B018

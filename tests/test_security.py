@@ -80,7 +80,7 @@ def test_planted_links_are_not_followed(tmp_path: Path, writer: str) -> None:
     assert victim.read_text() == ""
 
 
-def test_each_promise_names_a_test() -> None:
+def test_promises_name_tests() -> None:
     text = (ROOT / "SECURITY.md").read_text()
     named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", text)
     assert len(named) == sum(line.startswith("| ") for line in text.split("## Promises")[1].splitlines()) - 1

@@ -24,7 +24,7 @@ def own_rows() -> list[dict[str, Any]]:
     return found
 
 
-def test_each_row_names_its_source_a_model_file_and_a_known_gpu() -> None:
+def test_rows_name_their_source_a_model_file_and_a_known_gpu() -> None:
     rows = own_rows()
     assert len({row["id"] for row in rows}) == len(rows)
     for row in rows:

@@ -18,7 +18,7 @@ def test_page_of_reliability_is_current() -> None:
     assert scenarios.PAGE.read_text() == scenarios.page()
 
 
-def test_each_scenario_names_existing_tests() -> None:
+def test_scenarios_name_existing_tests() -> None:
     assert [each.number for each in scenarios.SCENARIOS] == list(range(1, 53))
     for each in scenarios.SCENARIOS:
         assert each.tests or each.untested, each

@@ -268,7 +268,7 @@ def test_one_process_loads_a_checkpoint_of_several(
     close(plain_resumed(tmp_path / "again"), wanted)
 
 
-def test_each_rank_writes_only_its_part(ranks: list[Any], folder: Path) -> None:
+def test_ranks_write_only_their_parts(ranks: list[Any], folder: Path) -> None:
     for name, divided in (("zero3", ("model.", "optim.")), ("zero1", ("optim.",)), ("plain", ())):
         for key, found in dcp.FileSystemReader(folder / name).read_metadata().state_dict_metadata.items():
             if not isinstance(found, TensorStorageMetadata) or not found.size:

@@ -68,6 +68,6 @@ def test_only_the_device_room_names_devices() -> None:
         "library.impl(name, kernel, 'CUDA')",
     ],
 )
-def test_each_way_to_name_a_device_is_found(source: str) -> None:
+def test_device_is_found_by_its_names(source: str) -> None:
     assert list(strays(source))
     assert not list(strays(f'"""A docstring: {source}."""'))

@@ -21,7 +21,7 @@ def test_context_depends_on_architecture_and_on_lazy_loading() -> None:
 
 
 @pytest.mark.parametrize("name", names())
-def test_every_value_is_inside_its_range(name: str) -> None:
+def test_values_are_inside_their_ranges(name: str) -> None:
     found = find(name)
     for value, (low, high) in (
         (found.context_bytes, found.context_range),

@@ -152,7 +152,7 @@ def test_op_class_follows_from_the_name(name: str, kind: str) -> None:
     assert op_class(name) == kind
 
 
-def test_a_plain_card_is_not_taken_for_its_ti_super() -> None:
+def test_plain_card_is_not_taken_for_its_ti_super() -> None:
     gib = 2**30
     assert known_devices.match("NVIDIA GeForce RTX 4070 Ti SUPER", 16 * gib) == "rtx-4070-ti-super"
     assert known_devices.match("NVIDIA GeForce RTX 4070", 12 * gib) is None

@@ -37,7 +37,7 @@ def test_kinds_are_the_files_of_the_folder(slot: str):
 @pytest.mark.parametrize(
     "cls", search_spaces.all_techniques(), ids=lambda cls: f"{cls.slot}-{cls.__module__.split('.')[-1]}"
 )
-def test_a_technique_says_what_it_is(cls: type[Technique]):
+def test_technique_describes_itself(cls: type[Technique]):
     *_, folder, stem = cls.__module__.removeprefix("memtune.search_spaces.").split(".")
     assert cls.slot.endswith(folder)
     assert cls.model_fields["kind"].default == stem
@@ -57,7 +57,7 @@ def settings_of(cls: type[Technique]) -> Iterator[Technique]:
 
 
 @pytest.mark.parametrize("slot", search_spaces.SLOTS)
-def test_every_setting_has_one_clause_of_its_own(slot: str):
+def test_settings_have_clauses_of_their_own(slot: str):
     clauses = [
         each.described()
         for cls in search_spaces.all_techniques()
@@ -82,7 +82,7 @@ def test_clause_names_the_paper_of_a_published_technique():
     assert unnamed == set()
 
 
-def test_a_knob_that_the_clause_does_not_depend_on_is_appended():
+def test_knob_that_the_clause_does_not_depend_on_is_appended():
     copied = search_spaces.find("offload.activations", "copy_out")(kind="copy_out", ratio=0.5, prefetch=3)
     assert copied.described() == (
         "moves 50% of the blocks' saved activations to host memory until backward (vDNN, prefetch: 3)"
@@ -119,7 +119,7 @@ def test_typo_in_axis_names_the_nearest():
 
 
 @pytest.mark.parametrize("kind", ["../allocator/native", "__init__", "native.os", "", "_helper"])
-def test_a_kind_never_reaches_other_files(kind: str):
+def test_kind_never_reaches_other_files(kind: str):
     with pytest.raises(ConfigError):
         search_spaces.find("allocator", kind)
 

@@ -134,7 +134,7 @@ def holds(rule: Rule, one: Technique, other: Technique) -> bool:
     return rule.when(one.effects) and rule.refuses(other.effects) and any(map(rule.only, (facts, moved)))
 
 
-def test_every_rule_and_pair_refuses_something() -> None:
+def test_rules_and_pairs_refuse_something() -> None:
     more = [
         made("offload.states", "zero_infinity", parameters="host", tiles=2),
         made("split", "tiled", mlp=2),
@@ -193,7 +193,7 @@ def compares_a_kind(node: ast.AST) -> bool:
     )
 
 
-def test_no_technique_compares_kinds() -> None:
+def test_techniques_do_not_compare_kinds() -> None:
     """Knowledge of another technique belongs in a rule on effects or in a pair."""
     sources = sorted((ROOT / "search_spaces").rglob("*.py"))
     found = {

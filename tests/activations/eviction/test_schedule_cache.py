@@ -114,7 +114,7 @@ def test_difference_ends_the_schedule_with_one_warning() -> None:
     assert region.why_online == "scale is 2.0, was 1.0"
 
 
-def test_each_shape_is_counted_separately() -> None:
+def test_shapes_are_counted_separately() -> None:
     net, region, x = warmed()
     net(x[:48]).backward()
     assert (region.runs.steps, region.frozen_steps) == (3, 1)

@@ -37,7 +37,7 @@ def test_pass_without_claims_returns_the_step() -> None:
 
 
 @pytest.mark.parametrize("model", ZOO)
-def test_each_storage_is_offloaded_and_reloaded_once(model: str) -> None:
+def test_storages_are_offloaded_and_reloaded_once(model: str) -> None:
     step = step_of(model)
     new = moved(step, 1.0)
     new.validate()

@@ -45,7 +45,7 @@ def test_kept_ops_keep_the_state_after_them() -> None:
 
 
 @pytest.mark.parametrize("model", ["hf_llama", "moe"])
-def test_no_states_are_kept_without_draws(model: str) -> None:
+def test_rng_states_are_kept_for_draws_only(model: str) -> None:
     """Attention without dropout has a random op that draws nothing."""
     plain = plain_program(ZOO[model]).step
     assert not plain.ops.rng.any()

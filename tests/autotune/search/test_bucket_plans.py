@@ -116,7 +116,7 @@ def gradients(workload: Workload, batches: list[Any]) -> list[list[Tensor]]:
 
 @pytest.mark.native_ledger
 @pytest.mark.parametrize("by_schedule", [False, True])
-def test_each_bucket_has_its_plan_its_peak_and_plain_gradients(tmp_path: Path, by_schedule: bool) -> None:
+def test_buckets_have_their_plans_their_peaks_and_plain_gradients(tmp_path: Path, by_schedule: bool) -> None:
     recompute = {"recompute": {"kind": "planned", "by_schedule": by_schedule, "offload": False}}
     workload, config, peak_bytes = planned(tmp_path, recompute)
     assert [each.inputs for each in config.buckets] == [((4, 8),), ((4, 40),)]

@@ -163,7 +163,7 @@ except EnvironmentFault as error:
     assert [each.outcome for each in kept[:3]] == ["complete"] * 3
 
 
-def test_a_pruned_suggestion_gives_its_number_back(space: Space, tmp_path: Path):
+def test_pruned_suggestion_gives_its_number_back(space: Space, tmp_path: Path):
     sampler = Sampler(tmp_path / "study.db", space, 0)
     first, _ = sampler.ask()
     sampler.tell(first, ok(first), 1.0)

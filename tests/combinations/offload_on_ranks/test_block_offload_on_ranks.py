@@ -78,7 +78,7 @@ def test_layers_train_as_one_rank(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 3])
-def test_every_offloader_trains_replicas_as_one_rank(tmp_path: Path, parts: int) -> None:
+def test_offloaders_train_replicas_as_one_rank(tmp_path: Path, parts: int) -> None:
     """With accumulation a gradient is averaged in each micro-batch, before it is summed: another order of the
     same sum.
     """
@@ -94,7 +94,7 @@ def test_three_ranks_pad_rows(tmp_path: Path, states: Technique) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 3])
-def test_every_offloader_trains_sharded_blocks_as_one_rank(tmp_path: Path, parts: int) -> None:
+def test_offloaders_train_sharded_blocks_as_one_rank(tmp_path: Path, parts: int) -> None:
     """Bitwise as FSDP2 with the optimizer on the host, also with accumulation: the host sums in the same
     order.
     """

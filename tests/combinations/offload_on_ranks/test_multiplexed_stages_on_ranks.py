@@ -289,7 +289,7 @@ def test_all_ranks_together_copy_the_bytes_of_one() -> None:
     assert 4 * dp > 3 * pp
 
 
-def test_each_rank_holds_its_stages_only() -> None:
+def test_ranks_hold_their_stages_only() -> None:
     made = candidate(4, **{**MOBIUS, "stages": 8})
     program, where = made.program, made.plans["offload.states"].ranks
     assert (len(program.rank_classes), program.unrolled, program.sharers, program.samples) == (
@@ -357,7 +357,7 @@ def test_plan_has_the_fewest_packs_that_fit() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [1.0, 0.85, 0.7])
-def test_no_partition_within_the_budget_is_faster(share: float) -> None:
+def test_partition_is_the_fastest_within_the_budget(share: float) -> None:
     """All 64 partitions, each rewritten: the planner's is the fastest of those that keep every rank within
     the budget.
     """

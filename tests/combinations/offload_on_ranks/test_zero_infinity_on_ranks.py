@@ -63,7 +63,7 @@ def test_rows_of_blocks_on_ssd(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("states", [REPLICAS, DIVIDED], ids=lambda each: each.kind)
-def test_every_tier_trains_as_one_rank(tmp_path: Path, states: Technique, parts: int) -> None:
+def test_tiers_train_as_one_rank(tmp_path: Path, states: Technique, parts: int) -> None:
     """Replicas sum averages, not their own gradients, so with accumulation their sums have another order."""
     check_on_ranks(under(states), tmp_path, parts=parts, bitwise=parts == 1 or states is DIVIDED)
 

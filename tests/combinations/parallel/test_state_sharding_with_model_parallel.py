@@ -292,7 +292,7 @@ def test_four_ranks_train_as_one_and_save(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensor", "sequence_parallel", "head_context", "rtp", IN_PLACE])
 @pytest.mark.parametrize("states", list(STATES))
-def test_every_sharding_of_states(kind: str, states: str, tmp_path: Path) -> None:
+def test_state_sharding_trains_as_one_rank(kind: str, states: str, tmp_path: Path) -> None:
     one_is_zero1 = states == "zero2" and _kind(kind) == "rtp"  # its ranks take no turns
     times = (4,) if one_is_zero1 else (1, 4)
     check([(kind, states, accumulate, clip) for accumulate in times for clip in (False, True)], tmp_path)

@@ -115,7 +115,7 @@ def test_four_ranks_with_gathered_stages_train_as_one() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("states", list(STATES))
-def test_every_sharding_of_states(states: str) -> None:
+def test_state_sharding_trains_as_one_rank(states: str) -> None:
     check(
         [
             (states, clip, accumulate, None)

@@ -268,7 +268,7 @@ def check(drive: Path, division: str, cells: list[Cell]) -> None:
 
 
 @pytest.mark.parametrize("division", BRIEFLY)
-def test_some_are_exact(tmp_path: Path, division: str) -> None:
+def test_offload_with_recompute_is_exact(tmp_path: Path, division: str) -> None:
     check(tmp_path, division, BRIEFLY[division])
 
 
@@ -323,7 +323,7 @@ def test_plans_price_offloaded_blocks() -> None:
 
 
 @pytest.mark.parametrize("row", ["stronghold", "zero_offload", "angel_ptm"])
-def test_a_schedule_of_the_whole_model_is_refused_by_apply(row: str) -> None:
+def test_schedule_of_the_whole_model_is_refused_by_apply(row: str) -> None:
     """By `fits`; by `apply` for a config that names both anyway."""
     why = f"{OFFLOADS[row].kind} moves a block's parameters or gradients at its own calls only"
     target = target_of(CHECKMATE, OFFLOADS[row])

@@ -284,7 +284,7 @@ def those_that_fit(
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("states", WHOLE, ids=str)
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_every_schedule_with_replicated_parameters(ranks: int, states: Technique, accumulate: int) -> None:
+def test_schedules_with_replicated_parameters(ranks: int, states: Technique, accumulate: int) -> None:
     path, fitting = ZOO["gpt"], those_that_fit(RECOMPUTE, ranks, accumulate, states)
     check(
         path,
@@ -311,9 +311,7 @@ DIVIDED = (
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("states", DIVIDED, ids=str)
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_every_schedule_of_blocks_with_sharded_parameters(
-    ranks: int, states: Technique, accumulate: int
-) -> None:
+def test_schedules_of_blocks_with_sharded_parameters(ranks: int, states: Technique, accumulate: int) -> None:
     """Link bytes are those without a schedule: recomputed ops use the parameters of the block's own
     backward.
     """
@@ -391,7 +389,7 @@ def test_schedule_of_all_blocks_is_refused_by_name(states: Technique, recompute:
     assert f"{states.kind} unshards a block's parameters for its own calls only" in str(found)
 
 
-def test_a_residual_stream_that_another_block_makes_is_not_rebuilt() -> None:
+def test_residual_stream_that_another_block_makes_is_not_rebuilt() -> None:
     found = candidate(ZOO["gpt"], 2, 1, Fsdp(), AttentionBoundary(residual_every=2))
     assert "another block makes a block's input" in str(found)
     assert "residual_every: 1, or omit it" in str(found)

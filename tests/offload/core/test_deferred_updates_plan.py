@@ -18,7 +18,7 @@ def times(
     )
 
 
-def test_no_block_is_deferred_if_the_host_keeps_up() -> None:
+def test_blocks_are_not_deferred_if_the_host_keeps_up() -> None:
     assert deferred_blocks(times(8, 1.9)) == frozenset()
     assert period_s(times(8, 1.9), frozenset()) == pytest.approx(0.1 + 8 * 3 + 1.9 + 1.9 + 0.5)
 

@@ -78,7 +78,7 @@ def test_frequent_hops_are_inside_nodes() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6, 12, 64])
-def test_every_yields_each_factors_once(ranks: int) -> None:
+def test_factors_every_yields_each_once(ranks: int) -> None:
     found = every(ranks)
     divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
     wanted = {

@@ -47,7 +47,7 @@ def parsed_by_torch(options: str) -> str:
         torch._C._accelerator_setAllocatorSettings(before)
 
 
-def test_no_knob_of_torch_is_missing():
+def test_knobs_of_torch_are_complete():
     """All options that torch has for CUDA alone, as its header lists them, except those that choose another
     allocator.
     """

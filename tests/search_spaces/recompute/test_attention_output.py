@@ -33,7 +33,7 @@ class TestAttentionOutput(TechniqueSuite):
     def test_saved_bytes_are_those_of_the_model(self, model: str) -> None:
         assert rewritten(ZOO[model], self.default()).saved_bytes() == SAVED_BYTES[model]
 
-    def test_a_block_holds_one_hidden_state_and_the_log_sum_exp_more_than_full(self) -> None:
+    def test_block_holds_one_hidden_state_and_the_log_sum_exp_more_than_full(self) -> None:
         full, mine = (rewritten(ZOO["gpt"], technique) for technique in (Full(kind="full"), self.default()))
         hidden, log_sum_exp = (
             2 * 32 * 64 * 4,

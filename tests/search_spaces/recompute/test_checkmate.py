@@ -141,7 +141,7 @@ class TestCheckmate(TechniqueSuite):
         assert len(step.saves.block) == step.saves.n
         assert run_schedule(step, region, plain_schedule(region.graph)).ops.n == step.ops.n
 
-    def test_some_ops_run_three_times_in_all_where_that_saves(self) -> None:
+    def test_ops_run_three_times_where_that_saves(self) -> None:
         plan = self.default().plan(plain_program(ZOO["gpt"]), target_of())
         times = Counter(plan.schedule.computes())
         assert max(times.values()) >= 3

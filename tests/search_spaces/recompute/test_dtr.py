@@ -36,7 +36,7 @@ class TestDtr(TechniqueSuite):
         return Dtr(ratio=0.5)
 
     @pytest.mark.parametrize("heuristic", HEURISTICS)
-    def test_every_score_stays_within_the_budget(self, heuristic: str) -> None:
+    def test_scores_stay_within_the_budget(self, heuristic: str) -> None:
         program = plain_program(ZOO["cnn_bn"])
         before = 0.0
         for ratio in (0.9, 0.6, 0.3):
@@ -104,7 +104,7 @@ class TestDtr(TechniqueSuite):
         assert technique.plan(program, target_of(technique)).peak_bytes == 754_144
 
     @pytest.mark.parametrize("reachable", [True, False])
-    def test_a_budget_that_is_too_small_is_refused_with_one_that_is_enough(self, reachable: bool) -> None:
+    def test_budget_that_is_too_small_is_refused_with_one_that_is_enough(self, reachable: bool) -> None:
         """The least peak of any schedule if the policy reaches it, else the result of a bisection."""
         program = plain_program(ZOO["cnn_bn" if reachable else "gpt"], 2 if reachable else 16)
         technique = Dtr(budget_bytes=400_000)
@@ -133,7 +133,7 @@ class TestDtr(TechniqueSuite):
         reason = technique.fits(plain_program(ZOO["gpt"]), target_of(technique, Tiled()))
         assert "without split: tiled" in str(reason)
 
-    def test_a_config_without_its_schedule_is_refused(self) -> None:
+    def test_config_without_its_schedule_is_refused(self) -> None:
         _, model, optimizer = build(ZOO["cnn_bn"])
         with pytest.raises(ApplyError, match=r"MT316 .* needs a plan"):
             apply(model, optimizer, {"settings": settings_of(Dtr(ratio=0.5))}, strict=False)

@@ -40,7 +40,7 @@ class TestFull(TechniqueSuite):
     def test_saved_bytes_are_those_of_the_model(self, model: str) -> None:
         assert rewritten(ZOO[model], self.default()).saved_bytes() == SAVED_BYTES[model]
 
-    def test_each_block_saves_its_input_alone_and_its_ops_run_twice(self) -> None:
+    def test_blocks_save_their_inputs_alone_and_their_ops_run_twice(self) -> None:
         plain, step = rewritten(ZOO["gpt"]), rewritten(ZOO["gpt"], self.default())
         assert [step.saved_bytes(block) for block in range(4)] == [
             2 * 32 * 64 * 4
@@ -60,7 +60,7 @@ class TestFull(TechniqueSuite):
         assert first - again == last
 
     @pytest.mark.parametrize("kind", ["full", "every_nth", "selective", "attention_output"])
-    def test_a_model_without_blocks_is_refused(self, kind: str) -> None:
+    def test_model_without_blocks_is_refused(self, kind: str) -> None:
         model = nn.Linear(2, 1)
         with pytest.raises(ApplyError, match="no blocks to recompute") as caught:
             apply(

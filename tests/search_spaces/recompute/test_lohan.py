@@ -104,7 +104,7 @@ class TestLohan(TechniqueSuite):
 
     @pytest.mark.slow
     @pytest.mark.parametrize("model", ZOO)
-    def test_any_model_trains_as_predicted(self, model: str) -> None:
+    def test_training_is_as_predicted(self, model: str) -> None:
         if (reason := SMALL.fits(plain_program(ZOO[model]), target_of())) is not None:
             pytest.skip(str(reason))
         if model == "lstm":  # one tensor of a gate is held for an op longer than predicted, below the peak
@@ -176,7 +176,7 @@ class TestLohan(TechniqueSuite):
         gc.collect()
         assert ssd_tensors.current().used_bytes == 0
 
-    def test_a_slow_drive_takes_less(self) -> None:
+    def test_slow_drive_takes_less(self) -> None:
         program, target = plain_program(ZOO["gpt"]), target_with_links(5e9)
         none = SPILLS.model_copy(update={"host_bytes": 0})
         slow = replace(

@@ -23,7 +23,7 @@ class TestMegtaichi(TechniqueSuite):
     def default(cls) -> Megtaichi:
         return Megtaichi(ratio=0.5)
 
-    def test_every_power_reaches_the_policy(self) -> None:
+    def test_powers_reach_the_policy(self) -> None:
         """An exponent of 0 removes its term from the score: the plans differ."""
         program = plain_program(ZOO["lora"])
         plans = set()

@@ -87,7 +87,7 @@ class TestPlanned(TechniqueSuite):
             before = found
 
     @pytest.mark.parametrize("model", ["gpt", "lora", "cnn_bn"])
-    def test_no_other_technique_is_faster_at_planned_peak(self, model: str) -> None:
+    def test_planned_is_the_fastest_at_its_peak(self, model: str) -> None:
         program, target = plain_program(self.models[model]), target_of()
         for other in OTHERS:
             if other.fits(program, target) is not None:
@@ -109,7 +109,7 @@ class TestPlanned(TechniqueSuite):
             assert mine.ops.name.tolist() == theirs.ops.name.tolist()
             assert mine.peak_bytes() == theirs.peak_bytes()
 
-    def test_a_first_forward_without_gradients_hides_nothing(self, tmp_path: Path) -> None:
+    def test_first_forward_without_gradients_hides_nothing(self, tmp_path: Path) -> None:
         """Targets of a teacher that is the model itself, before the forwards that train."""
         path, source = (
             tmp_path / "teacher.py",
@@ -248,7 +248,7 @@ class TestPlanned(TechniqueSuite):
         assert seconds(best, target) <= seconds(step, target) * (1 + 1e-9)
         assert (mine.fits(program, target) is None) == ("schedule" in mine.plan(program, target).document())
 
-    def test_a_schedule_meets_budgets_that_blocks_cannot(self) -> None:
+    def test_schedule_meets_budgets_that_blocks_cannot(self) -> None:
         program, target = plain_program(ZOO["cnn_bn"]), target_of()
         below = self.solved(program, Planned(share=0.0)).peak_bytes - 1
         assert "no plan stays within" in str(Planned(budget_bytes=below, headroom=0.0).fits(program, target))

@@ -39,7 +39,7 @@ class TestSelective(TechniqueSuite):
         assert rewritten(ZOO[model], self.default()).saved_bytes() == SAVED_BYTES[model]
 
     @pytest.mark.parametrize("model", [name for name in ZOO if name != "inplace_views"])
-    def test_no_product_runs_twice(self, model: str) -> None:
+    def test_products_run_once(self, model: str) -> None:
         step = rewritten(ZOO[model], self.default())
         again = {step.names[i] for i in step.ops.name[step.ops.phase == Phase.RECOMPUTE]}
         assert again or model == "lstm"
@@ -99,7 +99,7 @@ class TestSelectedOps(TechniqueSuite):
         Selective(kind="selective", save_ops=("aten.addmm",)),
     )
 
-    def test_every_second_product_runs_twice(self) -> None:
+    def test_second_products_run_twice(self) -> None:
         step = rewritten(ZOO["hf_llama"], self.variants[0])
         first = step.ops.block == 0
         runs = (step.ops.copy_of >= 0) & (step.ops.resource != Resource.NOTHING) & first

@@ -142,7 +142,7 @@ class TestTiled(TechniqueSuite):
         assert len(norms(plain_program(llama).step)) == 2 * len(position_wise(plain_program(llama).step)) == 6
         assert not drift(llama, Tiled(chunks=1, mlp=3, norm=4), Full())
 
-    def test_a_norm_that_mixes_tokens_is_an_error_before_it_runs_in_parts(self) -> None:
+    def test_norm_that_mixes_tokens_is_an_error_before_it_runs_in_parts(self) -> None:
         workload, model, optimizer = build(NORMS)
         plain_mean = model.layers[0].norm.forward
 
@@ -201,7 +201,7 @@ class TestTiled(TechniqueSuite):
         apply(model, optimizer, {"settings": settings_of(Tiled())}, strict=False)
         assert "forward" in vars(model.head)
 
-    def test_a_product_that_is_not_found_in_the_module_is_an_error_of_the_audit(self) -> None:
+    def test_product_that_is_not_found_in_the_module_is_an_error_of_the_audit(self) -> None:
         workload, model, optimizer = build(OWN_HEAD)
         config = config_of(OWN_HEAD, Tiled())
         tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)

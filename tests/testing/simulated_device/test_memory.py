@@ -72,7 +72,7 @@ def test_new_and_freed_memory_is_nan(dtype: torch.dtype) -> None:
     assert again.isnan().all().item()
 
 
-def test_the_host_cannot_read_device_memory() -> None:
+def test_host_cannot_read_device_memory() -> None:
     code = (
         "import ctypes, torch; from memtune.testing.simulated_device import start; start(1);"
         "ctypes.string_at(torch.ones(10, device='sim:0').data_ptr(), 4)"

@@ -188,7 +188,7 @@ def test_double_backward_is_close_to_plain() -> None:
     assert 0 < (got - wanted).norm() < 0.05 * wanted.norm()
 
 
-def test_a_storage_of_three_views_is_packed_once() -> None:
+def test_storage_of_three_views_is_packed_once() -> None:
     net, table, x = compressed_net()
     loss = net(x)
     # The input, q, k and v in one storage, tanh, their products; relu's output belongs to it too.

@@ -15,5 +15,5 @@ class TestOnDevice(TechniqueSuite):
     technique = OnDevice
     models: ClassVar = {name: ZOO[name] for name in ("gpt",)}
 
-    def test_no_activation_is_offloaded(self) -> None:
+    def test_activations_are_not_offloaded(self) -> None:
         assert not (rewritten(ZOO["gpt"], self.default()).ops.resource == Resource.DEVICE_TO_HOST).any()

@@ -269,7 +269,7 @@ def rest_bytes(step: Step) -> int:
     return int(step.storages.bytes[step.uses.storage[cut]].max(initial=0))
 
 
-def test_each_rank_has_the_smallest_ratio_that_fits() -> None:
+def test_ranks_have_the_smallest_ratio_that_fits() -> None:
     """Equal to trying all ratios; the first rank holds more micro-batches than the second, so it offloads
     more.
     """

@@ -52,7 +52,7 @@ class TestTSplit(TechniqueSuite):
     def default(cls) -> Technique:
         return PARTS
 
-    def test_each_tensor_has_its_own_action(self) -> None:
+    def test_tensors_have_their_own_actions(self) -> None:
         """The mechanism: with one action for all (`copy_out`) at the smallest ratio for the same budget, more
         bytes are copied.
         """

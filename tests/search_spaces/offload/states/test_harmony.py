@@ -116,7 +116,7 @@ class TestHarmony(PacksSuite):
         peaks = [planned(each, 4).program.step.peak_bytes() for each in (PAIRS, GROUPS)]
         assert peaks[1] < peaks[0]
 
-    def test_each_pack_is_updated_before_the_previous_pack_s_backward(self) -> None:
+    def test_packs_are_updated_before_the_previous_pack_s_backward(self) -> None:
         """The mechanism: just-in-time update."""
         step = planned(PAIRS, 2).program.step
         updates = np.flatnonzero(step.ops.name == step.names.index("memtune.host_update_.default"))

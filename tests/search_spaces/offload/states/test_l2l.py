@@ -50,7 +50,7 @@ class TestL2L(LayersSuite):
         assert total(step, Resource.DEVICE_TO_HOST) == sum(sizes) + outside
         assert not (step.storages.kind[step.storages.tier == Tier.DEVICE] == Kind.OPTIMIZER).any()
 
-    def test_each_block_is_updated_before_the_previous_block_s_backward(self) -> None:
+    def test_blocks_are_updated_before_the_previous_block_s_backward(self) -> None:
         """The mechanism: eager updates. The last block's update comes before the backward ops of the first
         block.
         """
@@ -69,7 +69,7 @@ class TestL2L(LayersSuite):
 
     @pytest.mark.slow
     @pytest.mark.parametrize("model", ZOO)
-    def test_any_model_trains_as_predicted(self, model: str) -> None:
+    def test_training_is_as_predicted(self, model: str) -> None:
         self._skip_unless_it_fits(model, DEFAULT)
         self.check_drift(model, DEFAULT)
         self.check_training(model, DEFAULT)

@@ -133,7 +133,7 @@ class TestLohan(LayersSuite):
 
     @pytest.mark.slow
     @pytest.mark.parametrize("model", ZOO)
-    def test_any_model_trains_as_predicted(self, model: str) -> None:
+    def test_training_is_as_predicted(self, model: str) -> None:
         if (reason := SMALL.fits(plain_program(ZOO[model]), target_of())) is not None:
             pytest.skip(str(reason))
         if model != "moe":  # the recorder runs it for real, and keeps what it ran

@@ -64,7 +64,7 @@ class TestOptimizerCpu(TechniqueSuite):
         return True
 
     @pytest.mark.parametrize("model", ZOO)
-    def test_no_state_is_resident_and_each_gradient_and_weight_is_copied_once(self, model: str) -> None:
+    def test_states_are_not_resident_and_gradients_and_weights_are_copied_once(self, model: str) -> None:
         """The mechanism: residency and bytes."""
         plain, step = rewritten(ZOO[model]), rewritten(ZOO[model], self.default())
         mine = [p for p in plain.parameters if p.gradient >= 0]

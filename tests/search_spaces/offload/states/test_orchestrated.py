@@ -105,7 +105,7 @@ def test_ranks_of_a_link_load_different_blocks_in_every_moment() -> None:
 
 
 @pytest.mark.parametrize("stride", [2, 4])
-def test_each_offloaded_block_is_loaded_once_per_pass(stride: int) -> None:
+def test_offloaded_blocks_are_loaded_once_per_pass(stride: int) -> None:
     """Bytes H2D: the weights of the offloaded blocks once a pass, the last block's once in all; none of the
     others.
     """

@@ -56,7 +56,7 @@ class TestPatrickStar(LayersSuite):
     quick = ("tied",)
     update = OWN
 
-    def test_each_moment_holds_as_many_chunks_as_fit_the_budget(self) -> None:
+    def test_moments_hold_as_many_chunks_as_fit_the_budget(self) -> None:
         """The mechanism: the room in a moment is the budget less all other bytes then."""
         program, target = plain_program(ZOO["gpt"]), replace(target_of(SMALL), budget_bytes=BUDGET_BYTES)
         plan = SMALL.plan(program, target)

@@ -164,7 +164,7 @@ class TestSmartInfinity(TechniqueSuite):
 
     @pytest.mark.slow
     @pytest.mark.parametrize("model", ZOO)
-    def test_any_model_trains_as_predicted(self, model: str) -> None:
+    def test_training_is_as_predicted(self, model: str) -> None:
         if (reason := SMALL.fits(plain_program(ZOO[model]), target_of())) is not None:
             pytest.skip(str(reason))
         if model != "moe":  # the recorder runs it for real, and keeps what it ran
@@ -212,7 +212,7 @@ class TestSmartInfinity(TechniqueSuite):
         assert step.peak_bytes(Tier.SSD) == 12 * numel
 
     @pytest.mark.slow
-    def test_each_domain_has_a_process_a_file_and_an_equal_part(
+    def test_domains_have_a_process_a_file_and_an_equal_part(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The mechanism: with one domain, one process would hold all."""
@@ -246,7 +246,7 @@ class TestSmartInfinity(TechniqueSuite):
             assert times == sorted(times)
 
     @pytest.mark.slow
-    def test_no_process_and_no_file_outlives_the_model(self, tmp_path: Path) -> None:
+    def test_processes_and_files_end_with_the_model(self, tmp_path: Path) -> None:
         *made, tuned = tuned_with(SMALL)
         pids = [link.process.pid for link in updaters(tuned)]
         assert all(map(is_running, pids))

@@ -124,7 +124,7 @@ SECOND_ORDER = {
 
 
 @pytest.mark.parametrize("name", SECOND_ORDER)
-def test_a_gradient_penalty_asks_for_products_twice(name: str, tmp_path: Path) -> None:
+def test_gradient_penalty_asks_for_products_twice(name: str, tmp_path: Path) -> None:
     """Blocks run a third time for values freed after the first backward; reloaded tensors are resident for
     both.
     """
@@ -166,7 +166,7 @@ def loss(model, batch):
 """
 
 
-def test_a_mask_is_drawn_again_without_what_it_took_its_shape_of(
+def test_mask_is_drawn_again_without_the_tensor_of_its_shape(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measured_options, "claims_s", lambda *_: 0.0)  # tensors alone decide

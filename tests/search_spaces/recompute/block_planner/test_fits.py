@@ -91,7 +91,7 @@ AGAIN = (
 @pytest.mark.parametrize(
     "call", ['scale = all_reduce(scale, "sum", dist.group.WORLD)', "dist.all_reduce(scale)"]
 )
-def test_a_collective_inside_a_block_is_refused_by_name(call: str, tmp_path: Path) -> None:
+def test_collective_inside_a_block_is_refused_by_name(call: str, tmp_path: Path) -> None:
     path = tmp_path / "talks.py"
     path.write_text(TALKS.replace('scale = all_reduce(scale, "sum", dist.group.WORLD)', call))
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

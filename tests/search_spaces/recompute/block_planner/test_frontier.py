@@ -43,7 +43,7 @@ def every_choice(problem: Problem) -> list[tuple[int, float]]:
 
 @settings(deadline=None, max_examples=150)
 @given(problems())
-def test_every_budget_gets_the_fastest_choice(problem: Problem) -> None:
+def test_frontier_has_the_fastest_choice_for_each_budget(problem: Problem) -> None:
     frontier, known = solve(problem), every_choice(problem)
     for budget in range(min(peak for peak, _ in known) - 1, max(peak for peak, _ in known) + 2):
         fastest = min((seconds for peak, seconds in known if peak <= budget), default=None)
@@ -102,7 +102,7 @@ def test_equal_blocks_differ_only_in_runs_and_later_ones_hold_more() -> None:
         assert len(np.unique(choice)) <= 4
 
 
-def test_a_budget_that_one_choice_for_all_uses_up_gets_just_that() -> None:
+def test_frontier_has_the_one_choice_that_uses_up_a_budget() -> None:
     problem = Problem(
         np.tile([8, 4, 2], (6, 1)),
         np.tile([8, 8, 8], (6, 1)),
@@ -115,7 +115,7 @@ def test_a_budget_that_one_choice_for_all_uses_up_gets_just_that() -> None:
     assert frontier.choice(frontier.at(6 * 4 + 10)).tolist() == [1] * 6
 
 
-def test_a_thousand_blocks_lose_little_to_the_bound_of_convexity() -> None:
+def test_frontier_of_a_thousand_blocks_is_close_to_the_convex_bound() -> None:
     """No plan beats the mix of options on the lower hull of one block's, which many equal blocks come close
     to.
     """

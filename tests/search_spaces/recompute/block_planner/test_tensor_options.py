@@ -77,7 +77,7 @@ def test_few_combinations_include_both_ends(ops: tuple[BlockOp, ...], limit: int
 CHAIN = tuple(BlockOp(f"op{i}", 1.0, (i - 1,) if i else (), 10, saved=True, keepable=True) for i in range(4))
 
 
-def test_a_shared_chain_is_paid_once() -> None:
+def test_shared_chain_is_paid_once() -> None:
     assert costs(combinations(CHAIN, 100)) == [(40, 0.0), (30, 1.0), (20, 2.0), (10, 3.0), (0, 4.0)]
     dear_start = (
         BlockOp("dear", 9.0, (), 10, False, True),

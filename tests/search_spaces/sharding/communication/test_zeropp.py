@@ -79,7 +79,7 @@ def test_plan_has_the_size_of_a_node() -> None:
     assert ZeroPp().record(on) == ZeroPp(ranks_per_node=8).record(on) != ZeroPp(ranks_per_node=4).record(on)
 
 
-def test_every_choice_is_a_valid_knob() -> None:
+def test_choices_are_valid_knobs() -> None:
     assert find("sharding.communication", "zeropp") is ZeroPp
     assert ZeroPp(hpz=False, qgz=True).exactly() is Exactness.LOSSY
     for knob, values in ZeroPp().choices().items():

@@ -190,7 +190,7 @@ def test_step_has_half_the_weights_and_sends_bytes_by_formula(in_place: bool) ->
     assert (made.program.accumulate, made.program.samples) == (1, 2 * SIZE)
 
 
-def test_no_layer_is_ever_unsharded() -> None:
+def test_layers_are_never_unsharded() -> None:
     step, plain = candidate(KIND).program.step, rewriter(SEPARATE).recording.at(SIZE)
     largest = max(int(plain.storages.bytes[p.storage]) for p in plain.parameters)
     ops = [op for op in range(step.ops.n) if "send_next" in step.names[step.ops.name[op]]]

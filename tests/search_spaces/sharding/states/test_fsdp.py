@@ -137,7 +137,7 @@ def test_only_gloo_stages_its_messages() -> None:
     assert scratch("cuda") == 0 < scratch("cpu")
 
 
-def test_every_choice_is_a_valid_knob() -> None:
+def test_choices_are_valid_knobs() -> None:
     for knob, values in Fsdp().choices().items():
         assert values[0] == getattr(Fsdp(), knob)
         for value in values:

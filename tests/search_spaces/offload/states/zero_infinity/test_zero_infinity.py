@@ -52,7 +52,7 @@ class TestZeroInfinity(TechniqueSuite):
 
     @pytest.mark.slow
     @pytest.mark.parametrize("model", ZOO)
-    def test_any_model_trains_as_predicted(self, model: str) -> None:
+    def test_training_is_as_predicted(self, model: str) -> None:
         self._skip_unless_it_fits(model, DEFAULT)
         self.check_drift(model, DEFAULT)
         native = OptimizerCpu(kind="optimizer_cpu", update="native")

@@ -203,7 +203,7 @@ class TestParametersOnSsd(LayersSuite):
     @pytest.mark.parametrize(
         "model", sorted(set(ZOO) - {"moe"})
     )  # recorded for real, which keeps the model and its file
-    def test_any_model_trains_as_predicted(self, model: str) -> None:
+    def test_training_is_as_predicted(self, model: str) -> None:
         self._skip_unless_it_fits(model, ON_SSD)
         self.check_drift(model, ON_SSD)
         self.check_training(model, ON_SSD)

@@ -225,7 +225,7 @@ class TestOptimizerOnHost(LayersSuite):
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("states", [Ddp(), Fsdp(kind="fsdp")], ids=lambda each: each.kind)
-def test_every_tier_trains_as_one_rank(tmp_path: Path, states: Technique, parts: int) -> None:
+def test_tiers_train_as_one_rank(tmp_path: Path, states: Technique, parts: int) -> None:
     techniques = {name: (states, each, NATIVE) for name, each in WAYS.items()}
     check_on_ranks(techniques, tmp_path, parts=parts, bitwise=parts == 1 or states.kind == "fsdp")
 
@@ -275,7 +275,7 @@ def test_fits_refuses_combinations_of_tiers_by_name(knobs: dict[str, Any], why: 
     assert all(map(torch.equal, model.parameters(), before))
 
 
-def test_a_search_tries_each_tier_and_nothing_twice() -> None:
+def test_search_tries_each_tier_and_nothing_twice() -> None:
     tried = [each for each in variants(ZeroInfinity, target_of()) if isinstance(each, ZeroInfinity)]
     every = {
         (optimizer, parameters) for optimizer in ("ssd", "host") for parameters in ("device", "host", "ssd")
