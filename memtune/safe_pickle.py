@@ -200,7 +200,7 @@ class _Reader:
     def push(self, value: Any) -> None:
         self.stack.append(value)
 
-    def whole(self) -> None:
+    def long(self) -> None:
         count = self.byte()
         if count > _MAX_INT_BYTES:
             self.damaged(f"a number of {count} bytes")
@@ -239,7 +239,7 @@ _STEPS: dict[int, Callable[[_Reader], None]] = {
     0x4B: lambda r: r.push(r.byte()),  # BININT1
     0x4D: lambda r: r.push(r.number(_U16)),  # BININT2
     0x4A: lambda r: r.push(r.number(_I32)),  # BININT
-    0x8A: lambda r: r.whole(),  # LONG1
+    0x8A: lambda r: r.long(),  # LONG1
     0x47: lambda r: r.push(r.number(_F64)),  # BINFLOAT
     0x8C: lambda r: r.text(r.byte()),  # SHORT_BINUNICODE
     0x58: lambda r: r.text(r.number(_U32)),  # BINUNICODE

@@ -193,14 +193,14 @@ def _truth(word: str) -> bool:
     return word == "True"
 
 
-def _whole(word: str) -> int:
+def _mib(word: str) -> int:
     if not word.isascii() or not word.isdigit():
         raise ValueError("a whole number of MiB")
     return min(int(word), 2**40)
 
 
 def _divisions(word: str) -> tuple[int, ...]:
-    count = _whole(word)
+    count = _mib(word)
     if count < 1 or count & (count - 1):
         raise ValueError("a power of two")
     return (count,) * ROUNDUP_INTERVALS
@@ -228,9 +228,9 @@ def _backend(word: str) -> str:
 
 _READERS: Mapping[str, Any] = {
     "backend": _backend,
-    "max_split_size_mb": _whole,
-    "max_non_split_rounding_mb": _whole,
-    "large_segment_size_mb": _whole,
+    "max_split_size_mb": _mib,
+    "max_non_split_rounding_mb": _mib,
+    "large_segment_size_mb": _mib,
     "roundup_power2_divisions": _divisions,
     "garbage_collection_threshold": _share,
     "expandable_segments": _truth,

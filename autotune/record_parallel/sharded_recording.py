@@ -166,7 +166,7 @@ class ShardedRecordings:
     def _head_context(self, split: Split, ranks: int) -> ShardedRecording | Reason:
         key = split.ranks, ranks
         if key not in self._alone:
-            self._alone[key] = self._apart(*key)
+            self._alone[key] = self._attention_within_shares(*key)
         seen = self._alone[key]
         reason = seen if isinstance(seen, Reason) else attention_refusal(seen, split)
         if reason is not None:
@@ -178,7 +178,7 @@ class ShardedRecordings:
             return recording
         return ShardedRecording(self._translate(recording), fields_of(seen, split))
 
-    def _apart(self, degree: int, ranks: int) -> AttentionArguments | Reason:
+    def _attention_within_shares(self, degree: int, ranks: int) -> AttentionArguments | Reason:
         """Return the arguments of attention, or why blocks cannot work on one of `degree` shares."""
         seen = AttentionArguments()
         alone = self._recorded(partial(attend_within_shares, ranks=degree, seen=seen), ranks)

@@ -424,12 +424,12 @@ class Rewriter:
         known = node.made.setdefault((technique.slot, self._record_pairs(technique, choice)), [])
         there = find_pass(known, choice.chosen)
         if there is None:
-            there = self._made(node, technique, choice)
+            there = self._run_pass(node, technique, choice)
             known.append(there)
         # The reads of `fits` count too: they decided that this pass is used.
         return there._replace(seen={**watched.seen, **there.seen})
 
-    def _made(self, node: Node, technique: Technique, choice: Choice) -> Pass:
+    def _run_pass(self, node: Node, technique: Technique, choice: Choice) -> Pass:
         """Run the pass of `technique`, which fits, and return it with its reads of other slots (rule 2)."""
         assert isinstance(node.result, Program)
         watched = TrackedSlots(choice.chosen)

@@ -398,7 +398,7 @@ class _Fusion:
         saves = np.arange(*call.saves, dtype=np.int32)
         inside = np.zeros(step.ops.n, bool)
         inside[forward] = inside[backward] = True
-        made, inputs = self._made(forward), self._read_from_outside(forward)
+        made, inputs = self._outputs_of(forward), self._read_from_outside(forward)
         is_kept = self._seen_outside(made, inside, int(call.ops[1]) - 1, saves) | (made == call.output)
         outputs, gone = made[is_kept], made[~is_kept]
         last = int(forward[-1])
@@ -415,7 +415,7 @@ class _Fusion:
         first = -1
         if len(backward):
             first = int(backward[0])
-            made = self._made(backward)
+            made = self._outputs_of(backward)
             keeps = self._seen_outside(made, inside, int(backward[-1]), saves) | (
                 step.storages.grad_ready_after[made] >= 0
             )
@@ -454,7 +454,7 @@ class _Fusion:
         mine = np.asarray([table.CPU_ATTENTION in self.names[name] for name in self.op_name[rows]], bool)
         return rows[mine] if mine.any() else rows
 
-    def _made(self, rows: I32) -> I32:
+    def _outputs_of(self, rows: I32) -> I32:
         found: I32 = np.flatnonzero(np.isin(self.step.storages.producer, rows)).astype(np.int32)
         return found
 

@@ -85,14 +85,17 @@ def full_state_dict(context: Context) -> dict[str, Any]:
     if remote is not None:
         found = {}
         for index, each in enumerate(held):
-            here = {what: whole(each.divided(value)) for what, value in plain["state"].get(index, {}).items()}
+            here = {
+                what: full_tensor(each.divided(value))
+                for what, value in plain["state"].get(index, {}).items()
+            }
             found[index] = remote.optimizer_state(each.name, here)
         return {
             "model": model,
             "optimizer": {**plain, "state": {index: state for index, state in found.items() if state}},
         }
     plain["state"] = {
-        index: {name: whole(held[index].divided(value)) for name, value in state.items()}
+        index: {name: full_tensor(held[index].divided(value)) for name, value in state.items()}
         for index, state in plain["state"].items()
     }
     return {"model": model, "optimizer": plain}
@@ -102,11 +105,11 @@ def full_value(context: Context, name: str, value: Any) -> Any:
     """Return an entry of the model's state dict in full: gathered from all its ranks, or sent by its
     owner.
     """
-    remote, here = context.placement.remote_parameters, whole(value)
+    remote, here = context.placement.remote_parameters, full_tensor(value)
     return here if remote is None else remote.full_value(name, here)
 
 
-def whole(value: Any) -> Any:
+def full_tensor(value: Any) -> Any:
     """Return a sharded tensor gathered from all its ranks, on the device of its rows; anything else
     unchanged.
     """

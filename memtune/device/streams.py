@@ -17,7 +17,7 @@ from torch import Tensor
 from memtune.device.accelerator import has_streams
 
 
-def made(device: torch.device) -> torch.Stream | None:
+def new_stream(device: torch.device) -> torch.Stream | None:
     """Return a new stream on `device`; None if the device has no streams."""
     return torch.Stream(device) if has_streams(device) else None
 

@@ -165,7 +165,7 @@ def one_step(
     return on_host(loss), gradients
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor of a tensor that may be a DTensor."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full.detach()
@@ -173,7 +173,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def on_host(tensor: Tensor) -> Tensor:
     """Return a copy of the full tensor in host memory."""
-    return whole(tensor).to(CPU, copy=True)
+    return full_tensor(tensor).to(CPU, copy=True)
 
 
 def differences(got: Run, wanted: Run, tolerance: float = 0.0) -> list[str]:

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def test_cpu_has_no_streams() -> None:
     assert not accelerator.has_streams(CPU)
     assert not accelerator.has_streams(torch.device("meta"))
-    assert streams.made(CPU) is None
+    assert streams.new_stream(CPU) is None
     assert streams.end_of(None) is None
     with streams.on(None):
         streams.wait_current(None, CPU)

@@ -163,7 +163,7 @@ class Recorder(TorchDispatchMode):
             out = func(*args, **kwargs)
             # As the real kernel does; otherwise two gradients would be one value.
             if str(func) in _FAKE_SHARES:
-                out = _apart(out)
+                out = _separate_storages(out)
             self._follow(func, args, kwargs, out)
             self._record(func, args, kwargs, plain, out)
         except CaptureError as error:
@@ -242,7 +242,7 @@ class Recorder(TorchDispatchMode):
             raise CaptureError(COLLECTIVE_INSIDE)
 
 
-def _apart(outputs: Any) -> Any:
+def _separate_storages(outputs: Any) -> Any:
     """Return `outputs` with a separate storage for each."""
     seen: set[int] = set()
     found = []

@@ -82,7 +82,7 @@ class SavedStorage:
 
     def hold(self, tensor: Tensor) -> None:
         """Keep it resident and readable until it is offloaded."""
-        self._back, self._asked = _whole(tensor), True
+        self._back, self._asked = _flat_storage(tensor), True
 
     def offload(self, n_bytes: int) -> None:
         """Start the copy of its first `n_bytes` to the host, and clone the rest; hold the source until
@@ -238,7 +238,7 @@ def is_written_part(tensor: Tensor) -> bool:
     return tensor._version > 0 and not tensor._is_view() and tensor.nbytes < tensor.untyped_storage().nbytes()
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _flat_storage(tensor: Tensor) -> Tensor:
     """Return all of `tensor`'s storage as one flat tensor, with the values in memory."""
     # Lazy conjugation is a flag of the view: applied again, it cancels, and the bytes are read as they are.
     flat = _conj_neg_view(tensor.detach(), conj=tensor.is_conj(), neg=tensor.is_neg())

@@ -457,7 +457,7 @@ class _Frame:
         entry = self._decided.get(key)
         # An id may belong to another storage by now.
         if entry is None or not entry.is_of(tensor):
-            may_move = self._named is None or self._named.made(tensor) or key in self._entered
+            may_move = self._named is None or self._named.is_output(tensor) or key in self._entered
             may_move = may_move and accepts(self.region.policy, tensor)
             entry = self.table.entry(tensor, self.region, self._share, self._least_bytes, may_move=may_move)
             self._decided[key] = entry
@@ -479,7 +479,7 @@ class _Frame:
         kept = self.kept.find(key, tensor)
         if kept is not None:
             return _detached(kept.claimed(tensor, self.claim(tensor)))
-        if self.skipped.made(tensor):
+        if self.skipped.is_output(tensor):
             return _detached(self.claim(tensor))
         n = self.count
         self.count = n + 1
@@ -492,7 +492,7 @@ class _Frame:
 
     def is_kept(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is a view of an output that the first run kept, or of a skipped call."""
-        return self.skipped.made(tensor) or self.kept.find(id_of(tensor), tensor) is not None
+        return self.skipped.is_output(tensor) or self.kept.find(id_of(tensor), tensor) is not None
 
     # -- the second run --------------------------------------------------------------------------------------
 

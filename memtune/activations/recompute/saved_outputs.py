@@ -259,7 +259,7 @@ class NamedMode(_EagerMode):
             }
         return out
 
-    def made(self, tensor: Tensor) -> bool:
+    def is_output(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is a view of an output of one of the calls."""
         found = self._made.get(id_of(tensor))
         return found is not None and found() is tensor.untyped_storage()
@@ -334,7 +334,7 @@ class SkippedCalls:
         """
         if func._schema.is_mutable:
             # A write into a skipped output may be skipped too; into any other tensor it must be repeated.
-            if not all(self.made(t) for t in _written(func, args)):
+            if not all(self.is_output(t) for t in _written(func, args)):
                 self.is_needed(before)
             self._calls[call] = _SkippedCall(None, random)
             return
@@ -352,18 +352,18 @@ class SkippedCalls:
         """
         if func.namespace in ("prim", "memtune") or str(func) in SHAPE_ALONE:
             return
-        if not any(self.made(t) for t in tree_leaves(args) if isinstance(t, Tensor)):
+        if not any(self.is_output(t) for t in tree_leaves(args) if isinstance(t, Tensor)):
             return
         outs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         # A view of a skipped output reads no values and is made again from uninitialized memory.
-        if func._schema.is_mutable or not outs or not all(self.made(t) for t in outs):
+        if func._schema.is_mutable or not outs or not all(self.is_output(t) for t in outs):
             self.is_needed(before)
 
     def is_needed(self, before: int) -> None:
         """Note that an op that runs again needs the values of a skipped call."""
         self._needed = min(self._needed, before)
 
-    def made(self, tensor: Tensor) -> bool:
+    def is_output(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is a view of an output of a skipped call, in the current run."""
         if not self._made:
             return False

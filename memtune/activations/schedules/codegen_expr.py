@@ -91,11 +91,11 @@ class CallText:
     def _view(self, slot: Slot) -> str:
         """Return the tensor of `slot`, or its current part."""
         if self._part is None:
-            return self._whole(slot)
+            return self._slot_view(slot)
         start, end, parts = self._part
-        return f"q{slot.of}" if slot.of in parts else f"part_of({self._whole(slot)}, {start}, {end})"
+        return f"q{slot.of}" if slot.of in parts else f"part_of({self._slot_view(slot)}, {start}, {end})"
 
-    def _whole(self, slot: Slot) -> str:
+    def _slot_view(self, slot: Slot) -> str:
         if isinstance(slot.of, Outside):
             name, base = self._outside(slot.of), self._tape.given[slot.of]
             if slot.of.kind == "constant":

@@ -116,7 +116,7 @@ class _Graph:
     def name(self, op: int) -> str:
         return str(self.step.names[self.step.ops.name[op]])
 
-    def made(self, op: int) -> list[int]:
+    def outputs_of(self, op: int) -> list[int]:
         step = self.step
         return np.flatnonzero(
             (step.storages.producer == op) & (step.storages.kind != Kind.WORKSPACE)
@@ -163,7 +163,7 @@ def _found(graph: _Graph) -> LossPattern:
         raise _NoPattern(f"the step has {len(losses)} cross-entropies, not one")
     forward: list[int] = [losses[0]]
     made: list[int] = []
-    loss, weight_sum = _two(graph.made(losses[0]))
+    loss, weight_sum = _two(graph.outputs_of(losses[0]))
     logits, target = _two(graph.reads[losses[0]], "the loss has weights for its classes")
     # From the loss backwards: each op between must read one tensor and be elementwise.
     while graph.name(forward[0]) not in _PRODUCTS:
@@ -244,14 +244,14 @@ def _backward(
     if len(first) != 1:
         raise _NoPattern("backward of the loss has an unknown form")
     given = tuple(each for each in graph.reads[first[0]] if each not in (made[-2], weight_sum, target))
-    backward, gradients = [first[0]], graph.made(first[0])
+    backward, gradients = [first[0]], graph.outputs_of(first[0])
     # Backward mirrors forward op by op, except for the product, whose gradients are looked up below.
     for _ in range(len(forward) - 2):
         readers = sorted(set(graph.readers.get(gradients[-1], ())))
         if len(readers) != 1 or (len(backward) > 1 and graph.name(readers[0]) not in _STEPS):
             raise _NoPattern("another op reads the gradient of the logits")
         backward.append(readers[0])
-        gradients += graph.made(readers[0])
+        gradients += graph.outputs_of(readers[0])
     if len(gradients) != len(backward):
         raise _NoPattern("backward of the loss has an unknown form")
     return backward, gradients, given
@@ -277,10 +277,10 @@ def _wanted(
 
 
 def _ending(graph: _Graph, op: int, operand: Operand) -> OperandGradient:
-    (made,) = graph.made(op)
+    (made,) = graph.outputs_of(op)
     readers = sorted(set(graph.readers.get(made, ())))
     if operand.cast >= 0 and len(readers) == 1 and graph.name(readers[0]) == CAST:
-        return OperandGradient(op, readers[0], graph.made(readers[0])[0])
+        return OperandGradient(op, readers[0], graph.outputs_of(readers[0])[0])
     return OperandGradient(op, -1, made)
 
 
@@ -338,7 +338,7 @@ def cut_first(step: Step) -> Cut | None:
     ]
     for clone in clones:
         chain = _up_to_product(step, _reads(step, clone)[0])
-        after = _made(step, clone)
+        after = _outputs_of(step, clone)
         if (
             chain is None
             or len(after) != 1
@@ -368,11 +368,11 @@ def _up_to_product(step: Step, storage: int) -> list[int] | None:
 
 def _moved(step: Step, clone: int, chain: list[int], cut_back: int) -> Cut | None:
     product = chain[0]
-    before, (after,) = _reads(step, clone)[0], _made(step, clone)
+    before, (after,) = _reads(step, clone)[0], _outputs_of(step, clone)
     x, weight = _reads(step, product)[-2:]
     # The slice drops whole rows, so that the hidden states shrink by the same share as the logits.
     share = step.storages.bytes[after] / step.storages.bytes[before]
-    incoming, (whole,) = _reads(step, cut_back)[0], _made(step, cut_back)
+    incoming, (whole,) = _reads(step, cut_back)[0], _outputs_of(step, cut_back)
     cast = (
         int(step.storages.producer[x])
         if step.storages.producer[x] >= 0 and _name(step, int(step.storages.producer[x])) == _CAST
@@ -393,9 +393,9 @@ def _moved(step: Step, clone: int, chain: list[int], cut_back: int) -> Cut | Non
         for op in (*chain, *gradients)
         # The weight's gradient keeps its size, whatever the number of rows.
         if op in chain or _name(step, op) == _CAST
-        for made in _made(step, op)
+        for made in _outputs_of(step, op)
     ]
-    shrunk += [made for op in gradients if weight in _reads(step, op) for made in _made(step, op)] + (
+    shrunk += [made for op in gradients if weight in _reads(step, op) for made in _outputs_of(step, op)] + (
         [x] if cast >= 0 else []
     )
     for storage in set(shrunk) - {final}:
@@ -434,7 +434,7 @@ def _to_hidden(step: Step, gradient: int, weight: int) -> tuple[list[int], int, 
         readers = sorted(set(step.uses.op[step.uses.storage == gradient].tolist()))
         if len(readers) == 1 and _name(step, readers[0]) == _CAST:
             ops.append(readers[0])
-            (gradient,) = _made(step, readers[0])
+            (gradient,) = _outputs_of(step, readers[0])
             continue
         products = [
             op for op in readers if _name(step, op) == "aten.mm.default" and weight in _reads(step, op)
@@ -442,14 +442,14 @@ def _to_hidden(step: Step, gradient: int, weight: int) -> tuple[list[int], int, 
         if len(products) != 1:
             return None
         ops += readers
-        (final,) = _made(step, products[0])
+        (final,) = _outputs_of(step, products[0])
         casts = sorted(set(step.uses.op[step.uses.storage == final].tolist()))
         if (
             len(casts) == 1
             and _name(step, casts[0]) == _CAST
             and step.ops.module[casts[0]] == step.ops.module[products[0]]
         ):
-            return ops, casts[0], _made(step, casts[0])[0]
+            return ops, casts[0], _outputs_of(step, casts[0])[0]
         return ops, products[0], final
 
 
@@ -461,5 +461,5 @@ def _reads(step: Step, op: int) -> list[int]:
     return list(dict.fromkeys(step.uses.storage[step.uses.op == op].tolist()))
 
 
-def _made(step: Step, op: int) -> list[int]:
+def _outputs_of(step: Step, op: int) -> list[int]:
     return np.flatnonzero((step.storages.producer == op) & (step.storages.kind != Kind.WORKSPACE)).tolist()

@@ -55,7 +55,7 @@ class _Call:
     plain: Tensor | None = None
     hooks: list[Hook] = field(default_factory=list)
 
-    def whole(self, reader: str) -> Tensor:
+    def plain_logits(self, reader: str) -> Tensor:
         """Return the plain logits, which are computed at first use."""
         if self.plain is None:
             self.count.whole, self.count.read_by = self.count.whole + 1, reader
@@ -96,10 +96,10 @@ def lazy_logits(x: Tensor, weight: Tensor, bias: Tensor | None, *, chunks: int, 
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     call = _Call(x, weight, bias, dtype, chunks, count)
-    return _made(call, x, dtype or x.dtype)
+    return _make_logits(call, x, dtype or x.dtype)
 
 
-def _made(call: _Call, rows: Tensor, dtype: torch.dtype, **more: Any) -> Logits:
+def _make_logits(call: _Call, rows: Tensor, dtype: torch.dtype, **more: Any) -> Logits:
     made: Logits = _Unread.apply(rows, call.weight, (*rows.shape[:-1], len(call.weight)), dtype)  # type: ignore[no-untyped-call]
     made.call, made.rows = call, rows
     for name, value in more.items():
@@ -126,7 +126,7 @@ class Logits(Tensor):
     def plain(self, reader: str) -> Tensor:
         """Return the values, computed by the model's own ops."""
         if self.source is None:
-            return self.call.whole(reader)
+            return self.call.plain_logits(reader)
         if self._plain is None:
             before, step = self.source
             with torch.enable_grad():
@@ -281,15 +281,15 @@ def _recorded(
     call, rows, steps = logits.call, logits.rows, logits.steps
     dtype = _CASTS.get(name) if not args else args[0] if name == "to" and len(args) == 1 else None
     if name == "contiguous" and not args and not kwargs:
-        return _made(call, rows.contiguous(), logits.dtype, steps=steps, source=(logits, again))
+        return _make_logits(call, rows.contiguous(), logits.dtype, steps=steps, source=(logits, again))
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point and not kwargs:
-        return _made(call, rows, dtype, steps=(*steps, again), source=(logits, again))
+        return _make_logits(call, rows, dtype, steps=(*steps, again), source=(logits, again))
     numbers = len(args) == 1 and isinstance(args[0], int | float)
     if not kwargs and ((name in _BY_NUMBER and numbers) or (name in _ALONE and not args)):
-        return _made(call, rows, logits.dtype, steps=(*steps, again), source=(logits, again))
+        return _make_logits(call, rows, logits.dtype, steps=(*steps, again), source=(logits, again))
     viewed = _viewed(logits, name, args, kwargs)
     if viewed is not None:
-        return _made(call, viewed, logits.dtype, steps=steps, source=(logits, again))
+        return _make_logits(call, viewed, logits.dtype, steps=steps, source=(logits, again))
     if _swaps_classes(logits, name, args) and not kwargs:
         found: Logits = _Unread.apply(
             rows, call.weight, (rows.shape[0], len(call.weight), rows.shape[1]), logits.dtype

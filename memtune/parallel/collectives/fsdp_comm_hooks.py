@@ -206,7 +206,7 @@ class Gather(SeamAllGather):
         assert self._place is not None
         inside, between, nodes = self._place.inside, self._place.between, self._place.nodes
         parts = whole.chunk(nodes)
-        self._ring = self._ring or streams.made(whole.device)
+        self._ring = self._ring or streams.new_stream(whole.device)
         part = mine
         for hop in range(nodes):
             arriving, arrived = part, None
@@ -279,7 +279,7 @@ class RingReduction(SeamReduceScatter):
 
     def _send(self, sums: Tensor, between: str) -> tuple[Tensor, torch.Event | None]:
         arriving = _like(sums)
-        self._ring = self._ring or streams.made(sums.device)
+        self._ring = self._ring or streams.new_stream(sums.device)
         streams.wait_current(self._ring, sums.device)
         with streams.on(self._ring):
             torch.ops.memtune.send_next_into_(arriving, sums, between, self._place.nodes)

@@ -101,7 +101,7 @@ class _Entry:
     """Column layers whose backward will need the full input."""
     again: Tensor | None = None
 
-    def whole(self, share: Tensor) -> Tensor:
+    def gather(self, share: Tensor) -> Tensor:
         """Return all positions, gathered for the first column layer's backward and freed after the last."""
         whole = self.again if self.again is not None else gather_positions(share, self.group, self.ranks)
         self.users -= 1
@@ -134,7 +134,7 @@ class _Product(torch.autograd.Function):
         if to_whole:
             of_whole = gradient @ weight.to(gradient.dtype)  # under autocast they differ
         if to_weight:
-            of_weight = flat.t() @ ctx.entry.whole(share).flatten(0, -2).to(gradient.dtype)
+            of_weight = flat.t() @ ctx.entry.gather(share).flatten(0, -2).to(gradient.dtype)
         if to_bias:
             of_bias = flat.sum(0)
         return of_whole, None, of_weight, of_bias, None

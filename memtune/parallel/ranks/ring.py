@@ -61,7 +61,7 @@ class Ring:
         here = arriving if sent is None else sent
         if here is None:
             return Hop(None, None, None)
-        self._stream = self._stream or streams.made(here.device)
+        self._stream = self._stream or streams.new_stream(here.device)
         # The current stream has computed the sent tensor, and may still read the receive buffer's memory.
         streams.wait_current(self._stream, here.device)
         with streams.on(self._stream):

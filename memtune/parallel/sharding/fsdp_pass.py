@@ -122,7 +122,7 @@ def _forward(
     place = np.flatnonzero(visits.is_first | ~kept[visits.unit])
     gathered = visits.picked(place)
     parameters = units.parameters.picked(gathered.unit)
-    whole = _whole(step, how, parameters)
+    whole = _unsharded_bytes(step, how, parameters)
     casts = _cast_parameters(step, how, parameters)
     starts = visits.first if how.param_itemsize is None else _after_input_casts(step, visits)
     # A gather is issued when the unit `prefetch` places before in this call of the model is copied out.
@@ -214,7 +214,7 @@ def _last_at(made: GatheredUnit, when: GatherTiming) -> I32:
     return last
 
 
-def _whole(step: Step, how: Sharding, parameters: Ragged) -> Ragged:
+def _unsharded_bytes(step: Step, how: Sharding, parameters: Ragged) -> Ragged:
     """Return bytes of each parameter when gathered, padded to a multiple of the ranks."""
     columns = columns_of(step.parameters)
     shards, itemsize = shards_of(columns, how.degree), how.param_itemsize or columns.itemsize.astype(np.int64)
@@ -287,7 +287,7 @@ def _backward(
     place = np.flatnonzero(np.where(visits.is_first, ~kept[visits.unit], ~is_root))
     gathered = visits.picked(place)
     parameters = units.parameters.picked(gathered.unit)
-    whole = _whole(step, how, parameters)
+    whole = _unsharded_bytes(step, how, parameters)
     # The root keeps no shards of smaller groups, so all its ranks gather again; so do they once a backward
     # has resharded a unit.
     groups = np.where(is_root[place] | ~gathered.is_first, how.degree, how.group_after_forward)

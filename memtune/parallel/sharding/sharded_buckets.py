@@ -169,7 +169,7 @@ class ShardedBuckets:
         allow_nested_collectives(axes.mesh)
         self._ranks, self._rank = axes.group.size(), axes.group.rank()
         self._group = axes.group.group_name
-        self._link = streams.made(context.device)
+        self._link = streams.new_stream(context.device)
         self._buckets = [self._bucket(each) for each in _filled(list(inputs), bucket_cap_mb << 20)]
         self.parts = [part for bucket in self._buckets for part in bucket.parts]
         self._every_micro_batch, self.is_last, self._next = every_micro_batch, True, 0

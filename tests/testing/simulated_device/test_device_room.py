@@ -57,7 +57,7 @@ def test_accelerator_is_found_and_describes_itself() -> None:
 
 @pytest.mark.parametrize("device", [HERE, THERE], ids=str)
 def test_on_is_nested_and_restores_stream_and_device(device: torch.device) -> None:
-    side, before = streams.made(device), streams.current()
+    side, before = streams.new_stream(device), streams.current()
     assert side is not None
     with streams.on(side):
         assert streams.current() == side

@@ -29,7 +29,7 @@ from memtune.search_spaces.recompute.selective import Selective
 from memtune.technique import Target, Technique
 from memtune.testing import TechniqueSuite, drift, rewritten, train
 from memtune.testing.drift_check import plain_program, recording_of
-from memtune.testing.training import Run, build, config_of, differences, plain, train_under, whole
+from memtune.testing.training import Run, build, config_of, differences, full_tensor, plain, train_under
 
 ALL = Compressed(min_bytes=0)
 FOUR = Compressed(min_bytes=0, bits=4, group=16, rounding="nearest")
@@ -253,7 +253,7 @@ def first_gradients(path: str, settings: dict[str, Any]) -> Tensor:
     tuned = apply(model, optimizer, {"settings": settings}, loss=workload.loss, strict=False)
     found: dict[str, Tensor] = {}
     optimizer.register_step_pre_hook(
-        lambda *_: found.update({n: whole(p.grad).clone() for n, p in model.named_parameters()})
+        lambda *_: found.update({n: full_tensor(p.grad).clone() for n, p in model.named_parameters()})
     )
     torch.manual_seed(7)
     tuned.step([workload.make_batch(2)])
