@@ -611,7 +611,8 @@ def matrix_by_knobs(techniques: Iterable[Technique]) -> Iterator[tuple[Technique
     knobs, the knobs as text, the other one, the reason.
     """
     every = tuple(techniques)
-    wheres = dict.fromkeys(tuple(each.where.items()) for each in (*RULES, *PAIRS) if each.where)
+    held = [*(each.where for each in RULES), *(each.where for each in PAIRS)]
+    wheres = dict.fromkeys(tuple(where.items()) for where in held if where)
     for one in every:
         for where in wheres:
             if any(getattr(one, knob, value) == value for knob, value in where):
