@@ -10,11 +10,18 @@ if TYPE_CHECKING:
     from memtune.ssd import offload_dir as offload_dir
     from memtune.ssd import ssd_tensors as ssd_tensors
     from memtune.ssd.last_step import (
+        DeadRun,
+        Durable,
         LastStep,
+        Manifest,
         Piece,
         RecordSlots,
+        Slots,
+        coded,
+        copy_to_slot,
+        tensors_of,
     )
-    from memtune.ssd.offload_dir import RunFolder, all_allowed
+    from memtune.ssd.offload_dir import RunFolder, all_allowed, flush
     from memtune.ssd.ssd_file import TENSORS, WRITE_PRIORITY, Extent, SsdFile, Ticket, cores_of_drive
 else:
     __getattr__ = open_door(__name__)
@@ -22,15 +29,23 @@ else:
 __all__ = [
     "TENSORS",
     "WRITE_PRIORITY",
+    "DeadRun",
+    "Durable",
     "Extent",
     "LastStep",
+    "Manifest",
     "Piece",
     "RecordSlots",
     "RunFolder",
+    "Slots",
     "SsdFile",
     "Ticket",
     "all_allowed",
+    "coded",
+    "copy_to_slot",
     "cores_of_drive",
+    "flush",
     "offload_dir",
     "ssd_tensors",
+    "tensors_of",
 ]

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -46,18 +46,54 @@ _CPU_RANDOM: Final = "random numbers, cpu"
 _DEVICE_RANDOM: Final = "random numbers, device"
 
 
+class Slots(Protocol):
+    """State on SSD with two slots for everything: parameters' records, updaters' files, or experts."""
+
+    def facts(self) -> list[Any]:
+        """Return the facts that must be equal in the run that resumes."""
+
+    def look(self, key: str, manifests: list[Manifest]) -> None:
+        """Find and lock the places that `manifests` name outside of their own run's folder."""
+
+    def holders(self) -> object:
+        """Return the objects that own all slots in this run's folder."""
+
+    def durable(self) -> Durable:
+        """Flush all that the step has written, and return its places."""
+
+    def complete(self) -> None:
+        """Let later writes use the other slots, because a manifest names these."""
+
+    def resume_from(self, run: DeadRun, manifest: Manifest) -> None:
+        """Copy the state that `manifest` names into the slots that are written next, and weights to the
+        device.
+        """
+
+    def back(self) -> None:
+        """Restore the weights from before `resume_from`, even if it was interrupted."""
+
+    def forget(self) -> None:
+        """Drop all kept state."""
+
+    def remove_before(self) -> None:
+        """Remove the places that `look` found."""
+
+    def release_before(self) -> None:
+        """Unlock the places that `look` found."""
+
+
 class LastStep:
     """Keeper of each complete step of one rank; resumes the newest step that all ranks have.
 
     Args:
         context: Context with the model, its device and ranks.
-        kept: Records on SSD, with two slots each.
+        kept: State on SSD, with two slots for everything.
 
     Attributes:
         steps: Complete steps, including those of earlier runs.
     """
 
-    def __init__(self, context: Context, kept: RecordSlots) -> None:
+    def __init__(self, context: Context, kept: Slots) -> None:
         self._context, self._kept = context, kept
         self._saved = set(context.model.state_dict())  # persistent buffers only, as in a checkpoint
         self._key = self._key_of()
@@ -74,6 +110,7 @@ class LastStep:
         """
         self._forget()  # manifests of the same model, trained before in this process
         self._before = dead_runs(offload_dir.all_checked(), self._key)
+        self._kept.look(self._key, [each for run in self._before for each in run.manifests])
         self._context.undo.callback(self._release)
         # A crash may fall between the manifests of two ranks; each keeps two, so the minimum exists
         # everywhere.
@@ -110,20 +147,22 @@ class LastStep:
         The folder remains until the process ends, because other models of the process may have tensors in it.
         """
         self._forget()
+        self._kept.forget()
         self._remove_before()
 
     def _remove_before(self) -> None:
         while self._before:
             self._before.pop().remove()
+        self._kept.remove_before()
 
     def _write_manifest(self) -> None:
         """Write the manifest; its slots remain this run's even after the optimizer is deleted."""
         run = ssd_tensors.folder()
         run.kept[self._key] = self._kept.holders()
         # Flushed first: a manifest on the drive must never name bytes that are still in a cache.
-        pieces, counters = self._kept.durable()
+        pieces, counters, folders, notes = self._kept.durable()
         values = _random(self._context) | {name: local(value) for name, value in self._buffers()}
-        Manifest(self._key, self.steps, pieces, counters, values).write(run.path)
+        Manifest(self._key, self.steps, pieces, counters, values, folders, notes).write(run.path)
         self._kept.complete()
 
     def _forget(self) -> None:
@@ -197,6 +236,7 @@ class LastStep:
     def _release(self) -> None:
         while self._before:
             self._before.pop().release()
+        self._kept.release_before()
 
     def _set(self, values: dict[str, Tensor]) -> None:
         for name, buffer in self._buffers():
@@ -236,6 +276,15 @@ SCHEMA: Final = 1
 _PATIENCE_S: Final = 1.0
 
 
+class Durable(NamedTuple):
+    """Places of a step's writes, flushed to the drive; fields are those of `Manifest`."""
+
+    pieces: list[Extent]
+    counters: list[float | None]
+    folders: list[str]
+    notes: dict[str, Any]
+
+
 @dataclass(frozen=True, eq=False)
 class Manifest:
     """One complete step of one rank."""
@@ -248,10 +297,14 @@ class Manifest:
     """Step count of each piece's optimizer state."""
     values: dict[str, Tensor] = field(default_factory=dict)
     """Buffers that a checkpoint would have, and states of random number generators."""
+    folders: list[str] = field(default_factory=list)
+    """Names of the folders with the pieces, if not the run's own; never paths."""
+    notes: dict[str, Any] = field(default_factory=dict)
+    """Further facts for the component that wrote the pieces, as plain JSON."""
 
     def text(self) -> bytes:
         """Return the file's content: one line of JSON, one with its hash."""
-        pieces = [[each.name, each.offset, each.n_bytes, _coded(each.sums.tobytes())] for each in self.pieces]
+        pieces = [[each.name, each.offset, each.n_bytes, coded(each.sums.tobytes())] for each in self.pieces]
         values = {name: _tensor_coded(value) for name, value in self.values.items()}
         document = {
             "schema": SCHEMA,
@@ -259,9 +312,10 @@ class Manifest:
             "step": self.step,
             "pieces": pieces,
             "counters": self.counters,
-            "values": values,
         }
-        line = json.dumps(document).encode()
+        line = json.dumps(
+            {**document, "values": values, "folders": self.folders, "notes": self.notes}
+        ).encode()
         return line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n"
 
     @classmethod
@@ -279,7 +333,8 @@ class Manifest:
                 for name, offset, n_bytes, sums in document["pieces"]
             ]
             values = {name: _tensor_decoded(*value) for name, value in document["values"].items()}
-            return cls(document["key"], document["step"], pieces, document["counters"], values)
+            more = document.get("folders", []), document.get("notes", {})
+            return cls(document["key"], document["step"], pieces, document["counters"], values, *more)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
@@ -328,7 +383,7 @@ def forget(folder: Path, key: str) -> None:
         place.unlink(missing_ok=True)
 
 
-def _coded(data: bytes) -> str:
+def coded(data: bytes) -> str:
     """Return `data` as text for a manifest."""
     return base64.b64encode(data).decode()
 
@@ -338,7 +393,7 @@ def _tensor_coded(value: Tensor) -> list[Any]:
     return [
         str(host.dtype).removeprefix("torch."),
         list(host.shape),
-        _coded(host.reshape(-1).view(torch.uint8).numpy().tobytes()),
+        coded(host.reshape(-1).view(torch.uint8).numpy().tobytes()),
     ]
 
 
@@ -396,7 +451,7 @@ def _kept(folder: Path, key: str) -> tuple[Manifest, ...]:
 
 # Records: a parameter's weight and moments in one contiguous piece, with two slots.
 class RecordSlots:
-    """Pieces in this process's own file, with two slots each.
+    """Pieces in this process's own file; implements `last_step.Slots`.
 
     Args:
         pieces: Pieces with spare slots.
@@ -413,17 +468,20 @@ class RecordSlots:
             [each.name, list(each.held.shape), str(each.device.dtype), each.moments] for each in self._pieces
         ]
 
+    def look(self, key: str, manifests: list[Manifest]) -> None:
+        """Do nothing: all pieces are in the run's folder."""
+
     def holders(self) -> object:
         """Return both slots of all pieces."""
         return [each for piece in self._pieces for each in (piece.ssd, piece.spare)]
 
-    def durable(self) -> tuple[list[Extent], list[float | None]]:
-        """Flush all that the step has written; return one extent and one step count for each piece."""
+    def durable(self) -> Durable:
+        """Return one extent and one counter for each piece."""
         place = ssd_tensors.current()
         place.flush()
         steps = [self._optimizer.state[piece.held].get("step") for piece in self._pieces]
         counters = [None if each is None else float(each) for each in steps]
-        return [place.extent(piece.ssd) for piece in self._pieces], counters
+        return Durable([place.extent(piece.ssd) for piece in self._pieces], counters, [], {})
 
     def complete(self) -> None:
         """Let the next step write the other slots."""
@@ -436,12 +494,12 @@ class RecordSlots:
         Raises:
             EnvironmentFault: Bytes cannot be read back as they were written; names the tensor.
         """
-        with _tensors_of(run, manifest.step) as file:
+        with tensors_of(run, manifest.step) as file:
             for piece, extent, counter in zip(self._pieces, manifest.pieces, manifest.counters, strict=True):
                 self._resume_piece(piece, extent, counter, file)
 
     def _resume_piece(self, piece: Piece, extent: Extent, counter: float | None, file: int) -> None:
-        host = _copy_to_slot(extent, piece.target, file)
+        host = copy_to_slot(extent, piece.target, file)
         _copy_to_device(piece, host)
         state = self._optimizer.state[piece.held]
         if counter is not None:
@@ -455,9 +513,18 @@ class RecordSlots:
             assert piece.spare is not None
             _copy_to_device(piece, piece.spare)
 
+    def forget(self) -> None:
+        """Do nothing: the pieces are removed with the run's folder."""
+
+    def remove_before(self) -> None:
+        """Do nothing, as `forget`."""
+
+    def release_before(self) -> None:
+        """Do nothing, as `forget`."""
+
 
 @contextmanager
-def _tensors_of(run: DeadRun, step: int) -> Iterator[int]:
+def tensors_of(run: DeadRun, step: int) -> Iterator[int]:
     """Open the file of the tensors that `run` kept of `step`, in this context.
 
     Raises:
@@ -478,7 +545,7 @@ def _tensors_of(run: DeadRun, step: int) -> Iterator[int]:
         os.close(file)
 
 
-def _copy_to_slot(extent: Extent, target: Tensor, file: int) -> Tensor:
+def copy_to_slot(extent: Extent, target: Tensor, file: int) -> Tensor:
     """Read `extent` of `file` into host memory and write it to `target`, which has the same layout."""
     with tier(HOST):
         host = torch.empty_like(target)

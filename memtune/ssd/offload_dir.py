@@ -381,6 +381,18 @@ class Left:
     """Training can resume from it."""
 
 
+def run_folders(directory: Path) -> list[Path]:
+    """Return the folders of this user's runs in `directory`, of living and dead processes."""
+    with contextlib.suppress(OSError):
+        found = [
+            each
+            for each in os.scandir(directory)
+            if each.name.startswith(_RUN) and each.is_dir(follow_symlinks=False)
+        ]
+        return [Path(each.path) for each in found if each.stat(follow_symlinks=False).st_uid == os.getuid()]
+    return []
+
+
 def orphans(directory: Path) -> Iterator[Left]:
     """Yield the folders in `directory` whose process has ended, without those of other users and links."""
     entries: list[os.DirEntry[str]] = []

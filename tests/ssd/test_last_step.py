@@ -19,8 +19,10 @@ import torch
 from support.gloo import FRESH, run_ranks
 from support.killed_training import (
     STEPS,
+    end_updaters,
     fresh,
     kill_at_durable_act,
+    model_for,
     run,
     same,
     tuned_of,
@@ -85,6 +87,20 @@ def test_resume_after_kill_in_backward_is_bitwise(tmp_path: Path) -> None:
 @pytest.mark.timeout(3000)
 def test_resume_with_early_updates_is_bitwise(tmp_path: Path) -> None:
     assert killed_and_resumed(tmp_path, range(20, 200, 5), resume="last_step,lohan") > 12
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_resume_after_kill_of_writing_updaters_is_bitwise(tmp_path: Path) -> None:
+    """All updaters share one manifest; each has a slot that the running step does not write."""
+    assert killed_and_resumed(tmp_path, range(84, 85), resume="last_step,updaters") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_resume_with_updaters_is_bitwise(tmp_path: Path) -> None:
+    """Orders to updaters are acts too; those of a dead trainer may end while the resume runs."""
+    assert killed_and_resumed(tmp_path, range(22, 2000, 11), resume="last_step,updaters") > 10
 
 
 @pytest.mark.slow
@@ -181,8 +197,9 @@ def test_truncated_or_changed_manifest_is_ignored(tmp_path: Path, monkeypatch: p
             assert Manifest.read(place) is None
 
 
+@pytest.mark.parametrize("other", ["", ",updaters"])
 def test_finish_leaves_the_process_ready_for_another_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
 ) -> None:
     """As in a notebook; a step that another model keeps is still there."""
     monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
@@ -190,7 +207,7 @@ def test_finish_leaves_the_process_ready_for_another_training(
     kept.step([torch.randn(4, 6)])
     ends = []
     for _ in range(2):
-        tuned = tuned_of(fresh(), "last_step")
+        tuned = tuned_of(model_for(f"last_step{other}"), f"last_step{other}")
         assert tuned.resumed_steps == 0
         generator = torch.Generator().manual_seed(5)
         for _ in range(2):
@@ -201,6 +218,7 @@ def test_finish_leaves_the_process_ready_for_another_training(
     assert len(list(tmp_path.glob("*/manifest-*-[01]"))) == 1
     kept.finish()
     assert not list(tmp_path.glob("*/manifest-*-[01]"))
+    end_updaters()
 
 
 def test_resume_searches_all_allowed_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,9 +319,40 @@ def train_on_rank(
         tuned.step([torch.randn(4, 6)])
     found = {name: value.clone() for name, value in tuned.state_dict()["model"].items()}
     tuned.finish()
+    end_updaters()
     # what the end of an interpreter does; processes forked from a server have none
     ssd_tensors.folder().close()
     return began, found
+
+
+@pytest.mark.slow
+def test_killed_rank_resumes_with_new_updaters(tmp_path: Path) -> None:
+    a_killed_rank_goes_on(tmp_path, "zero1", 40, "smart_infinity")
+
+
+@pytest.mark.slow
+def test_missing_updater_folder_prevents_the_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is unchanged, and files of another model's run are not removed."""
+    directory = tmp_path_of(tmp_path, "kept")
+    assert run(directory, tmp_path / "log", kill_at=84, resume="last_step,updaters") != 0
+    monkeypatch.setenv(offload_dir.VARIABLE, str(directory))
+    trainer, *of_updaters = sorted(
+        directory.iterdir(), key=lambda path: not list(path.glob("manifest-*-[01]"))
+    )
+    assert len(of_updaters) == 2
+    of_updaters[1].rename(tmp_path / "elsewhere")
+    model = fresh(2)
+    with pytest.raises(EnvironmentFault, match="storage domain") as caught:
+        tuned_of(model, "last_step,updaters")
+    assert caught.value.code == "MT365"
+    assert all(
+        torch.equal(one, other) for one, other in zip(model.parameters(), fresh(2).parameters(), strict=True)
+    )
+    assert trainer.exists()
+    (tmp_path / "elsewhere").rename(of_updaters[1])
+    with patch.object(Manifest, "read", return_value=None):  # no manifest names them any more
+        assert tuned_of(fresh(2), "last_step,updaters").resumed_steps == 0
+    assert not any(each.exists() for each in of_updaters)
 
 
 @pytest.mark.slow

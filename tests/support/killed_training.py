@@ -14,12 +14,14 @@ from support.gloo import FRESH
 from torch import nn
 
 import memtune
+from memtune.offload.near_storage import update_worker_client
 from memtune.ssd import offload_dir, ssd_tensors
 
 STEPS = 3
 OTHERS: dict[str, dict[str, Any]] = {
     "ssd": {"parameters": "ssd", "parameter_prefetch": 0},
     "lohan": {"kind": "lohan", "bucket_mib": 0},
+    "updaters": {"kind": "smart_infinity", "sub_group_mib": 0.0002, "buffers": 2},
     "pages": {"kind": "angel_ptm", "optimizer": "ssd"},
 }
 PLANS: dict[str, dict[str, Any]] = {"pages": {"page_bytes": 512, "frames": 4, "prefetch": [0] * 4}}
@@ -65,8 +67,15 @@ def train(directory: str, resume: str, kill_at: int, log: str) -> None:
             print("done", step + 1, file=out, flush=True)
         torch.save((tuned.state_dict(), torch.get_rng_state()), f"{log}.pt")
     tuned.finish()
+    end_updaters()
     # what the end of an interpreter does; processes forked from a server have none
     ssd_tensors.folder().close()
+
+
+def end_updaters() -> None:
+    """End the updaters, as the end of an interpreter does."""
+    for link in list(update_worker_client._links.values()):
+        link.close()
 
 
 def kill_at_durable_act(number: int) -> None:
@@ -84,7 +93,7 @@ def kill_at_durable_act(number: int) -> None:
         return one
 
     acts = [(os, "fsync"), (os, "fdatasync"), (os, "replace"), (os, "unlink"), (os, "rmdir")]
-    for where, name in [*acts, (ssd_tensors.Disk, "store")]:
+    for where, name in [*acts, (ssd_tensors.Disk, "store"), (update_worker_client.UpdaterLink, "order")]:
         setattr(where, name, counted(getattr(where, name)))
 
 

@@ -9,6 +9,7 @@ is killed: it notices the end of the socket, or of its parent process.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import mmap
@@ -26,7 +27,7 @@ import numpy.typing as npt
 
 from memtune import _native
 from memtune.errors import EnvironmentFault
-from memtune.ssd import TENSORS, WRITE_PRIORITY, Extent, RunFolder, SsdFile, Ticket, cores_of_drive
+from memtune.ssd import TENSORS, WRITE_PRIORITY, Extent, RunFolder, SsdFile, Ticket, cores_of_drive, flush
 
 _PATIENCE_S: Final = 1.0
 """Seconds to wait for an order before it checks that its trainer is alive."""
@@ -56,6 +57,10 @@ class Updater:
         self._file = SsdFile(self._folder.path / TENSORS)
         self._groups = spec["sub_groups"]
         self._extents = [self._reserve(group) for group in self._groups]
+        self._spares = [self._reserve(group) for group in self._groups] if spec["keep"] else []
+        self._fresh: set[int] = (
+            set()
+        )  # sub-groups written since the last complete step, which is in their spare slots
         self._in_flight: list[list[Ticket]] = [[] for _ in self._buffers]
         self._events: list[tuple[str, int, int]] = []
         self._bytes = {"read": 0, "written": 0}
@@ -67,7 +72,7 @@ class Updater:
 
     def ready(self) -> None:
         """Report the file, and the offset of each sub-group in it."""
-        places = [[weights.offset, moments.offset] for weights, moments in self._extents]
+        places = [[weights.offset, moments.offset] for weights, moments in self._extents + self._spares]
         self.reply("ready", {"path": str(self._file.path), "places": places})
 
     def reply(self, what: str, more: Any = None) -> None:
@@ -86,6 +91,10 @@ class Updater:
             "write_weights": self._write_weights,
             "write_moments": self._write_moments,
             "settle": self._settle,
+            "keep": self._keep,
+            "complete": self._fresh.clear,
+            "forget": self._forget,
+            "take": self._take,
         }
         acts[order[0]](*order[1:])
 
@@ -161,6 +170,10 @@ class Updater:
             out[:] = weight
 
     def _write_weights(self, group: int, buffer: int) -> None:
+        # First write since the last complete step: swap, so that its slot is not overwritten.
+        if self._spares and group not in self._fresh:
+            self._extents[group], self._spares[group] = self._spares[group], self._extents[group]
+            self._fresh.add(group)
         self._start_write("write weights", group, buffer, 0)
 
     def _write_moments(self, group: int, buffer: int) -> None:
@@ -183,6 +196,42 @@ class Updater:
             self._wait_buffer(buffer)
         self._event("all written", -1)
         self.reply("settled", {"bytes": self._bytes, "events": self._events})
+
+    # -- complete steps (`offload.near_storage.worker_slots`) ------------------------------------------------
+
+    def _keep(self, name: str) -> None:
+        """Make all writes durable and mark the folder as kept; reply with offsets and checksums."""
+        for buffer in range(len(self._buffers)):
+            self._wait_buffer(buffer)
+        self._file.flush()
+        if not (self._folder.path / name).exists():
+            (self._folder.path / name).touch()
+            # The marker must survive a power failure before a manifest names this folder.
+            flush(self._folder.path)
+        places = [
+            [each.offset, base64.b64encode(each.sums.tobytes()).decode()]
+            for both in self._extents
+            for each in both
+        ]
+        self.reply("kept", places)
+
+    def _forget(self, name: str) -> None:
+        (self._folder.path / name).unlink(missing_ok=True)
+
+    def _take(self, group: int, buffer: int, folder: str, places: list[tuple[int, str]]) -> None:
+        """Read a sub-group that an updater of an earlier run wrote in `folder`."""
+        self._wait_buffer(buffer)
+        file = os.open(Path(folder) / TENSORS, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            for (offset, sums), own, part in zip(
+                places, self._extents[group], self._parts(group, buffer), strict=True
+            ):
+                there = Extent(
+                    own.name, offset, own.n_bytes, np.frombuffer(base64.b64decode(sums), np.uint64).copy()
+                )
+                self._file.move(False, there, part.view(np.uint8), 0, file).result()
+        finally:
+            os.close(file)
 
 
 def _scattered(

@@ -46,6 +46,9 @@ class UpdaterLink:
     """
 
     def __init__(self, domain: int, directory: str, spec: dict[str, Any]) -> None:
+        self._restart_hint = (
+            "start again: the last complete step is kept" if spec["keep"] else "go on from a checkpoint"
+        )
         self._what = f"The updater of storage domain {domain} in {directory}"
         self._broken: EnvironmentFault | None = None  # raised as a copy, like `ssd.ssd_tensors.Ticket`
         self._lines: list[bytes] = []
@@ -172,7 +175,7 @@ class UpdaterLink:
             f"{self._what} (process {self.process.pid}) has ended {how}.",
             evidence="Its part of the optimizer's state is gone, and this step is not complete.",
             fix=(
-                "go on from a checkpoint; if the system killed it for memory: fewer domains, or a smaller"
+                f"{self._restart_hint}; if the system killed it for memory: fewer domains, or a smaller"
                 " sub_group_mib"
             ),
             code="MT380",

@@ -56,6 +56,7 @@ from memtune.offload.near_storage.storage_domains import (
 )
 from memtune.offload.near_storage.topk_compression import TopKCompression
 from memtune.offload.near_storage.update_worker_client import UpdaterLink
+from memtune.offload.near_storage.worker_slots import UpdaterSlots
 from memtune.offload.optimizer import NativeUpdate, refuse_added_parameters
 from memtune.runtime import (
     HOST,
@@ -70,6 +71,7 @@ from memtune.runtime import (
     transfer,
     with_hooks,
 )
+from memtune.ssd import LastStep
 
 
 @dataclass(eq=False)
@@ -125,6 +127,10 @@ class _Domain:
     weights: list[Tensor]
     """On SSD, one per sub-group."""
     moments: list[Tensor]
+    spares: list[Tensor]
+    """Second slots of weights and moments, if steps are kept: a step writes the slots of the step before the
+    last one.
+    """
     link: UpdaterLink | None
 
     @property
@@ -141,6 +147,8 @@ class Updaters:
         master: bfloat16 parameters have float32 masters.
         sub_group_numel: Elements that are read, updated and written together.
         buffers: Sub-groups that an updater holds in host memory, 2 or more.
+        keep: Every complete step is kept (`ssd.last_step`), and training resumes from the newest one; not
+            with `share`.
         share: Share of each sub-group's gradients that is sent, the largest ones; the rest is added to the
             next step's gradients. None: all are sent.
         on_host: Gradients are on the host before the step (Rule 5); not with `share`.
@@ -160,8 +168,9 @@ class Updaters:
         buffers: int,
         share: float | None,
         on_host: bool = False,
+        keep: bool = False,
     ) -> None:
-        self._optimizer, self._n_buffers, self._share = context.optimizer, buffers, share
+        self._optimizer, self._n_buffers, self._share, self._keep = context.optimizer, buffers, share, keep
         self._native = NativeUpdate(context.optimizer, "float32")
         self._parameters = list(self._trained(context))
         for each in self._parameters:
@@ -178,8 +187,17 @@ class Updaters:
         # Parameters whose weights were loaded into the model alone, so they are newer than the masters.
         self._stale: set[nn.Parameter] = set()
         watch_loads(context, {each.rows for each in self._parameters}, self._stale.update)
+        self._last: LastStep | None = None
         self._writes = ExternalWrites(context, (each.rows for each in self._parameters))
         self._store(first=True)
+        if keep and all(each.link is not None for each in self._domains):
+            links = [each.link for each in self._domains if each.link is not None]
+            self._last = LastStep(
+                context, UpdaterSlots(links, self._layout, self._parameters, self._write_back)
+            )
+            context.loop.resumed_steps = self._last.resume()
+            context.events.finished.subscribe(self._last.finish)
+            self._note_weight_versions()
         context.events.weights_loaded.subscribe(self._store)
         keep_groups(self._optimizer)
         self._optimizer.register_state_dict_pre_hook(lambda _: self._collect_state())
@@ -236,6 +254,7 @@ class Updaters:
     def _spec(self, domain: int) -> dict[str, Any]:
         return {
             "rule": self._native.rule,
+            "keep": self._keep,
             # Updaters work at once; together they use as many threads as the trainer would.
             "threads": max(1, torch.get_num_threads() // len(self._layout.domains)),
             "slots": self._layout.slots(domain),
@@ -258,8 +277,11 @@ class Updaters:
         return {"itemsize": itemsize, "moments": n_moments, "n_sent": count, "places": places}
 
     def _open_domain(self, link: UpdaterLink, groups: tuple[SubGroup, ...]) -> _Domain:
-        on_ssd = link.ready([count for group in groups for count in (group.numel, group.moments)])
-        return _Domain(link.slots, link.buffers, on_ssd[::2], on_ssd[1::2], link)
+        on_ssd = link.ready(
+            [count for group in groups for count in (group.numel, group.moments)] * (1 + self._keep)
+        )
+        first, spares = on_ssd[: 2 * len(groups)], on_ssd[2 * len(groups) :]
+        return _Domain(link.slots, link.buffers, first[::2], first[1::2], spares, link)
 
     def _fake_domain(self, domain: int) -> _Domain:
         layout, groups = self._layout, self._layout.domains[domain]
@@ -272,10 +294,15 @@ class Updaters:
             [torch.empty(each.numel) for each in groups],
             [torch.empty(each.moments) for each in groups],
         )
-        for where, tensors in ((HOST, slots + buffers), (SSD, weights + moments)):
+        spares = (
+            [torch.empty(count) for each in groups for count in (each.numel, each.moments)]
+            if self._keep
+            else []
+        )
+        for where, tensors in ((HOST, slots + buffers), (SSD, weights + moments + spares)):
             for tensor in tensors:
                 mark(tensor, where)
-        return _Domain(slots, buffers, weights, moments, None)
+        return _Domain(slots, buffers, weights, moments, spares, None)
 
     # -- a step ----------------------------------------------------------------------------------------------
 
@@ -341,6 +368,8 @@ class Updaters:
                 self._move(action, domain, number, index % self._n_buffers)
             else:
                 self._reload_weights(domain, number, index % SLOTS, given)
+        if self._last is not None:
+            self._last.complete()
 
     def _segments(
         self, domain: int, number: int, given: list[bool]
@@ -399,6 +428,9 @@ class Updaters:
             )
         else:
             ssd, part = both[action == WRITE_MOMENTS]
+            if there.spares:
+                # Under kept steps the updater writes the other slot; the seam op must name what is written.
+                ssd = there.spares[2 * number + (action == WRITE_MOMENTS)]
             command = json.dumps(
                 ["write_weights" if action == WRITE_WEIGHTS else "write_moments", number, buffer]
             )
@@ -497,10 +529,16 @@ class Updaters:
                         mine.copy_(_flat(local(values), device)[part])
                     elif first:
                         mine.zero_()
-            self._move(WRITE_WEIGHTS, domain, number, 0)
-            self._move(WRITE_MOMENTS, domain, number, 0)
+            self._write_back(domain, number)
         for domain in range(len(self._domains)):
             self._settle(domain)
+        if self._last is not None:
+            self._last.complete(steps=0)
+
+    def _write_back(self, domain: int, number: int) -> None:
+        """Write the first buffer to the sub-group."""
+        self._move(WRITE_WEIGHTS, domain, number, 0)
+        self._move(WRITE_MOMENTS, domain, number, 0)
 
     def check(self) -> dict[str, Any]:
         """Return SSD bytes by domain, shared host bytes, and each updater's actions in the last step, for the
@@ -510,7 +548,7 @@ class Updaters:
             ApplyError: Some state is not with its updater.
             EnvironmentFault: An updater has ended.
         """
-        on_ssd = [[*each.weights, *each.moments] for each in self._domains]
+        on_ssd = [[*each.weights, *each.moments, *each.spares] for each in self._domains]
         if any(self._optimizer.state.values()) or any(
             tier_of(each) != SSD for tensors in on_ssd for each in tensors
         ):

@@ -67,6 +67,8 @@ class UpdatersSpec:
     share: float | None = None
     bucket_bytes: int | None = None
     """Size of a bucket of gradients that are offloaded in backward; None: they are offloaded in the step."""
+    slots: int = 1
+    """SSD slots of each sub-group, used alternately."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,6 +269,8 @@ def _uses_of_groups(edit: Edit, made: _InsertedOps, layout: Layout, spec: Update
     buffers = _add_resident(edit, [4 * layout.buffer_numel] * int(n_buffers.sum()), Tier.HOST, Kind.BUFFER)
     weights = _add_resident(edit, [4 * each.numel for each in groups], Tier.SSD, Kind.PARAMETER)
     moments = _add_resident(edit, [4 * each.moments for each in groups], Tier.SSD, Kind.OPTIMIZER)
+    for _ in range(1, spec.slots):
+        _add_resident(edit, [4 * (each.numel + each.moments) for each in groups], Tier.SSD, Kind.OPTIMIZER)
     slot = slots[(np.cumsum(n_slots) - n_slots)[made.domain] + made.index % SLOTS]
     buffer = buffers[(np.cumsum(n_buffers) - n_buffers)[made.domain] + made.index % spec.buffers]
     firsts = np.cumsum([0, *(len(mine) for mine in layout.domains)])

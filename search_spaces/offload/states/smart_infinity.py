@@ -70,6 +70,12 @@ class SmartInfinity(Technique):
     """
     bucket_mib: Annotated[float, Field(ge=0, le=65536)] = 32.0
     """Gradients that are offloaded together in backward; the device holds at most two such buckets."""
+    resume: Literal["checkpoint", "last_step"] = "checkpoint"
+    """After a crash training resumes from the user's own checkpoint, or from the last complete step: then
+    each sub-group has two slots on SSD, which takes twice the space for the same bytes written, and every
+    step waits for all writes and a flush of each drive. Not with `topk_ratio`, whose unsent gradients are not
+    on SSD.
+    """
 
     def sentence(self) -> str:
         """Return the setting as one clause."""
@@ -79,8 +85,11 @@ class SmartInfinity(Technique):
 
     @property
     def effects(self) -> Effects:
-        """Return the effects: gradients may be offloaded when they are ready."""
-        return Effects(calls="grad_hooks", eager_only=GRADIENTS_AT_END) if self._in_backward else NO_EFFECTS
+        """Return the effects: gradients may be offloaded when they are ready, complete steps kept."""
+        kept = self.resume == "last_step"
+        if self._in_backward:
+            return Effects(calls="grad_hooks", eager_only=GRADIENTS_AT_END, keeps_steps=kept)
+        return Effects(keeps_steps=True) if kept else NO_EFFECTS
 
     @property
     def _in_backward(self) -> bool:
@@ -107,17 +116,27 @@ class SmartInfinity(Technique):
         return no_native_update(step, self.update, target)
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Refuse gradients offloaded in backward with a share of them."""
+        """Refuse a share of the gradients with gradients offloaded in backward, and with `last_step`."""
         if self._in_backward and self.topk_ratio:
             return Reason("a share of the gradients is chosen on the device, in the step", "gradients: step")
+        if self.effects.keeps_steps and self.topk_ratio:
+            return Reason(
+                "with a share of the gradients, the unsent ones are on the device only", "resume: checkpoint"
+            )
         return None
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Move state to SSD; replace the optimizer's ops with transfers, and the updaters' reads, updates and
         writes.
         """
-        bucket_bytes = self._bucket_bytes if self._in_backward else None
-        how = UpdatersSpec(self.domains, self._sub_group_numel, self.buffers, self.topk_ratio, bucket_bytes)
+        how = UpdatersSpec(
+            self.domains,
+            self._sub_group_numel,
+            self.buffers,
+            self.topk_ratio,
+            self._bucket_bytes if self._in_backward else None,
+            2 if self.effects.keeps_steps else 1,
+        )
         replicas = replicas_of(program, target)
         ranks = program.ranks if replicas == 1 else 1
         return program.with_step(optimizer_on_updaters(program.step, how, ranks, replicas))
@@ -134,6 +153,7 @@ class SmartInfinity(Technique):
             buffers=self.buffers,
             share=self.topk_ratio,
             on_host=self._in_backward,
+            keep=self.effects.keeps_steps,
         )
         context.checks["offload.states"] = (
             GradientOffload(context, moved, self._bucket_bytes, "end_of_step").check
@@ -153,10 +173,16 @@ class SmartInfinity(Technique):
             "update": self.update,
             "domains": self.domains,
         }
+        kept = {"resume": self.resume} if self.effects.keeps_steps else {}
         size: dict[str, Any] = {"sub_group_numel": self._sub_group_numel, "buffers": self.buffers}
         size |= {"gradients": "grad_ready", "bucket_bytes": self._bucket_bytes} if self._in_backward else {}
         return {
-            "states.offload": {**how, **size, **({"topk_ratio": self.topk_ratio} if self.topk_ratio else {})}
+            "states.offload": {
+                **how,
+                **size,
+                **({"topk_ratio": self.topk_ratio} if self.topk_ratio else {}),
+                **kept,
+            }
         }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:

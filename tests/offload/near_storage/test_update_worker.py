@@ -22,6 +22,7 @@ def test_updater_orders_reads_before_weights_before_moments(tmp_path: Path) -> N
         "buffers": 2,
         "buffer_numel": 3 * NUMEL,
         "sub_groups": groups,
+        "keep": False,
     }
     here, there = socket.socketpair()
     with here, there, mmap.mmap(-1, 4096 + 2 * 3 * NUMEL * 4) as memory:

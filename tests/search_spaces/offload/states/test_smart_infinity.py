@@ -23,7 +23,7 @@ from support.suites.block_offload_suite import without_gradients
 from support.zoo_paths import ZOO
 
 from memtune.api import Tuned, apply
-from memtune.errors import EnvironmentFault
+from memtune.errors import ApplyError, EnvironmentFault
 from memtune.offload.near_storage.update_worker_client import UpdaterLink
 from memtune.program.step import Phase, Resource, Step, Tier
 from memtune.runtime.memory_tiers import DEVICE, mark
@@ -42,6 +42,8 @@ NATIVE = OptimizerCpu(kind="optimizer_cpu", update="native")
 MASTER = OptimizerCpu(kind="optimizer_cpu", update="master")
 SMALL = SmartInfinity(kind="smart_infinity", sub_group_mib=0.02)
 BACKWARD = SMALL.model_copy(update={"gradients": "backward", "bucket_mib": 0.01})
+
+KEEPS = SMALL.model_copy(update={"resume": "last_step"})
 
 
 def total(step: Step, resource: Resource) -> int:
@@ -210,6 +212,38 @@ class TestSmartInfinity(TechniqueSuite):
         ):
             assert total(step, resource) == total(infinity, resource)
         assert step.peak_bytes(Tier.SSD) == 12 * numel
+
+    def test_keeping_the_last_step_takes_twice_the_space_for_the_same_traffic(self) -> None:
+        step, kept = rewritten(ZOO["tied"], SMALL), rewritten(ZOO["tied"], KEEPS)
+        assert kept.peak_bytes(Tier.SSD) == 2 * step.peak_bytes(Tier.SSD)
+        assert total(kept, Resource.SSD_WRITE) == total(step, Resource.SSD_WRITE)
+        assert (kept.peak_bytes(), kept.peak_bytes(Tier.HOST)) == (
+            step.peak_bytes(),
+            step.peak_bytes(Tier.HOST),
+        )
+        self.check_drift("tied", KEEPS)
+
+    @pytest.mark.slow
+    def test_two_slots_are_bitwise_with_the_same_bytes_on_the_drive(self) -> None:
+        assert not differences(train(ZOO["tied"], KEEPS), train(ZOO["tied"], NATIVE))
+        workload, net, optimizer, tuned = tuned_with(KEEPS)
+        before = facts(tuned)["moved_bytes"]
+        one_step(workload, net, optimizer, tuned, seed=SEED)
+        after = facts(tuned)
+        kept = rewritten(ZOO["tied"], KEEPS)
+        assert sum(after["ssd_bytes"]) == kept.peak_bytes(Tier.SSD)
+        for what, resource in (("read", Resource.SSD_READ), ("written", Resource.SSD_WRITE)):
+            assert sum(b[what] - a[what] for a, b in zip(before, after["moved_bytes"], strict=True)) == total(
+                kept, resource
+            )
+        tuned.finish()
+
+    def test_resume_with_a_share_of_the_gradients_is_refused(self) -> None:
+        some = KEEPS.model_copy(update={"topk_ratio": 0.1})
+        assert "share" in str(some.fits(plain_program(ZOO["tied"]), target_of()))
+        _, net, optimizer = build(ZOO["tied"])
+        with pytest.raises(ApplyError, match="share"):
+            apply(net, optimizer, config_of(ZOO["tied"], some), strict=False)
 
     @pytest.mark.slow
     def test_domains_have_a_process_a_file_and_an_equal_part(
