@@ -142,6 +142,8 @@ class Tuned:
     def finish(self) -> None:
         """End the training: wait for running updates and remove the files kept for resuming. Do not train
         afterwards.
+
+        A collective with `resume: last_step`: all ranks call it, and none removes its files before.
         """
         self._context.events.finished.emit()
 

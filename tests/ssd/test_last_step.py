@@ -415,7 +415,7 @@ def test_failed_resume_of_one_rank_fails_all_ranks(tmp_path: Path) -> None:
     """Each rank restores its own weights without a collective."""
     assert None in run_ranks(train_on_rank, 2, str(tmp_path), "zero1", 63, may_fail=True)
     first, second = run_ranks(refused_on_one_rank, 2, str(tmp_path), deadline_s=60)
-    assert "Another rank cannot go on" in first[0]
+    assert "Another rank cannot resume" in first[0]
     assert "No space left" in second[0]
     assert first[1:] == second[1:] == (True, 2)
     starts = {
