@@ -30,6 +30,7 @@ from memtune.program.parameter_columns import columns_of
 from memtune.program.shard_columns import gathers_of
 from memtune.program.step import Kind, Resource, Step
 from memtune.runtime import transfer
+from memtune.search_spaces._support import excludes
 from memtune.search_spaces.offload.states.angel_ptm import AngelPtm
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
 from memtune.search_spaces.recompute.full import Full
@@ -220,10 +221,9 @@ def test_lock_free_rows_are_updated_by_their_rank(tmp_path: Path, technique: Ang
 
 
 def test_fits_refuses_by_name() -> None:
-    program = plain_program(CHAIN)
-    replicas, whole = (replace(target_of(each), ranks=RANKS) for each in (REPLICAS, Zero1(kind="zero1")))
+    program, whole = plain_program(CHAIN), replace(target_of(Zero1(kind="zero1")), ranks=RANKS)
     for lock_free in (LOCK_FREE, LOCK_FREE_ON_SSD):
-        assert "weights of replicas would differ" in str(lock_free.fits(program, replicas))
+        assert "weights of replicas would differ" in str(excludes(lock_free, REPLICAS, RANKS))
     assert "whole on each, or gathered from all" in str(PAGES.fits(program, whole))
     assert "whole on each, or gathered from all" in str(LOCK_FREE.fits(program, whole))
 
