@@ -298,6 +298,8 @@ def _applied(
     if construction_of(model) is None:  # a deferred model has no device yet
         require_one_device(model, optimizer.state)
     moves, device = device is not None, device or _device_of(model)
+    if device.type == accelerator.device_type():
+        device = accelerator.with_index(device)
     _join_ranks(device)  # before anything below asks for the rank or the number of ranks
     blocks = (
         expand(config.made_for.blocks) if config.made_for and config.made_for.blocks else find_blocks(model)

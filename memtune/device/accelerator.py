@@ -117,10 +117,16 @@ def reaches_peer(first: int, second: int) -> bool | None:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Return `device` with an index: the current one's if it has none."""
+    """Return `device` with an index; without one it is the current device, or the one of this rank of the
+    machine where the process has selected none.
+    """
     if device.index is not None:
         return device
-    return torch.device(device.type, torch.accelerator.current_device_index())
+    index, rank = torch.accelerator.current_device_index(), os.environ.get("LOCAL_RANK", "")
+    # torchrun selects no device: all of its ranks would meet on the first one.
+    if index == 0 and rank.isdigit() and int(rank) < torch.accelerator.device_count():
+        index = int(rank)
+    return torch.device(device.type, index)
 
 
 def select(device: torch.device) -> None:

@@ -93,3 +93,18 @@ def test_replaced_functions_are_those_that_torch_calls() -> None:
     assert re.search(r"def _cuda_customAllocator\(alloc_fn: _int, free_fn: _int\)", stubs)
     assert re.search(r"def _cuda_changeCurrentAllocator\(allocator: _cuda_CUDAAllocator\)", stubs)
     assert inspect.signature(cuda_arena.snapshot).bind((0, 0, True))
+
+
+@pytest.mark.parametrize(
+    ("selected", "local_rank", "devices", "expected"),
+    [(0, "3", 8, 3), (2, "3", 8, 2), (0, "3", 1, 0), (0, "", 8, 0)],
+    ids=["torchrun", "selected by the script", "one visible device a rank", "no torchrun"],
+)
+def test_with_index_gives_each_rank_of_torchrun_its_device(
+    selected: int, local_rank: str, devices: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: selected)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert accelerator.with_index(torch.device("cuda")) == torch.device("cuda", expected)
+    assert accelerator.with_index(torch.device("cuda:1")) == torch.device("cuda:1")
