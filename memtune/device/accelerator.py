@@ -117,8 +117,8 @@ def reaches_peer(first: int, second: int) -> bool | None:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Return `device` with an index; without one it is the current device, or the one of this rank of the
-    machine where the process has selected none.
+    """Return `device` with an index: its own, else the current device's, else `LOCAL_RANK` in a rank of
+    torchrun that has selected no device.
     """
     if device.index is not None:
         return device

@@ -142,7 +142,7 @@ class LastStep:
         self._remove_before()  # this run has a complete step now, so earlier runs are not needed
 
     def finish(self) -> None:
-        """Drop all kept steps of this model, once all ranks are here.
+        """Drop all kept steps of this model, once all ranks have called this.
 
         The folder remains until the process ends, because other models of the process may have tensors in it.
         A collective: where another rank has died in its last step, the error leaves the steps on the drive.

@@ -1,9 +1,9 @@
-"""Parameters at rest: their values are on the host or SSD before any offload has seen the device hold them.
+"""Start of the parameters that offload keeps off the device: their values go straight to the host or SSD.
 
-A model whose weights exceed the device starts so. `apply` puts the parameters that `offload.states` keeps off
-the device between uses straight on their tier (`Effects.parameters_on`): those of a deferred model one by one
-when they are materialized, those of a model on the host where they are. Parameters then show that memory, as
-between two uses, until the technique takes them over: its host copy is this memory, and no second one.
+So a model whose weights exceed the device can start. `apply` materializes a deferred model's parameters one
+by one on their tier (`Effects.parameters_on`), and takes those of a model on the CPU as they are. Until the
+technique takes them over they show that memory, as between two uses; its host copy is this memory, not a
+second one.
 """
 
 from __future__ import annotations
