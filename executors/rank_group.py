@@ -71,8 +71,7 @@ def rank_env(
     if drives:
         # Folders of this trial alone: steps that it keeps must not be taken for the user's training.
         env[offload_dir.VARIABLE] = os.pathsep.join(map(str, drives))
-    if trial.device == "cpu":
-        env.setdefault("OMP_NUM_THREADS", str(threads_per_rank(place.cores, len(place.ranks))))
+    env.setdefault("OMP_NUM_THREADS", str(threads_per_rank(place.cores, len(place.ranks))))
     if not place.rendezvous.startswith("tcp:"):
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: no listener that others could reach
     return {

@@ -44,6 +44,7 @@ from memtune.device import (
     require_one_device,
 )
 from memtune.errors import ApplyError
+from memtune.hardware import use_share_of_cores
 from memtune.offload.core import move_model, rest_off_device
 from memtune.offload.gradients import clip_everywhere, unscale_everywhere
 from memtune.offload.optimizer import host_capacity
@@ -321,6 +322,8 @@ def _applied(
             require_same_config(_agreement_text(config, model), context.device)
         if strict and not any(isinstance(each, FakeTensor) for each in model.parameters()):
             _require_host_memory(context, config)
+        context.undo.callback(torch.set_num_threads, torch.get_num_threads())
+        use_share_of_cores()
         _apply_axes(context, config, moves=moves)
         # Inside the try block: a config that is not in effect must leave the model as it was.
         audit(context)

@@ -9,6 +9,7 @@ from torch import nn
 from memtune import apply
 from memtune.config.tuned_config import MadeFor, TunedConfig, fingerprint
 from memtune.errors import ApplyError, ConfigError
+from memtune.hardware import cpu_threads
 
 
 def built() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -39,6 +40,26 @@ def test_second_apply_raises() -> None:
     with pytest.raises(ApplyError, match="tuned already") as caught:
         apply(model, optimizer, {"settings": {}})
     assert caught.value.code == "MT304"
+
+
+def _fail(_: object) -> None:
+    raise RuntimeError(f"on {torch.get_num_threads()} threads")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_apply_raises_torchruns_one_thread_to_the_ranks_share(monkeypatch, fails: bool) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("memtune.hardware.cpu_cores.usable_cores", lambda: 3)
+    model, optimizer = built()
+    with cpu_threads(1):
+        if fails:
+            monkeypatch.setattr("memtune.api.audit", _fail)
+            with pytest.raises(RuntimeError, match="on 3 threads"):
+                apply(model, optimizer, {"settings": {}})
+        else:
+            apply(model, optimizer, {"settings": {}})
+        assert torch.get_num_threads() == (1 if fails else 3)
 
 
 class Prepared(torch.optim.Optimizer):

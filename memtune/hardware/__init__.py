@@ -12,7 +12,14 @@ if TYPE_CHECKING:
     from memtune.hardware import flops as flops
     from memtune.hardware import mechanism_costs as mechanism_costs
     from memtune.hardware.calibration_cache import Calibration, Curve
-    from memtune.hardware.cpu_cores import core_sets, cpu_threads, numa_nodes, threads_per_rank, usable_cores
+    from memtune.hardware.cpu_cores import (
+        core_sets,
+        cpu_threads,
+        numa_nodes,
+        threads_per_rank,
+        usable_cores,
+        use_share_of_cores,
+    )
     from memtune.hardware.known_devices import known_name, names
     from memtune.hardware.machine_load import BUSY, LoadMeter, reference_s
     from memtune.hardware.op_clock import OpClock, TimedOp, UpdateClock, clock_of
@@ -59,5 +66,6 @@ __all__ = [
     "reference_s",
     "threads_per_rank",
     "usable_cores",
+    "use_share_of_cores",
     "with_measured",
 ]

@@ -52,6 +52,20 @@ def threads_per_rank(cores: int, ranks: int) -> int:
     return max(1, cores // ranks)
 
 
+def use_share_of_cores() -> None:
+    """Run torch on this rank's share of the cores if torchrun has left it on one thread, as it does by
+    default.
+
+    Trials run on that share; on one thread an optimizer update on the host would take many times as long.
+    """
+    import torch
+
+    is_default = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
+    if is_default and torch.get_num_threads() == 1:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(threads_per_rank(usable_cores(), ranks))
+
+
 @contextmanager
 def cpu_threads(count: int | None) -> Iterator[None]:
     """Run torch on `count` CPU threads inside the context; None changes nothing."""

@@ -119,11 +119,12 @@ def test_ranks_rendezvous_through_file(ground):
     assert (result.status, result.losses) == ("ok", [12.0])
 
 
-def test_rank_env_contents(ground, monkeypatch):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_rank_env_contents(ground, monkeypatch, device):
     for name in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     trial = ground.trial("well", ranks=4).model_copy(
-        update={"env": {"PYTORCH_ALLOC_CONF": "x", "PYTHONUNBUFFERED": ""}}
+        update={"env": {"PYTORCH_ALLOC_CONF": "x", "PYTHONUNBUFFERED": ""}, "device": device}
     )
     here = rank_env(
         trial, Place(range(4), cores=9, env={"CUDA_VISIBLE_DEVICES": "2,3"}), 3, "/scratch", "mark"

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from memtune.hardware.cpu_cores import core_sets, cpu_threads, numa_nodes, threads_per_rank, usable_cores
+from memtune.hardware.cpu_cores import (
+    core_sets,
+    cpu_threads,
+    numa_nodes,
+    threads_per_rank,
+    usable_cores,
+    use_share_of_cores,
+)
 
 
 def test_cpu_threads_restores_count_after_error() -> None:
@@ -22,6 +29,23 @@ def test_cpu_threads_restores_count_after_error() -> None:
 
 def test_threads_per_rank_is_at_least_one() -> None:
     assert [threads_per_rank(8, ranks) for ranks in (1, 2, 3, 8, 9)] == [8, 4, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "threads", "ranks", "expected"),
+    [("a run", "1", "2", 3), ("a run", "2", "2", 1), ("", "1", "2", 1), ("a run", "1", "9", 1)],
+)
+def test_use_share_of_cores_replaces_torchruns_one_thread_only(
+    monkeypatch, launcher, threads, ranks, expected
+) -> None:
+    monkeypatch.setattr("memtune.hardware.cpu_cores.usable_cores", lambda: 6)
+    if launcher:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", launcher)
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    with cpu_threads(1):
+        use_share_of_cores()
+        assert torch.get_num_threads() == expected
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
