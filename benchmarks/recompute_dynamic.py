@@ -28,7 +28,6 @@ from memtune.activations.eviction.policy import (
     dtr_options,
     megtaichi_options,
     replay,
-    replay_cheapest,
 )
 
 RATIOS = tuple(step / 10 for step in range(10, 0, -1))
@@ -112,7 +111,7 @@ def _at(trace: Trace, played: Policy | Options, base: Replay, ratio: float) -> R
 
 def _cheapest(trace: Trace, options: Options, base: Replay, ratio: float) -> tuple[Policy, Replay]:
     budget, limit = int(base.peak_bytes * ratio), COST_LIMIT * base.first_cost
-    return replay_cheapest(trace, options, budget, settle=True, cost_limit=limit)
+    return dtr_logs.replay_cheapest(trace, options, budget, settle=True, cost_limit=limit)
 
 
 def _slowdown(done: Replay) -> float | None:

@@ -230,9 +230,7 @@ def replay(
     return AllocatorResult(settings, events, native)
 
 
-def event_stream(
-    step: Step, steps: int, *, streams: Mapping[Resource, int] = STREAMS, lag_ops: int = 0
-) -> AllocatorEvents:
+def event_stream(step: Step, steps: int) -> AllocatorEvents:
     """Return the device's allocations and frees of `steps` repetitions of `step`.
 
     Storages that exist before the step (parameters, buffers, the first batch) are allocated before the first
@@ -243,12 +241,8 @@ def event_stream(
     Args:
         step: As recorded or rewritten: a steady-state step.
         steps: Number of repetitions.
-        streams: Stream of an op's outputs, by its resource.
-        lag_ops: If an op on another stream used a storage last: the number of further ops after which the
-            host sees that it has finished, as with `record_stream`; 0 if the free waits for the other stream,
-            as in memtune's runtime.
     """
-    lives = _Lives.of(step, streams, lag_ops)
+    lives = _Lives.of(step)
     parts = [lives.events(number) for number in range(steps)]
     first = np.cumsum([0, *(part.shape[1] for part in parts)])[:steps]
     return AllocatorEvents.of(np.concatenate([np.empty((6, 0), np.int64), *parts], axis=1), first)
@@ -269,21 +263,17 @@ class _Lives:
     ready: I64  # (r,) op at which other streams have finished, -1 where none used it
 
     @classmethod
-    def of(cls, step: Step, streams: Mapping[Resource, int], lag_ops: int) -> _Lives:
-        stream_of_op = np.array([streams.get(each, 0) for each in Resource], np.int64)[step.ops.resource]
+    def of(cls, step: Step) -> _Lives:
+        stream_of_op = np.array([STREAMS.get(each, 0) for each in Resource], np.int64)[step.ops.resource]
         made = step.storages.producer >= 0
         stream = np.zeros(step.storages.n, np.int64)
         stream[made] = stream_of_op[step.storages.producer[made]]
         side = _fsdp_streams(step)
         stream[side > 0] = side[side > 0]
-        # As `record_stream`: the block is reused only when the other stream has passed this op.
+        # The free of memtune's runtime waits for the other stream; `record_stream` would lag behind it.
         on_other_stream = stream_of_op[step.uses.op] != stream[step.uses.storage]
         ready = np.full(step.storages.n, -1, np.int64)
-        np.maximum.at(
-            ready,
-            step.uses.storage[on_other_stream],
-            step.uses.op[on_other_stream].astype(np.int64) + lag_ops,
-        )
+        np.maximum.at(ready, step.uses.storage[on_other_stream], step.uses.op[on_other_stream])
         end = np.where(step.freed_after < step.ops.n, step.freed_after, FOREVER).astype(np.int64)
         start = step.storages.producer.astype(np.int64)
         rows = np.flatnonzero((step.storages.tier == Tier.DEVICE) & (step.storages.bytes > 0))

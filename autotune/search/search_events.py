@@ -15,7 +15,6 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -397,18 +396,6 @@ class LogTail:
         return [parse_event(line) for line in content[:end].split(b"\n") if line.strip()]
 
 
-def read_events(path: str | Path, follow: bool = False, poll_s: float = 0.1) -> Iterator[Event | Unknown]:
-    """Yield all events of a log in order, without a torn last line.
-
-    Args:
-        path: The log.
-        follow: Wait for more until the last event is `SearchFinished`.
-        poll_s: Polling interval when following.
-    """
-    tail = LogTail(path)
-    while True:
-        events = tail.poll()
-        yield from events
-        if not follow or (events and isinstance(events[-1], SearchFinished)):
-            return
-        time.sleep(poll_s)
+def read_events(path: str | Path) -> list[Event | Unknown]:
+    """Return all events of the log at `path` in order, without a torn last line."""
+    return LogTail(path).poll()

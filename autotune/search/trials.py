@@ -101,7 +101,6 @@ def run_trial(
     seed: int = 0,
     deadline_s: float = 600.0,
     ray_address: str | None = None,
-    log_dir: Path | None = None,
 ) -> TrialResult:
     """Run one trial of `config` in fresh processes and wait for its result.
 
@@ -118,7 +117,6 @@ def run_trial(
         seed: Of weights, data and dropout.
         deadline_s: Seconds after which the trial is ended as `timeout`.
         ray_address: Of the cluster, for Ray.
-        log_dir: Folder of the ranks' output.
 
     Raises:
         WorkloadError: `model.py` cannot be used.
@@ -143,7 +141,7 @@ def run_trial(
     )
     if not isinstance(executor, str):
         return _wait_for(executor, trial)
-    opened = make_executor(executor, device=device, ranks=ranks, ray_address=ray_address, log_dir=log_dir)
+    opened = make_executor(executor, device=device, ranks=ranks, ray_address=ray_address)
     try:
         return _wait_for(opened, trial)
     finally:

@@ -88,14 +88,9 @@ class Scored:
         # closely comes first.
         return (self.prediction.level != "events", *self.rank_among_levels(goal))
 
-    def rank_among_levels(self, goal: Goal, *, slower: float = 1.0) -> tuple[float, ...]:
-        """Return `rank` for a step `slower` times as long as predicted, without regard to the level.
-
-        The coarse level is optimistic compared with the other.
-        """
-        step_per_sample = (
-            slower / self.prediction.samples_per_s if self.prediction.samples_per_s else math.inf
-        )
+    def rank_among_levels(self, goal: Goal) -> tuple[float, ...]:
+        """Return `rank` without regard to the level, of which the coarse one is optimistic."""
+        step_per_sample = 1 / self.prediction.samples_per_s if self.prediction.samples_per_s else math.inf
         peak = float(self.prediction.peak_allocated_bytes)
         first = {
             "throughput": step_per_sample,

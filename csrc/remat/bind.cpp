@@ -6,7 +6,6 @@
 #include <nanobind/stl/tuple.h>
 
 #include <algorithm>
-#include <functional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -213,34 +212,6 @@ class Live {
   Bytes wanted_ = 0, held_ = 0;
 };
 
-// The recorded events of a run, which can be replayed under any budget.
-class Script {
- public:
-  void constant(Bytes bytes) { add([=](Live& books) { books.constant(bytes); }); }
-  void call(double cost, std::vector<Id> args, std::vector<Bytes> bytes, Id takes_over, Bytes scratch, Bytes elements) {
-    add([=, args = std::move(args), bytes = std::move(bytes)](Live& books) { books.call(cost, args, bytes, takes_over, scratch, elements); });
-  }
-  void retain(Id tensor) { add([=](Live& books) { books.retain(tensor); }); }
-  void release(Id tensor) { add([=](Live& books) { books.release(tensor); }); }
-  void hold(Id tensor) { add([=](Live& books) { books.hold(tensor); }); }
-  void unhold(Id tensor) { add([=](Live& books) { books.unhold(tensor); }); }
-  void take(Id tensor) { add([=](Live& books) { books.take(tensor); }); }
-  void give_back(Id tensor) { add([=](Live& books) { books.give_back(tensor); }); }
-  void bring(Id tensor) { add([=](Live& books) { books.bring(tensor); }); }
-  void make_room(Bytes bytes) { add([=](Live& books) { books.make_room(bytes); }); }
-  std::size_t size() const { return events_.size(); }
-
-  std::vector<std::tuple<int, Id>> play(Live& books, std::size_t first, std::size_t end) const {
-    if (end > events_.size()) throw std::out_of_range("the script has no such event");
-    for (std::size_t at = first; at < end; ++at) events_[at](books);
-    return books.drain();
-  }
-
- private:
-  void add(std::function<void(Live&)> event) { events_.push_back(std::move(event)); }
-  std::vector<std::function<void(Live&)>> events_;
-};
-
 }  // namespace
 
 void bind_remat(nb::module_& m) {
@@ -263,23 +234,6 @@ void bind_remat(nb::module_& m) {
       .def("make_room", &Live::make_room, "n_bytes"_a, "Evicts until so many bytes are free.")
       .def("drain", &Live::drain, nb::sig("def drain(self) -> list[tuple[int, int]]"), "Events since the last call: evictions and replays.")
       .def("counted", &Live::counted, nb::sig("def counted(self) -> dict[str, typing.Any]"), "Counters so far.");
-  nb::class_<Script>(m, "RematScript", "Recorded events of a Rematerializer in one run; each method appends one.")
-      .def(nb::init<>())
-      .def("constant", &Script::constant, "n_bytes"_a)
-      .def("call", &Script::call, "cost"_a, "args"_a, "out_bytes"_a, "takes_over"_a, "scratch_bytes"_a, "elements"_a,
-           nb::sig("def call(self, cost: float, args: Sequence[int], out_bytes: Sequence[int], takes_over: int, scratch_bytes: int, elements: int) -> None"))
-      .def("retain", &Script::retain, "tensor"_a)
-      .def("release", &Script::release, "tensor"_a)
-      .def("hold", &Script::hold, "tensor"_a)
-      .def("let_go", &Script::unhold, "tensor"_a)
-      .def("take", &Script::take, "tensor"_a)
-      .def("give_back", &Script::give_back, "tensor"_a)
-      .def("bring", &Script::bring, "tensor"_a)
-      .def("make_room", &Script::make_room, "n_bytes"_a)
-      .def("__len__", &Script::size)
-      .def("play", &Script::play, "books"_a, "first"_a, "end"_a,
-           nb::sig("def play(self, books: Rematerializer, first: int, end: int) -> list[tuple[int, int]]"),
-           "Replays events [first, end) on `books`; returns its `drain`.");
   m.def("remat_trace", &replay_trace, "columns"_a, "settings"_a, "settle"_a, "journal"_a,
         nb::sig("def remat_trace(columns: dict[str, NDArray[numpy.generic]], settings: dict[str, object], settle: bool, journal: bool) -> dict[str, typing.Any]"),
         "Runs a trace (columns as in csrc/remat/trace.h) under a budget; returns results, and the journal if requested.");

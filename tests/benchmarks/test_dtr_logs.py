@@ -9,11 +9,11 @@ import pytest
 
 from memtune.activations.eviction.policy import (
     Policy,
+    TraceWriter,
     coop_options,
     dtr_options,
     megtaichi_options,
     replay,
-    replay_cheapest,
 )
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -91,7 +91,7 @@ def test_best_option_of_dtr_is_as_cheap_as_every_curve(log: str, monkeypatch: py
         known = [curve[at] for curve in curves.values() if curve[at] is not None]
         if known:
             budget = int(base_bytes * ratio)
-            _, done = replay_cheapest(trace, dtr_options(), budget, settle=True, cost_limit=limit)
+            _, done = dtr_logs.replay_cheapest(trace, dtr_options(), budget, settle=True, cost_limit=limit)
             assert done.slowdown <= min(known) + 6e-5, f"at {ratio}"
 
 
@@ -107,9 +107,30 @@ def test_options_of_coop_and_megtaichi_on_the_unet(monkeypatch: pytest.MonkeyPat
     base = replay(trace, Policy(release="banish"))
     half, limit = base.peak_bytes // 2, 5 * base.first_cost
     megtaichi, coop = (
-        replay_cheapest(trace, options, half, settle=True, cost_limit=limit)[1]
+        dtr_logs.replay_cheapest(trace, options, half, settle=True, cost_limit=limit)[1]
         for options in (megtaichi_options(), coop_options())
     )
     assert megtaichi.slowdown < 1.26
     assert coop.slowdown < 1.26
     assert coop.fragmentation <= 0.05
+
+
+def test_replay_cheapest_returns_the_lowest_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import dtr_logs
+
+    writer = TraceWriter()
+    saved = [writer.constant(1)]
+    for _ in range(64):
+        saved += writer.call(1, saved[-1:], [(1, -1)])
+    (gradient,) = writer.call(1, saved[-1:], [(1, -1)])
+    for activation in reversed(saved[1:]):
+        writer.release(activation)
+        (gradient,) = writer.call(1, [gradient, activation], [(1, -1)])
+    trace, options = writer.done(), dtr_options()
+    alone = {each.option: replay(trace, each, 12, cost_limit=1000) for each in options}
+    costs = {name: done.replay_cost for name, done in alone.items() if done.outcome == "done"}
+    found, done = dtr_logs.replay_cheapest(trace, options, 12, cost_limit=1000)
+    assert len(set(costs.values())) > 1
+    assert found.option == min(costs, key=costs.__getitem__)
+    assert done.replay_cost == costs[found.option]

@@ -148,11 +148,6 @@ COOP = Policy(
 
 _MEGTAICHI_NEIGHBOURS: tuple[Neighbours, ...] = ("closure", "ancestors")
 
-WORK_LIMIT, LEAST_WORK = 800_000_000, 20_000_000
-"""Work (`Replay.work`) of all options together, some 3 s; each may take half of what is left, and this
-little.
-"""
-
 
 def dtr_options(base: Policy = DTR) -> tuple[Policy, ...]:
     """Return the published heuristics, each in two forms: a recomputed value is dropped after the requesting
@@ -366,46 +361,3 @@ def replay(
     """
     settings = policy.settings(budget_bytes, cost_limit, work_limit)
     return Replay(**_native.remat_trace(trace.columns(), settings, settle, journal))
-
-
-def replay_cheapest(
-    trace: Trace,
-    options: Sequence[Policy],
-    budget_bytes: int,
-    *,
-    settle: bool = False,
-    cost_limit: float = 0.0,
-    journal: bool = False,
-) -> tuple[Policy, Replay]:
-    """Play `trace` under each of `options`; return the one with the lowest cost and its result.
-
-    An option is played only until it costs more than the best before it, or has taken its part of
-    `WORK_LIMIT`. The first one wins a tie, and is returned if none gets through.
-    """
-    best: tuple[Policy, Replay] | None = None
-    work = WORK_LIMIT
-    for policy in options:
-        # Halved each time: a policy that thrashes must not take the time of those behind it.
-        limit = max(work // 2, LEAST_WORK)
-        done = replay(
-            trace,
-            policy,
-            budget_bytes,
-            settle=settle,
-            cost_limit=cost_limit,
-            work_limit=limit,
-            journal=journal,
-        )
-        work -= done.work
-        if best is None or (done.outcome == "done" and best[1].outcome != "done"):
-            best = policy, done
-        elif done.outcome == "done" and done.replay_cost < best[1].replay_cost:
-            best = policy, done
-        if best[1].outcome == "done":
-            # The next option ends as soon as it costs more.
-            cost_limit = best[1].first_cost + best[1].replay_cost
-            # Without a replay nothing can be cheaper.
-            if not best[1].replays:
-                break
-    assert best is not None, "no options"
-    return best

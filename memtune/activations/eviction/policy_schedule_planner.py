@@ -17,7 +17,6 @@ import numpy as np
 
 from memtune.activations.eviction.policy import (
     ALONG,
-    LEAST_WORK,
     REPLAY,
     RUN,
     Policy,
@@ -33,9 +32,9 @@ _TRIES = 16
 """Maximal number of budgets tried until the whole step's peak is within the user's."""
 COST_LIMIT = 6.0
 """Ratio of all runs' costs to the first runs' above which a policy counts as thrashing."""
-_WORK_LIMIT = 200_000_000
+_WORK_LIMIT, _LEAST_WORK = 200_000_000, 20_000_000
 """Work (`Replay.work`) of all options and tries together, some 2 s: a search asks for thousands of settings,
-and one that takes longer thrashes.
+and one that takes longer thrashes. Each try may take half of what is left, and this little.
 """
 
 
@@ -230,7 +229,7 @@ def _frozen(
             policy,
             budget_bytes,
             cost_limit=min(COST_LIMIT * plain_s, plain_s + limits.recompute_s),
-            work_limit=max(limits.work // 2, LEAST_WORK),
+            work_limit=max(limits.work // 2, _LEAST_WORK),
             journal=True,
         )
         limits.work -= done.work

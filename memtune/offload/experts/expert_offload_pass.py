@@ -292,12 +292,12 @@ def _updates(step: Step) -> tuple[I32, I32]:
     return updates, owner[updates]
 
 
-def _flags(
-    edit: Edit, before: I32, n_bytes: npt.NDArray[np.int64], ranks: int, phase: Phase = Phase.BOUNDARY
-) -> I32:
+def _flags(edit: Edit, before: I32, n_bytes: npt.NDArray[np.int64], ranks: int) -> I32:
     """Add an all-reduce of `n_bytes` before each op `before`; return its row."""
     make, reduce = (
-        edit.add_ops(name, before=before, phase=phase, resource=resource, traffic_bytes=traffic, group=group)
+        edit.add_ops(
+            name, before=before, phase=Phase.BOUNDARY, resource=resource, traffic_bytes=traffic, group=group
+        )
         for name, resource, traffic, group in (
             ("aten.new_empty.default", Resource.NOTHING, 0, 0),
             ("memtune.all_reduce_.default", Resource.INTRA_LINK, n_bytes, ranks),

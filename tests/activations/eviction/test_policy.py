@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtune.activations.eviction import policy as policies
 from memtune.activations.eviction.policy import (
     ALONG,
     CALL,
@@ -21,11 +20,7 @@ from memtune.activations.eviction.policy import (
     Policy,
     Trace,
     TraceWriter,
-    coop_options,
-    dtr_options,
-    megtaichi_options,
     replay,
-    replay_cheapest,
 )
 
 DTR = Policy()
@@ -271,25 +266,6 @@ def test_cost_limit_ends_a_replay(policy: Policy) -> None:
     assert done.outcome == "thrashing"
 
 
-@pytest.mark.parametrize("options", [dtr_options(), megtaichi_options(), coop_options()])
-@settings(max_examples=25, deadline=None)
-@given(trace=traces(), tight=st.floats(0.3, 1.0))
-def test_replay_cheapest_returns_the_lowest_cost(
-    options: tuple[Policy, ...], trace: Trace, tight: float
-) -> None:
-    budget_bytes = int(replay(trace, replace(DTR, release="banish")).peak_bytes * tight)
-    alone = {each.option: replay(trace, each, budget_bytes, cost_limit=1000) for each in options}
-    costs = {name: done.replay_cost for name, done in alone.items() if done.outcome == "done"}
-    found, done = replay_cheapest(trace, options, budget_bytes, cost_limit=1000, journal=True)
-    assert (done.outcome == "done") == bool(costs)
-    if costs:
-        assert found.option == min(costs, key=costs.__getitem__)
-        assert done.replay_cost == costs[found.option]
-        assert done.journal == replay(trace, found, budget_bytes, journal=True).journal
-    else:
-        assert found == options[0]
-
-
 def test_work_limit_ends_a_replay() -> None:
     trace = chain(256)
     done = replay(trace, POLICIES["closure"], 24)
@@ -299,25 +275,6 @@ def test_work_limit_ends_a_replay() -> None:
     ended = replay(trace, POLICIES["closure"], 24, work_limit=done.work // 4)
     assert ended.outcome == "thrashing"
     assert ended.work < done.work // 2
-
-
-def test_replay_cheapest_bounds_the_work_of_all_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace, options = chain(256), dtr_options()
-    limits: list[int] = []
-
-    def limited(trace: Trace, policy: Policy, budget_bytes: int | None = None, **how: int) -> policies.Replay:
-        limits.append(how["work_limit"])
-        return replay(trace, policy, budget_bytes, **how)
-
-    monkeypatch.setattr(policies, "replay", limited)
-    monkeypatch.setattr(policies, "WORK_LIMIT", 4_000)
-    monkeypatch.setattr(policies, "LEAST_WORK", 10)
-    _, done = replay_cheapest(trace, options, 24)
-    assert done.outcome != "done"
-    assert len(limits) == len(options)
-    assert limits[0] == 2_000
-    assert limits[-1] < 100
-    assert sum(limits) < 2 * 4_000
 
 
 def test_banished_tensor_is_recomputed_only_for_the_requesting_call() -> None:

@@ -14,7 +14,6 @@ from memtune.autotune.search.search_events import (
     LogOpened,
     LogTail,
     Note,
-    SearchFinished,
     TrialFinished,
     Unknown,
     parse_event,
@@ -171,13 +170,3 @@ def test_tail_yields_each_complete_line_once(tmp_path):
             file.write(b'te","text":"b"}\n')
         assert [e.text for e in tail.poll()] == ["b"]
     assert tail.poll() == []
-
-
-def test_follow_ends_with_search(tmp_path):
-    with EventLog(tmp_path / "log") as log:
-        reader = read_events(tmp_path / "log", follow=True, poll_s=0.001)
-        assert next(reader).event == "log_opened"
-        log.write(Note(text="late"))
-        assert next(reader).event == "note"
-        log.write(SearchFinished(status="done"))
-        assert [e.event for e in reader] == ["search_finished"]
