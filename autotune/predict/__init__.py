@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         residuals,
         store_search,
     )
-    from memtune.autotune.predict.host_memory_check import host_memory_shortage, ssd_shortage
+    from memtune.autotune.predict.host_memory_check import HostShortage, host_memory_shortage, ssd_shortage
     from memtune.autotune.predict.machine_calibration import calibrate
     from memtune.autotune.predict.parallel_map import ParallelMap
     from memtune.autotune.predict.python_work import PythonWork
@@ -32,6 +32,7 @@ __all__ = [
     "AllocatorResult",
     "AllocatorSettings",
     "Calibration",
+    "HostShortage",
     "ParallelMap",
     "PeakRow",
     "Prediction",

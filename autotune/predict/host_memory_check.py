@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from memtune.autotune.predict.simulation import Prediction
 from memtune.technique import Reason, Target
 from memtune.units import format_bytes
+
+
+@dataclass(frozen=True)
+class HostShortage(Reason):
+    """More host memory is needed than a node has."""
+
+    needed_bytes: int = 0
+    """On the host, by all ranks of the node."""
+    peak_bytes: int = 0
+    """Allocated on the device."""
 
 
 def host_memory_shortage(prediction: Prediction, target: Target, there_bytes: int | None) -> Reason | None:
@@ -17,13 +29,19 @@ def host_memory_shortage(prediction: Prediction, target: Target, there_bytes: in
         target: Determines how many ranks share a host.
         there_bytes: Free on that host; None if unknown.
     """
-    return _shortage(
+    reason = _shortage(
         prediction.host_peak_bytes,
         target,
         there_bytes,
         "of host memory",
         "available",
         "offload less, or to SSD: offload: {states: {kind: zero_infinity}}",
+    )
+    if reason is None:
+        return None
+    needed_bytes = target.hardware.local_ranks(target.ranks) * prediction.host_peak_bytes
+    return HostShortage(
+        reason.text, reason.fix, needed_bytes=needed_bytes, peak_bytes=prediction.peak_allocated_bytes
     )
 
 

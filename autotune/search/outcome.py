@@ -269,6 +269,6 @@ def nothing_fits(driver: Driver) -> NothingFits:
             if prediction.peak_op
             else "."
         ),
-        fix="; ".join(map(describe, remedies(setup.scorer.rewriter, closest.job.scored, budget))),
+        fix="; ".join(map(describe, remedies(setup.scorer, closest.job.scored, budget))),
         code="MT301",
     )

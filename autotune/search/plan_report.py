@@ -33,6 +33,7 @@ from memtune.autotune.space import (
     baselines,
     improvements,
     largest_micro_batch,
+    more_host_memory,
     processes,
     refined_front,
     remedies,
@@ -254,7 +255,7 @@ def plan(
         n_merged=scores.n_merged,
         pruned=_pruned(scores, pruner),
         peak=at_peak(setup.scorer.program(first.choice).step) if first else (),
-        remedies=_remedies(setup, first) if first and not front else (),
+        remedies=() if front else _remedies(setup, first, scores),
         improvements=(
             improvements(setup.scorer, front[0], scores.by_key.values())
             if front and options.goal == "throughput"
@@ -342,10 +343,12 @@ def _pruned(scores: Scores, pruner: Pruner) -> dict[str, tuple[int, int]]:
     return {name: (count, least[name]) for name, count in counts.most_common()}
 
 
-def _remedies(setup: Setup, closest: Scored) -> tuple[Remedy, ...]:
+def _remedies(setup: Setup, closest: Scored | None, scores: Scores) -> tuple[Remedy, ...]:
+    if closest is None:  # every candidate was refused
+        return () if scores.short_of_host is None else (more_host_memory(scores.short_of_host),)
     budget = setup.budget_bytes
     assert budget is not None  # without a limit everything fits
-    return remedies(setup.scorer.rewriter, closest, budget)
+    return remedies(setup.scorer, closest, budget, scores.short_of_host)
 
 
 def _plan_config(
@@ -481,6 +484,7 @@ def _facts(setup: Setup) -> dict[str, Any]:
         "ranks": setup.ranks,
         "goal": setup.goal,
         "budget_bytes": setup.budget_bytes,
+        "host_memory_bytes": setup.scorer.host_bytes,
         "calibrated_by": min(len(setup.calibration.peak_ratios), len(setup.calibration.step_ratios)),
         "global_batch": setup.global_batch,
         "tokens_per_sample": setup.tokens_per_sample,

@@ -232,10 +232,25 @@ def _scorer(
         op_times=[row for each in searches for row in each.op_times],
         # A search calibrates by its own trials, as they come.
         calibration=None if for_trials else calibration,
-        host_bytes=available_bytes() if is_here else None,
+        host_bytes=_host_memory_bytes(options, rewriter.target),
         ssd_bytes=offload_dir.free_bytes() if is_here else None,
     )
     return scorer, calibration
+
+
+def _host_memory_bytes(options: TargetOptions, target: Target) -> int | None:
+    """Return the host bytes of a node that all settings must fit into; None for no limit.
+
+    A typical node is no reason to refuse a config that the user asks about.
+    """
+    if options.host_memory_bytes is not None:
+        return options.host_memory_bytes
+    if options.gpu_type is None:
+        return available_bytes()
+    if isinstance(options, PlanOptions) and options.config is not None:
+        return None
+    hardware = target.hardware
+    return hardware.host_memory_bytes * hardware.local_ranks(target.ranks) // hardware.gpus_per_node
 
 
 def _check_batch(

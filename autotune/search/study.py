@@ -175,6 +175,7 @@ def _fingerprint(options: SearchOptions, setup: Setup) -> dict[str, object]:
         "ranks": options.ranks,
         "device": setup.device,
         "budget_bytes": setup.budget_bytes,
+        "host_memory_bytes": options.host_memory_bytes,
         "global_batch": setup.global_batch,
         "axes": list(options.axes),
         "freeze": dict(options.freeze),

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         Remedy,
         describe,
         improvements,
+        more_host_memory,
         more_memory,
         remedies,
     )
@@ -90,6 +91,7 @@ __all__ = [
     "largest_batch",
     "largest_micro_batch",
     "moments",
+    "more_host_memory",
     "more_memory",
     "predict_again",
     "processes",

@@ -12,7 +12,9 @@ from memtune.technique import Reason
 
 _MOST_SAMPLES = 2**16
 _NOTICEABLE = 0.005
-"""Relative memory saving below which a slower candidate is not worth a row."""
+"""Relative saving of memory below which a slower candidate is not worth a row, and of time below which one
+that needs more memory is not.
+"""
 
 
 def pareto_front(scored: Iterable[Scored]) -> list[Scored]:
@@ -47,7 +49,24 @@ def refined_front(
             break
         most -= len(coarse)
         best.update({each.key: each for each in refine(coarse)})
-    return pareto_front(each for each in best.values() if each.prediction.level == "events")
+    return _worth_their_memory(
+        pareto_front(each for each in best.values() if each.prediction.level == "events")
+    )
+
+
+def _worth_their_memory(front: list[Scored]) -> list[Scored]:
+    """Return `front` without candidates to which one as simple and as fast, but for a part that no prediction
+    can tell, needs less memory.
+    """
+    kept: list[Scored] = []
+    for each in reversed(front):  # from the least memory
+        least = kept[-1] if kept else None
+        if least is None or not (
+            _sample_s(least) <= _sample_s(each) * (1 + _NOTICEABLE)
+            and least.choice.complexity <= each.choice.complexity
+        ):
+            kept.append(each)
+    return kept[::-1]
 
 
 def largest_micro_batch(scorer: Scorer, choice: Choice, pruner: Pruner) -> int | None:

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from memtune.autotune.predict import (
     AllocatorSettings,
     Calibration,
+    HostShortage,
     ParallelMap,
     Prediction,
     PythonWork,
@@ -110,6 +111,8 @@ class Scores:
     n_candidates: int
     n_merged: int
     score_s: float
+    short_of_host: HostShortage | None = None
+    """The refused candidate within the budget that needs the least host memory."""
 
     @property
     def n_unfit(self) -> int:
@@ -151,7 +154,7 @@ class Scorer:
         ssd_bytes: int | None = None,
     ) -> None:
         self.rewriter, self._op_times, self._calibration = rewriter, tuple(op_times), calibration
-        self._host_bytes, self._ssd_bytes = host_bytes, ssd_bytes
+        self.host_bytes, self._ssd_bytes = host_bytes, ssd_bytes
         self._known: dict[tuple[int, PythonWork], tuple[Program, Prediction]] = {}
         self._rates: dict[str, float] = {}
         self._hardware = self._taught_by(())
@@ -186,7 +189,7 @@ class Scorer:
             return candidate
         prediction = self._coarse(candidate) if level == "coarse" else self._events(candidate, self._hardware)
         target, keeps = self.rewriter.target, any(each.effects.keeps_steps for each in choice.chosen.values())
-        reason = host_memory_shortage(prediction, target, self._host_bytes)
+        reason = host_memory_shortage(prediction, target, self.host_bytes)
         reason = reason or ssd_shortage(prediction, target, self._ssd_bytes, keeps_steps=keeps)
         return Scored(choice, candidate.key, prediction) if reason is None else reason
 
@@ -197,7 +200,7 @@ class Scorer:
         if known is None or known[0] is not program:  # Python reuses the id of a program that was freed
             if len(self._known) >= _MOST_PREDICTIONS:
                 del self._known[next(iter(self._known))]  # the oldest
-            as_held = self._host_bytes is not None  # pinned sizes matter only if host memory is checked
+            as_held = self.host_bytes is not None  # pinned sizes matter only if host memory is checked
             prediction = simulate(
                 program, self._hardware, calibration=self._calibration, as_held=as_held, python=python
             )
@@ -296,7 +299,10 @@ def score_all(
                 found.add(space.around([each.choice for each in promising.values()]))
                 looked_around |= promising
         _refine(found.by_key, side_by_side, scorer.rewriter.target.budget_bytes, goal)
-    return Scores(found.by_key, dict(found.unfit), found.n_scored, found.n_merged, time.monotonic() - started)
+    took_s = time.monotonic() - started
+    return Scores(
+        found.by_key, dict(found.unfit), found.n_scored, found.n_merged, took_s, found.short_of_host
+    )
 
 
 def processes() -> int:
@@ -323,6 +329,7 @@ class _ScoredSet:
         self._goal, self._dominance = goal, dominance
         self.by_key: dict[str, Scored] = {}
         self.unfit: Counter[str] = Counter()
+        self.short_of_host: HostShortage | None = None
         self.seen: set[Choice] = set()
         self.n_scored = 0
         self.n_merged = 0
@@ -365,8 +372,11 @@ class _ScoredSet:
         ]
 
     def _fits(self, prediction: Prediction) -> bool:
+        return self._fits_budget(prediction.peak_allocated_bytes)
+
+    def _fits_budget(self, n_bytes: int) -> bool:
         budget = self._scorer.rewriter.target.budget_bytes
-        return budget is None or prediction.peak_allocated_bytes <= budget
+        return budget is None or n_bytes <= budget
 
     def _score(self, choices: Iterable[Choice]) -> None:
         requests = [ScoreRequest(choice) for choice in choices]
@@ -377,6 +387,9 @@ class _ScoredSet:
         for (choice, _), scored in zip(requests, scores, strict=True):
             if isinstance(scored, Reason):
                 self.unfit[str(scored)] += 1
+                if isinstance(scored, HostShortage) and self._fits_budget(scored.peak_bytes):
+                    least = self.short_of_host or scored
+                    self.short_of_host = min(least, scored, key=lambda each: each.needed_bytes)
                 continue
             # A copy's choice is another object, and objects are known by their id.
             scored = replace(scored, choice=choice, prediction=self._one_object(scored.prediction))

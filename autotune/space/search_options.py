@@ -29,6 +29,10 @@ class TargetOptions:
     """
     budget_bytes: int | None = None
     """Device bytes per rank (`--max-memory`); None for the device's memory, and no limit on CPU."""
+    host_memory_bytes: int | None = None
+    """Host bytes per node that training may use (`--host-memory`); None for what is free here, or for the
+    ranks' share of a typical node with `gpu_type`.
+    """
     goal: Goal = "throughput"
     global_batch: int | None = None
     """Samples per optimizer step over all ranks; None for the workload's own."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from memtune.autotune.predict import Prediction
+from memtune.autotune.predict import HostShortage, Prediction
 from memtune.autotune.space.candidates import Choice, Rewriter
 from memtune.autotune.space.scoring import Scored, Scorer
 from memtune.hardware import Hardware
@@ -39,14 +39,22 @@ class Remedy:
         return {"change": self.change, "peak_allocated_bytes": self.peak_bytes, "slowdown": self.slowdown}
 
 
-def remedies(rewriter: Rewriter, closest: Scored, budget_bytes: int, count: int = 3) -> tuple[Remedy, ...]:
+def remedies(
+    scorer: Scorer,
+    closest: Scored,
+    budget_bytes: int,
+    short_of_host: HostShortage | None = None,
+    count: int = 3,
+) -> tuple[Remedy, ...]:
     """Return the `count` cheapest changes after which `closest`, the smallest candidate, is predicted to fit.
 
     Tries a smaller micro-batch, other kinds in the slots (the search may have excluded them) and more ranks;
     if no single change suffices on as many ranks, two other kinds; if more ranks do not suffice either, other
-    kinds on more ranks. A larger limit always suffices and comes last.
+    kinds on more ranks. More host memory comes first, if some candidate lacks nothing else. A larger limit
+    always suffices and comes last.
     """
-    scorer = Scorer(rewriter)
+    rewriter = scorer.rewriter
+    scorer = Scorer(rewriter, host_bytes=scorer.host_bytes)
 
     def enough(tried: Iterator[Remedy]) -> list[Remedy]:
         return [each for each in tried if each.peak_bytes <= budget_bytes]
@@ -62,6 +70,8 @@ def remedies(rewriter: Rewriter, closest: Scored, budget_bytes: int, count: int 
     needs = max(
         closest.prediction.peak_allocated_bytes, budget_bytes + 1
     )  # a trial may have needed more than predicted
+    if short_of_host is not None:
+        cheapest = [more_host_memory(short_of_host), *cheapest]
     return (*cheapest, Remedy(more_memory(rewriter.target.hardware, needs), needs, 1.0))
 
 
@@ -129,6 +139,11 @@ def _more_ranks(scorer: Scorer, best: Scored) -> Iterator[tuple[str, Prediction]
     scored = wider.score(Choice.of(best.choice.execution, averaged), level="events")
     if not isinstance(scored, Reason):
         yield f"--gpus {target.ranks}, with twice the samples a step", scored.prediction
+
+
+def more_host_memory(shortage: HostShortage) -> Remedy:
+    """Return the change after which a candidate that lacks host memory fits."""
+    return Remedy(f"--host-memory {rounded_up(shortage.needed_bytes)}", shortage.peak_bytes)
 
 
 def more_memory(hardware: Hardware, n_bytes: int) -> str:

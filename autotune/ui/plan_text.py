@@ -323,6 +323,11 @@ def _headline(facts: Mapping[str, Any]) -> str:
         f"{format_count(facts['parameters'])} parameters",
         f"{ranks}{facts['hardware']}",
         *([f"limit {format_bytes(facts['budget_bytes'])} each"] if facts["budget_bytes"] else []),
+        *(
+            [f"{format_bytes(facts['host_memory_bytes'])} of host memory"]
+            if facts["host_memory_bytes"]
+            else []
+        ),
         f"{facts['global_batch']} samples a step",
     ]
     return " · ".join(parts)

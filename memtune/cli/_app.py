@@ -82,6 +82,17 @@ Memory = Annotated[
         "--max-memory", metavar="SIZE", help="Device memory per rank, like 24GiB; default: all of it."
     ),
 ]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--host-memory",
+        metavar="SIZE",
+        help=(
+            "Host memory of each machine that training may use; default: what is free here, or the GPUs'"
+            " share of a typical machine with --gpu-type."
+        ),
+    ),
+]
 Nodes = Annotated[
     int | None, typer.Option(min=1, help="Number of machines; default: as few as hold the GPUs.")
 ]
@@ -149,6 +160,7 @@ def search(
     workers: Workers = None,
     gpu_type: GpuType = None,
     max_memory: Memory = None,
+    host_memory: HostMemory = None,
     goal: Goal = "throughput",
     trials: Annotated[
         int, typer.Option(min=1, help="Maximum number of real trials, without repeats and the confirmation.")
@@ -209,6 +221,7 @@ def plan(
     gpu_type: GpuType = None,
     nodes: Nodes = None,
     max_memory: Memory = None,
+    host_memory: HostMemory = None,
     goal: Goal = "throughput",
     axes: Axes = None,
     freeze: Freeze = None,

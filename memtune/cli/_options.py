@@ -256,6 +256,7 @@ def common(given: dict[str, Any], *, for_trials: bool) -> dict[str, Any]:
         "ranks": ranks,
         "gpu_type": given["gpu_type"],
         "budget_bytes": memory(given["max_memory"]),
+        "host_memory_bytes": memory(given["host_memory"], "--host-memory"),
         "goal": one_of("--goal", given["goal"], _GOALS),
         "global_batch": given["global_batch"],
         "axes": searched(given["axes"]),

@@ -38,6 +38,8 @@ class SharedOptions(TypedDict, total=False):
         workers: Number of ranks on CPU (with `device="cpu"`).
         gpu_type: Name of the GPU, such as `h100-80g`; the machine's own by default.
         max_memory: Device memory per rank, as `"24GiB"` or a number of bytes.
+        host_memory: Host memory of each machine that training may use, likewise; what is free here by
+            default, or the GPUs' share of a typical machine with `gpu_type`.
         goal: Maximize samples/s, minimize the peak, or maximize the micro-batch.
         axes: Search only these axes, such as `["recompute", "offload"]`.
         freeze: Technique by axis that is fixed, such as `{"recompute": "full"}`.
@@ -58,6 +60,7 @@ class SharedOptions(TypedDict, total=False):
     workers: int | None
     gpu_type: str | None
     max_memory: str | int | None
+    host_memory: str | int | None
     goal: Goal
     axes: str | Sequence[str] | None
     freeze: Mapping[str, str] | Sequence[str] | None
@@ -287,12 +290,12 @@ def _workload(model: Any, options: SharedOptions) -> str:
 def _given(options: SharedOptions, own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments in the types of the command line."""
     given: dict[str, Any] = {**options, **own}
-    axes, freeze, memory, drives = (given[name] for name in ("axes", "freeze", "max_memory", "offload_dir"))
+    axes, freeze = given["axes"], given["freeze"]
     if axes is not None and not isinstance(axes, str):
         given["axes"] = ",".join(axes)
     if isinstance(freeze, Mapping):
         given["freeze"] = [f"{axis}={kind}" for axis, kind in freeze.items()]
-    given["max_memory"] = None if memory is None else str(memory)
-    given["offload_dir"] = None if drives is None else str(drives)
+    for name in ("max_memory", "host_memory", "offload_dir"):
+        given[name] = None if given[name] is None else str(given[name])
     given["out"] = None if given["out"] is None else Path(given["out"])
     return given

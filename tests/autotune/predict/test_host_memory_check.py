@@ -10,6 +10,7 @@ import pytest
 from support.search import prepared_search
 from support.zoo_paths import ZOO
 
+from memtune import hardware
 from memtune.autotune.predict.host_memory_check import host_memory_shortage, ssd_shortage
 from memtune.autotune.search import preparation as setups
 from memtune.autotune.search.plan_report import plan
@@ -19,7 +20,7 @@ from memtune.autotune.space.search_options import PlanOptions
 from memtune.offload.optimizer.host_capacity import available_bytes
 from memtune.ssd import offload_dir
 from memtune.technique import Reason
-from memtune.units import format_bytes
+from memtune.units import format_bytes, parse_bytes
 
 ON_HOST = {"execution": {"micro_batch": 4}, "offload": {"states": {"kind": "zero_offload"}}}
 
@@ -44,6 +45,38 @@ def test_host_memory_shortage_counts_all_ranks_of_a_host() -> None:
         shared
     )
     assert host_memory_shortage(fitting.prediction, several, 2 * needed) is None
+
+
+def test_plan_keeps_within_the_gpus_share_of_a_typical_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMTUNE_GPT_SIZE", "tiny")
+    card = hardware.find("a100-40g")
+    options = PlanOptions(workload=str(ZOO["gpt"]), ranks=2, gpu_type="a100-40g", axes=("offload.states",))
+    begun = prepared_search.Probed()
+    found = plan(options, begun=begun)  # type: ignore[arg-type]
+    assert found.facts["host_memory_bytes"] == card.host_memory_bytes * 2 // card.gpus_per_node
+    assert not any("of host memory" in reason for reason in found.refused)
+    least = min(each.details["host_peak_bytes"] for each in found.rows if "zero_offload" in each.summary)
+    short = plan(replace(options, host_memory_bytes=least), begun=begun)  # type: ignore[arg-type]
+    assert any(f"needs {format_bytes(2 * least)} of host memory" in reason for reason in short.refused)
+
+
+@pytest.mark.parametrize("host_bytes", [1, 10_000])  # all settings are refused; the plain one is not
+def test_plan_without_enough_host_memory_says_how_much_suffices(host_bytes: int) -> None:
+    budget = 6 << 20
+    options = PlanOptions(
+        workload=str(ZOO["gpt"]),
+        device="cpu",
+        budget_bytes=budget,
+        axes=("offload.states",),
+        host_memory_bytes=host_bytes,
+    )
+    found = plan(options, begun=prepared_search.Probed())  # type: ignore[arg-type]
+    assert not found.front
+    first = found.remedies[0]
+    assert first.change.startswith("--host-memory ")
+    assert first.peak_bytes <= budget
+    enough = replace(options, host_memory_bytes=parse_bytes(first.change.removeprefix("--host-memory ")))
+    assert plan(enough, begun=prepared_search.Probed()).front  # type: ignore[arg-type]
 
 
 def test_plan_reports_host_memory_shortage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.zoo_paths import ZOO
@@ -67,6 +68,25 @@ def test_simulated_front_equals_front_of_all(
     assert [each.prediction for each in found] == [each.prediction for each in wanted]
     assert len(asked) == len(set(asked))
     assert all(each.prediction.level == "events" for each in refined_front(every, refine, most=2))
+
+
+@pytest.mark.parametrize(
+    ("points", "kept"),
+    [
+        ([(1.0, 900, 1), (0.996, 500, 1)], [500]),  # no prediction can tell these rates apart
+        ([(1.0, 900, 1), (0.99, 500, 1)], [900, 500]),
+        ([(1.0, 900, 0), (0.996, 500, 1)], [900, 500]),  # the simpler one stays
+        ([(1.0, 900, 1), (0.996, 700, 1), (0.992, 500, 1)], [900, 500]),  # differences do not add up
+    ],
+)
+def test_refined_front_leaves_out_memory_that_buys_no_time(
+    points: list[tuple[float, int, int]], kept: list[int]
+) -> None:
+    every = [scored(*point) for point in points]
+    for key, each in enumerate(every):
+        each.key, each.prediction.level = key, "events"
+    front = refined_front(every, lambda coarse: coarse, most=9)
+    assert [each.prediction.peak_allocated_bytes for each in front] == kept
 
 
 def test_largest_micro_batch_is_last_that_fits() -> None:

@@ -40,7 +40,7 @@ def closest(rewriter: Rewriter, micro_batch: int) -> Scored:
 def test_suggestions_fit_and_cheapest_is_first(rewriter: Rewriter) -> None:
     start = closest(rewriter, 8)
     budget = start.prediction.peak_allocated_bytes * 3 // 4
-    found = remedies(rewriter, start, budget)
+    found = remedies(Scorer(rewriter), start, budget)
     assert len(found) == 3
     assert all(each.peak_bytes <= budget for each in found[:-1])
     assert [each.slowdown for each in found[:-1]] == sorted(each.slowdown for each in found[:-1])
@@ -54,13 +54,13 @@ def test_suggestions_combine_two_changes_if_needed(rewriter: Rewriter) -> None:
     smallest = min(
         each.peak_bytes for each in (*_one_change(scorer, start), *_wider(scorer, start.choice, start, ""))
     )
-    found = remedies(rewriter, start, smallest - 1)
+    found = remedies(Scorer(rewriter), start, smallest - 1)
     assert len(found) > 1
     assert all(" and " in each.change and each.peak_bytes < smallest for each in found[:-1])
 
 
 def test_suggestions_raise_limit_if_no_change_suffices(rewriter: Rewriter) -> None:
-    assert len(remedies(rewriter, closest(rewriter, 2), 1000)) == 1
+    assert len(remedies(Scorer(rewriter), closest(rewriter, 2), 1000)) == 1
 
 
 def test_suggestions_never_exceed_device_memory() -> None:
