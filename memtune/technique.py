@@ -262,6 +262,8 @@ class Technique(BaseModel):
     nothing.
     """
     title: ClassVar[str]
+    clause: ClassVar[str] = ""
+    """The sentence, if it is the same with all knobs."""
     source: ClassVar[str]
     """Paper or project it comes from; for memtune's own techniques, the work they build on."""
     paper: ClassVar[str] = ""
@@ -274,7 +276,9 @@ class Technique(BaseModel):
 
     def sentence(self) -> str:
         """Return the setting as one plain clause without a subject: `recomputes every block in backward`."""
-        raise TypeError(f"{type(self).__name__} must say in one clause what it does")
+        if not self.clause:
+            raise TypeError(f"{type(self).__name__} must say in one clause what it does")
+        return self.clause
 
     def described(self) -> str:
         """Return the sentence, with the paper, and the changed knobs that the sentence does not depend on."""
@@ -424,3 +428,13 @@ class Technique(BaseModel):
         for name in type(self).model_fields:
             if name != "kind":
                 yield name, getattr(self, name)
+
+
+class NullTechnique(Technique):
+    """Base of the techniques that leave their slot as PyTorch has it."""
+
+    exactness: ClassVar[Exactness] = Exactness.BITWISE
+
+    def record(self, target: Target) -> dict[str, Any]:
+        """Return no settings: no mechanism is used."""
+        return {}

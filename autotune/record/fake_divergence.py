@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memtune.activations.capture import ConstantTensors, fakes_look_real
-from memtune.runtime import mutated
+from memtune.runtime import EagerRecorder, OpVisitor, mutated
 
 _NUMBER = torch.ops.aten._local_scalar_dense.default
 _NUMBERS = "assumed that the numbers which the optimizer reads from tensors are 1: no size depends on them"
@@ -68,26 +68,25 @@ class BatchValues:
         """Return a mode that answers reads of values computed from them and constants alone as in
         training.
         """
-        return _KnownValueReads(self._known, assumed)
+        return EagerRecorder(_KnownValueReads(self._known, assumed))
 
 
-class _KnownValueReads(TorchDispatchMode):
+class _KnownValueReads(OpVisitor):
     def __init__(self, known: ConstantTensors, assumed: list[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._known, self._assumed = known, assumed
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def before(self, func: Any, args: Any, kwargs: Any) -> Any:
         known = self._known.look(func, args)
         if known is not None:
             if _SAME_MASKS not in self._assumed:
                 self._assumed.append(_SAME_MASKS)
             return known
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        return NotImplemented
+
+    def after(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         # Values of floating-point tensors are never known, and are never written into known tensors.
         if isinstance(out, Tensor) and not out.is_floating_point():
             self._known.follow(func, args, kwargs, out, writes=mutated(func, args, kwargs))
-        return out
 
 
 class _OptimizerScalarReads(TorchDispatchMode):

@@ -45,12 +45,12 @@ if TYPE_CHECKING:
         tier_of_storage,
     )
     from memtune.runtime.node_topology import Nodes, count_collective, ranks_per_node
+    from memtune.runtime.op_recorder import EagerRecorder, OpRecorder, OpVisitor, WatchingMode
     from memtune.runtime.op_schema import (
         BY_ELEMENT,
         BY_ELEMENT_ON_GPU,
         READ_OUTS,
         READS_GRAD_MODE,
-        WatchingMode,
         draws,
         draws_nothing,
         element_bytes,
@@ -91,7 +91,6 @@ if TYPE_CHECKING:
         register,
         to_host_together,
     )
-    from memtune.runtime.shard_detach import detach_offloaded_rows
     from memtune.runtime.training_hooks import (
         BackwardEnd,
         EarlyUpdates,
@@ -135,6 +134,7 @@ __all__ = [
     "TIERS",
     "BackwardEnd",
     "Context",
+    "EagerRecorder",
     "EarlyUpdates",
     "ForwardSwitch",
     "ForwardWrapper",
@@ -142,6 +142,8 @@ __all__ = [
     "LossFunction",
     "Nodes",
     "NoteGenerators",
+    "OpRecorder",
+    "OpVisitor",
     "Order",
     "PartialStep",
     "RandomState",
@@ -161,7 +163,6 @@ __all__ = [
     "copy_to_device_together",
     "count_collective",
     "current_tier",
-    "detach_offloaded_rows",
     "draws",
     "draws_nothing",
     "element_bytes",

@@ -1,5 +1,5 @@
 """Facts about ATen calls from their schemas and arguments: tensors read and written, random draws,
-elementwise ops, group sizes; and the mode that observes calls.
+elementwise ops, group sizes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from memtune.program import ON_GPU_ONLY
@@ -225,14 +225,3 @@ def part_of(tensor: Tensor, start: int, end: int) -> Tensor:
 def without_modes() -> AbstractContextManager[Any]:
     """Return a context without dispatch modes; a null context, which costs nothing, if none is active."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
-
-
-class WatchingMode(TorchDispatchMode):  # torch's __init_subclass__
-    """Mode under which compiled graphs are made and run; under any other active mode Dynamo runs eagerly."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: inactive while graphs are made, active while they run, so graphs that run op by op are
-        observed op by op.
-        """
-        return True

@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memtune.device import accelerator, platform_of
 from memtune.runtime.memory_tiers import HOST, tier
-from memtune.runtime.op_schema import WatchingMode, draws, without_modes
+from memtune.runtime.op_recorder import OpVisitor
+from memtune.runtime.op_schema import draws, without_modes
 
 
 @dataclass(frozen=True)
@@ -153,8 +154,8 @@ def generator_of(kwargs: Any) -> Generator | None:
     return found if isinstance(found, Generator) else None
 
 
-class NoteGenerators(WatchingMode):
-    """Mode that records generators passed to ops and not in `known` yet, with their states before the first
+class NoteGenerators(OpVisitor):
+    """Visitor that notes generators passed to ops and not in `known` yet, with their states before the first
     such op.
 
     Attributes:
@@ -162,19 +163,18 @@ class NoteGenerators(WatchingMode):
     """
 
     def __init__(self, known: list[Generator]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._known, self.found = known, list[tuple[Generator, Tensor]]()
         self.draws = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op."""
+    def before(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Note the generator of the op."""
         generator = generator_of(kwargs)
-        self.draws = self.draws or draws(func, args, kwargs or {})
+        self.draws = self.draws or draws(func, args, kwargs)
         if generator is not None and generator not in self._known:
             self._known.append(generator)
             with tier(HOST):
                 self.found.append((generator, generator.get_state()))
-        return func(*args, **(kwargs or {}))
+        return NotImplemented
 
 
 def autocast_now() -> list[Callable[[], AbstractContextManager[Any]]]:

@@ -22,14 +22,11 @@ class Async(Technique):
     kind: Literal["async"] = "async"
     slot: ClassVar[str] = "allocator"
     title: ClassVar[str] = "cudaMallocAsync (modelled approximately)"
+    clause: ClassVar[str] = "allocates with cudaMallocAsync"
     source: ClassVar[str] = (
         "NVIDIA, CUDA stream-ordered memory allocator; PyTorch: backend:cudaMallocAsync of PYTORCH_ALLOC_CONF"
     )
     exactness: ClassVar[Exactness] = Exactness.BITWISE
-
-    def sentence(self) -> str:
-        """Return the setting as one clause."""
-        return "allocates with cudaMallocAsync"
 
     @property
     def needs(self) -> tuple[Capability, ...]:

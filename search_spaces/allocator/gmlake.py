@@ -21,6 +21,7 @@ class GMLake(OwnAllocator):
 
     kind: Literal["gmlake"] = "gmlake"
     title: ClassVar[str] = "Stitched memory"
+    clause: ClassVar[str] = "stitches free pieces of memory into large blocks"
     source: ClassVar[str] = "Guo et al. 2024, GMLake, ASPLOS 2024, arXiv:2401.08156"
     paper: ClassVar[str] = "GMLake"
 
@@ -41,10 +42,6 @@ class GMLake(OwnAllocator):
     """Smaller requests (MiB) share pages in an expandable arena: no rounding to 2 MiB, but holes of their
     own.
     """
-
-    def sentence(self) -> str:
-        """Return the setting as one clause."""
-        return "stitches free pieces of memory into large blocks"
 
     def record(self, target: Target) -> dict[str, Any]:
         """Return the allocator and its knobs."""

@@ -29,6 +29,7 @@ class LifetimePools(OwnAllocator):
 
     kind: Literal["lifetime_pools"] = "lifetime_pools"
     title: ClassVar[str] = "Pools by lifetime"
+    clause: ClassVar[str] = "allocates from one pool per lifetime of tensors"
     source: ClassVar[str] = (
         "Rajbhandari et al. 2020, ZeRO, SC 2020, section 6.3 (memory defragmentation), arXiv:1910.02054"
     )
@@ -41,10 +42,6 @@ class LifetimePools(OwnAllocator):
     relearn_after: Annotated[int, Field(ge=1)] = 64
     """Requests without a counterpart in the observed step before another step is observed; doubles each time.
     """
-
-    def sentence(self) -> str:
-        """Return the setting as one clause."""
-        return "allocates from one pool per lifetime of tensors"
 
     def record(self, target: Target) -> dict[str, Any]:
         """Return the allocator and its knobs."""

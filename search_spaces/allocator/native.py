@@ -49,6 +49,7 @@ class Native(Technique):
     kind: Literal["native"] = "native"
     slot: ClassVar[str] = "allocator"
     title: ClassVar[str] = "PyTorch's caching allocator"
+    clause: ClassVar[str] = "uses PyTorch's caching allocator"
     source: ClassVar[str] = "PyTorch, CUDA semantics: optimizing memory usage with PYTORCH_ALLOC_CONF"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
@@ -102,10 +103,6 @@ class Native(Technique):
     """Pinned blocks above this many MiB are returned when they are freed."""
     pinned_free_catch_all: bool | None = None
     """Passed to torch unchanged; see its documentation."""
-
-    def sentence(self) -> str:
-        """Return the setting as one clause."""
-        return "uses PyTorch's caching allocator"
 
     @model_validator(mode="after")
     def _blocks_are_not_smaller_than_segments(self) -> Self:

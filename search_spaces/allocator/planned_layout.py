@@ -27,6 +27,7 @@ class PlannedLayout(OwnAllocator):
 
     kind: Literal["planned_layout"] = "planned_layout"
     title: ClassVar[str] = "Planned offsets"
+    clause: ClassVar[str] = "gives the tensors of a step planned addresses"
     source: ClassVar[str] = "Imanishi and Xu 2024, A Heuristic for Periodic Memory Allocation, ISMM 2024"
     paper: ClassVar[str] = "Imanishi and Xu 2024"
 
@@ -34,10 +35,6 @@ class PlannedLayout(OwnAllocator):
     """Unplanned requests before another step is observed: a small value plans often where steps differ, a
     large one keeps an old plan.
     """
-
-    def sentence(self) -> str:
-        """Return the setting as one clause."""
-        return "gives the tensors of a step planned addresses"
 
     def record(self, target: Target) -> dict[str, Any]:
         """Return the allocator and its knob."""

@@ -83,6 +83,9 @@ class AttentionBoundary(Technique):
     slot: ClassVar[str] = "recompute"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (BoundaryPlan, BlockBoundariesPlan)
     title: ClassVar[str] = "Recompute from attention to attention"
+    clause: ClassVar[str] = (
+        "recomputes everything but attention in backward, from one attention output to the next"
+    )
     source: ClassVar[str] = (
         "Li et al. 2024, DistFlashAttn, arXiv:2310.03294, rematerialization-aware checkpointing"
     )
@@ -95,10 +98,6 @@ class AttentionBoundary(Technique):
     and recomputes more at once. Default: the square root of the number of attentions, which needs the least
     memory. By blocks: of the attentions of one block.
     """
-
-    def sentence(self) -> str:
-        """Return the setting as one clause."""
-        return "recomputes everything but attention in backward, from one attention output to the next"
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Refuse blocks without fused attention, data-dependent ops, and mechanisms that act inside the

@@ -31,14 +31,11 @@ class AttentionOutput(Technique):
     kind: Literal["attention_output"] = "attention_output"
     slot: ClassVar[str] = "recompute"
     title: ClassVar[str] = "Recompute every block, run attention once"
+    clause: ClassVar[str] = "recomputes every block in backward except attention, whose output is kept"
     source: ClassVar[str] = "Gu et al. 2024, LoongTrain, arXiv:2406.18485, Selective Checkpoint++"
     paper: ClassVar[str] = "LoongTrain"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
     effects: ClassVar[Effects] = Effects(activations="uniform", eager_only=DISPATCH_MODE)
-
-    def sentence(self) -> str:
-        """Return the setting as one clause."""
-        return "recomputes every block in backward except attention, whose output is kept"
 
     def refuses(self, facts: Facts) -> Reason | None:
         """Refuse a model without blocks."""

@@ -35,6 +35,7 @@ class Balanced(Technique):
     slot: ClassVar[str] = "recompute"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (CallsPlan,)
     title: ClassVar[str] = "Recompute norms and activation functions"
+    clause: ClassVar[str] = "recomputes norms and activation functions in backward"
     source: ClassVar[str] = (
         "Yuan et al. 2024, Accelerating the Training of Large Language Models using Efficient Activation"
         " Rematerialization and Optimal Hybrid Parallelism, USENIX ATC, compute-memory balanced checkpointing"
@@ -42,10 +43,6 @@ class Balanced(Technique):
     paper: ClassVar[str] = "Yuan et al. 2024"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
     effects: ClassVar[Effects] = Effects(activations="block", eager_only=DISPATCH_MODE)
-
-    def sentence(self) -> str:
-        """Return the setting as one clause."""
-        return "recomputes norms and activation functions in backward"
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Refuse blocks without norms or activation functions that feed matrix products, blocks that cannot

@@ -27,16 +27,13 @@ class Full(Technique):
     kind: Literal["full"] = "full"
     slot: ClassVar[str] = "recompute"
     title: ClassVar[str] = "Recompute every block"
+    clause: ClassVar[str] = "recomputes every block in backward"
     source: ClassVar[str] = (
         "Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174"
     )
     paper: ClassVar[str] = "Chen et al. 2016"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
     effects: ClassVar[Effects] = Effects(activations="uniform")
-
-    def sentence(self) -> str:
-        """Return the setting as one clause."""
-        return "recomputes every block in backward"
 
     def refuses(self, facts: Facts) -> Reason | None:
         """Refuse a model without blocks."""

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from memtune.technique import Exactness, Target, Technique
+from memtune.technique import NullTechnique
 
 
-class KeepAll(Technique):
+class KeepAll(NullTechnique):
     """Keeps all that backward needs in device memory, as autograd does."""
 
     kind: Literal["none"] = "none"
     slot: ClassVar[str] = "recompute"
     title: ClassVar[str] = "Keep every activation"
+    clause: ClassVar[str] = "keeps every activation for backward"
     source: ClassVar[str] = "PyTorch autograd"
-    exactness: ClassVar[Exactness] = Exactness.BITWISE
-
-    def sentence(self) -> str:
-        """Return the setting as one clause."""
-        return "keeps every activation for backward"
-
-    def record(self, target: Target) -> dict[str, Any]:
-        """Return nothing: no mechanism is used."""
-        return {}

@@ -62,7 +62,12 @@ from memtune.activations.offload import (
     is_cast_weight,
     is_written_part,
 )
-from memtune.activations.recompute.collective_guard import is_on_ranks, refused_in
+from memtune.activations.recompute.collective_guard import (
+    RefuseExchanges,
+    is_on_ranks,
+    needs_visitor,
+    refused_in,
+)
 from memtune.activations.recompute.fingerprint import (
     Fingerprint,
     Fingerprinter,
@@ -76,10 +81,10 @@ from memtune.activations.recompute.region import Traffic
 from memtune.activations.recompute.region_contract import RegionRun
 from memtune.activations.recompute.saved_outputs import (
     Keep,
-    KeepMode,
+    KeepOutputs,
     KeptByStorage,
-    NamedMode,
-    ReplayMode,
+    NamedOutputs,
+    ReplayOutputs,
     SkippedCalls,
 )
 from memtune.activations.recompute.second_forward import (
@@ -95,10 +100,7 @@ from memtune.activations.recompute.second_forward import (
 from memtune.activations.recompute.user_checkpoint import autograd_saves
 from memtune.errors import ApplyError
 from memtune.program import INPUTS, OFFLOAD, RECOMPUTE, OpAddress, SavedTensorPolicy
-from memtune.runtime import (
-    ForwardWrapper,
-    RandomState,
-)
+from memtune.runtime import EagerRecorder, ForwardWrapper, OpRecorder, OpVisitor, RandomState
 
 
 class ActivationTable:
@@ -349,7 +351,7 @@ class _Frame:
         self.inputs = {id_of(t): t for t in leaves_of(self._args) if is_plain(t)}
         self.kept = KeptByStorage()
         self.skipped = SkippedCalls()
-        self._named = None if region.only is None else NamedMode(region.only)
+        self._named = None if region.only is None else NamedOutputs(region.only)
         self._entered = (
             frozenset(self.inputs) if region.only is not None and INPUTS in region.only else frozenset()
         )
@@ -416,18 +418,27 @@ class _Frame:
 
     def _enter_contexts(self, stack: ExitStack) -> None:
         """Enter the contexts of the first run; there are none in most regions after their first run."""
-        region, enter = self.region, stack.enter_context
-        if self._named is not None:
-            enter(self._named)
-        if not region.recompute:
-            return
-        if region.keep is not None:
+        region = self.region
+        visitors = self._guards(stack, is_first=not region.watched) if region.recompute else []
+        is_eager = self._named is not None or (region.recompute and region.keep is not None)
+        if region.recompute and region.keep is not None:
             random = partial(RandomState.kept, region.module, region.contract.generators)
-            enter(KeepMode(region.keep, self.kept, self.skipped, lambda: self.count, random))
-        if is_on_ranks():
-            enter(refused_in(region.name, first=not region.watched))
+            visitors.append(KeepOutputs(region.keep, self.kept, self.skipped, lambda: self.count, random))
+        if self._named is not None:
+            visitors.append(self._named)
+        if visitors:
+            stack.enter_context(EagerRecorder(*visitors) if is_eager else OpRecorder(*visitors))
+
+    def _guards(self, stack: ExitStack, *, is_first: bool) -> list[OpVisitor]:
+        """Enter the guard of collectives; return the visitors of a run that guard it."""
+        visitors: list[OpVisitor] = []
         if self._first is not None and self._first.noted is not None:
-            enter(self._first.noted)
+            visitors.append(self._first.noted)
+        if is_on_ranks():
+            stack.enter_context(refused_in(self.region.name))
+            if needs_visitor(is_first):
+                visitors.append(RefuseExchanges())
+        return visitors
 
     def _settle(self) -> None:
         """Drop kept outputs that the second run does not read, and offload the claimed ones, after the first
@@ -533,16 +544,14 @@ class _Frame:
 
     def _enter_contexts_again(self, stack: ExitStack) -> None:
         """Enter the contexts of the second run."""
-        region, enter = self.region, stack.enter_context
         assert self._first is not None
         for context in self._first.contexts():
-            enter(context)
-        if is_on_ranks():
-            enter(refused_in(region.name, first=False))
-        if region.keep is not None:
-            enter(ReplayMode(self.kept, self.skipped))
-        if self._first.noted is not None:
-            enter(self._first.noted)
+            stack.enter_context(context)
+        visitors = self._guards(stack, is_first=False)
+        if self.region.keep is not None:
+            stack.enter_context(EagerRecorder(*visitors, ReplayOutputs(self.kept, self.skipped)))
+        elif visitors:
+            stack.enter_context(OpRecorder(*visitors))
 
     def keep_back(self, n: int, tensor: Tensor) -> None:
         """Store the n-th tensor of the second run until backward unpacks it, if autograd still holds it."""

@@ -3,19 +3,19 @@
 A recording on one rank does not show a collective behind `if dist.is_initialized()`, or one that starts at
 the tenth step. Here it raises before any data is exchanged twice.
 
-The first run of a block is under a dispatch mode, which sees every op that exchanges data between ranks. A
-dispatch mode costs time at every op, so later runs rely on kernels in front of the operators of `c10d`, which
-cost about 20 µs per collective and nothing otherwise. They are registered before the first recomputed block
-runs on several ranks. Functional collectives with autograd call `c10d` from below autograd, where those
+The first run of a block has a visitor (`RefuseExchanges`), which sees every op that exchanges data between
+ranks. A visitor costs time at every op, so later runs rely on kernels in front of the operators of `c10d`,
+which cost about 20 µs per collective and nothing otherwise. They are registered before the first recomputed
+block runs on several ranks. Functional collectives with autograd call `c10d` from below autograd, where those
 kernels do not see them: they get kernels of their own. A torch version without `torch.library.get_kernel`
-keeps the mode.
+keeps the visitor.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from memtune import refusals
 from memtune.device import DISPATCH_KEYS
 from memtune.errors import ApplyError
-from memtune.runtime import WatchingMode
+from memtune.runtime import OpVisitor
 
 _FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
 NAMESPACES = ("c10d", *_FUNCTIONAL)
@@ -43,21 +43,14 @@ _inside = _Inside()
 _GET_KERNEL: Callable[[Any, str], Any] | None = getattr(torch.library, "get_kernel", None)
 
 
-class _NoExchange(WatchingMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+class RefuseExchanges(OpVisitor):
+    """Visitor that raises MT306 at an op that exchanges data between ranks."""
+
+    def before(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Refuse the op if it exchanges data."""
         if func.namespace in NAMESPACES:
             raise _twice(func)
-        return func(*args, **(kwargs or {}))
-
-
-def refused_in(name: str, *, first: bool = True) -> AbstractContextManager[Any]:
-    """Return a context that raises MT306 at a collective called inside it; a null context on one rank.
-
-    Args:
-        name: Name of the block.
-        first: It is the block's first run, which needs the dispatch mode.
-    """
-    return _refused_in(name, first) if is_on_ranks() else nullcontext()
+        return NotImplemented
 
 
 def is_on_ranks() -> bool:
@@ -65,13 +58,18 @@ def is_on_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def needs_visitor(is_first: bool) -> bool:
+    """Return whether a run of a block needs `RefuseExchanges` besides `refused_in`, as its first run does."""
+    return is_first or _GET_KERNEL is None
+
+
 @contextmanager
-def _refused_in(name: str, first: bool) -> Iterator[None]:
+def refused_in(name: str) -> Iterator[None]:
+    """Raise MT306 in the kernels of collectives that the block `name` calls inside this context."""
     _kernels()
     before, _inside.block = _inside.block, name
     try:
-        with _NoExchange() if first or _GET_KERNEL is None else nullcontext():  # type: ignore[no-untyped-call]
-            yield
+        yield
     finally:
         _inside.block = before
 

@@ -1,4 +1,4 @@
-"""Outputs that a recomputed region keeps: dispatch modes collect them in the first run and return them in the
+"""Outputs that a recomputed region keeps: op visitors collect them in the first run and return them in the
 second.
 """
 
@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memtune.activations.offload import OffloadedTensor, View, id_of
 from memtune.program import SHAPE_ALONE, OpAddress, OpAddresses
-from memtune.runtime import RandomState, draws, mutated
+from memtune.runtime import OpVisitor, RandomState, draws, mutated
 
 Keep = Callable[[Any], bool] | OpAddresses
 """Selection of the kept outputs: a predicate on ops, or a list of calls."""
@@ -157,16 +156,8 @@ class KeptByStorage:
         return len(asked) == len(self.calls)
 
 
-class _EagerMode(TorchDispatchMode):
-    """Mode around code that is never compiled: torch need not keep Dynamo out at each op."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
-class KeepMode(_EagerMode):
-    """Mode of the first forward: collects kept outputs, and notes skipped calls."""
+class KeepOutputs(OpVisitor):
+    """Visitor of the first forward: collects kept outputs, and notes skipped calls."""
 
     def __init__(
         self,
@@ -176,23 +167,16 @@ class KeepMode(_EagerMode):
         count: Callable[[], int],
         random: Callable[[], RandomState],
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._keep, self._kept, self._skipped, self._count, self._random = (
-            keep,
-            kept,
-            skipped,
-            count,
-            random,
-        )
+        self._keep, self._kept, self._skipped = keep, kept, skipped
+        self._count, self._random = count, random
         self._seen, self._answers = _Occurrences(), dict[Any, bool]()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op; note its outputs if it is not run again."""
-        out = func(*args, **kwargs) if kwargs else func(*args)
+    def after(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Keep the outputs of an op that is not run again."""
         if isinstance(self._keep, OpAddresses):
             call = self._seen.next(func)
             if call in self._keep.skipped:
-                # Both modes count calls of an op in the order of the run, so a plan names an op and its
+                # Both visitors count calls of an op in the order of the run, so a plan names an op and its
                 # occurrence.
                 self._skipped.skip(
                     call, func, args, out, before=self._count(), random=self._state_after(func, args, kwargs)
@@ -204,10 +188,9 @@ class KeepMode(_EagerMode):
         elif self._is_kept(func):
             self._kept.add(self._seen.next(func), self._output(func, args, kwargs, out))
         if self._kept.calls and is_mutable(func):
-            for storage in {tensor.untyped_storage() for tensor in mutated(func, args, kwargs or {})}:
+            for storage in {tensor.untyped_storage() for tensor in mutated(func, args, kwargs)}:
                 for kept in self._kept.calls.values():
                     kept.note_write(storage)
-        return out
 
     def _is_kept(self, func: Any) -> bool:
         found = self._answers.get(func)
@@ -219,45 +202,41 @@ class KeepMode(_EagerMode):
         return KeptOutputs(out, self._count(), self._state_after(func, args, kwargs))
 
     def _state_after(self, func: Any, args: Any, kwargs: Any) -> RandomState | None:
-        return self._random() if draws(func, args, kwargs or {}) else None
+        return self._random() if draws(func, args, kwargs) else None
 
 
-class ReplayMode(_EagerMode):
-    """Mode of the second forward: returns each kept output instead of computing it."""
+class ReplayOutputs(OpVisitor):
+    """Visitor of the second forward: returns each kept output instead of computing it."""
 
     def __init__(self, kept: KeptByStorage, skipped: SkippedCalls) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._kept, self._skipped, self._seen = kept, skipped, _Occurrences()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op, unless its outputs were kept or are not needed."""
+    def before(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the outputs of an op if they were kept or are not needed."""
         call = self._seen.next(func)
         if call in self._skipped:
-            return self._skipped.take(call, func, args, kwargs or {})
+            return self._skipped.take(call, func, args, kwargs)
         kept = self._kept.calls.get(call)
         if kept is not None:
             out = kept.take()
             self._kept.note(kept)
             return out
-        return func(*args, **kwargs) if kwargs else func(*args)
+        return NotImplemented
 
 
-class NamedMode(_EagerMode):
-    """Mode that notes the outputs of some calls of a region, while their storages live."""
+class NamedOutputs(OpVisitor):
+    """Visitor that notes the outputs of some calls of a region, while their storages live."""
 
     def __init__(self, calls: frozenset[OpAddress]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._calls, self._seen = calls, _Occurrences()
         self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op; note the storages of its outputs if it is among the calls."""
-        out = func(*args, **(kwargs or {}))
+    def after(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note the storages of the op's outputs if it is among the calls."""
         if self._seen.next(func) in self._calls:
             self._made |= {
                 id_of(t): weakref.ref(t.untyped_storage()) for t in tree_leaves(out) if isinstance(t, Tensor)
             }
-        return out
 
     def is_output(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is a view of an output of one of the calls."""

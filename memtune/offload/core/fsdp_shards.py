@@ -14,6 +14,7 @@ This file reads private attributes of `torch.distributed.fsdp` (torch 2.13).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from memtune.device import accelerator, streams
 from memtune.errors import ApplyError
 from memtune.offload.core.parameter_layout import aligned
-from memtune.runtime import Context, detach_offloaded_rows, memory_of
+from memtune.runtime import Context, memory_of
 
 _FIX = "sharding: {states: {kind: fsdp}} with its defaults, communication: {kind: plain}"
 
@@ -51,7 +52,7 @@ class GatheredBlocks:
         self._units: list[Any] = [_unit(context, name) for name in context.blocks]
         self._of = {each.sharded_param: each for unit in self._units for each in unit.fsdp_params}
         self._reads: torch.Event | None = None
-        detach_offloaded_rows()
+        _detach_offloaded_rows()
         # Now, while the parameters show their rows: it reads them.
         model._get_fsdp_state()._lazy_init()
         for each in self._of.values():
@@ -187,3 +188,29 @@ def sharded_like(parameter: nn.Parameter, rows: Tensor) -> Tensor:
     )
     found._local_tensor = mine
     return found
+
+
+_CLASS: Any = DTensor
+
+
+def _detach_offloaded_rows() -> None:
+    """Let `DTensor.detach` return rows that are on another device as they are; once per process.
+
+    Torch makes the result on the device of the rows, and then fails to make it share the storage of the
+    DTensor, which is on another one. `Module.state_dict` detaches each parameter.
+    """
+    own = _CLASS.detach
+    if hasattr(own, "__wrapped__"):
+        return
+
+    @functools.wraps(own)
+    def detach(self: DTensor) -> Tensor:
+        rows = self._local_tensor
+        found: Tensor = (
+            own(self)
+            if rows.device == self.device
+            else _CLASS(rows.detach(), self._spec, requires_grad=False)
+        )
+        return found
+
+    _CLASS.detach = detach

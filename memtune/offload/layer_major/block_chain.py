@@ -20,13 +20,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from memtune.activations.recompute import RegionContract
 from memtune.device import accelerator
 from memtune.errors import ApplyError
-from memtune.runtime import HOST, RandomState, tier
+from memtune.runtime import HOST, EagerRecorder, OpVisitor, RandomState, tier
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _FIX = "offload: {states: {kind: stronghold}}, which keeps the plain order of micro-batches"
@@ -116,7 +115,7 @@ class Link:
 Chain = tuple[Link, ...]
 
 
-class ChainRecorder:
+class ChainRecorder(OpVisitor):
     """Records the data flow between blocks in one forward.
 
     Args:
@@ -182,7 +181,7 @@ class ChainRecorder:
             before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         state = RandomState.capture(self._model)
         # A recording forward must not change the training run: generators and buffers are restored.
-        with state.restored(), _OpObserver(self):
+        with state.restored(), EagerRecorder(self):
             run()
             drawn = not state.is_now(self._model)
         changed = contract.written(versions)
@@ -238,11 +237,11 @@ class ChainRecorder:
             )
         return "first", at
 
-    def observe_op(self, func: Any, args: Any, kwargs: Any) -> None:
+    def before(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Check an op outside of the blocks: it must not use an output of a block but the last (Rule 1)."""
         # After the first violation further ones add nothing to the message.
         if self._inside or not self._middle or self._broken_rule:
-            return
+            return NotImplemented
         # Storages, not tensors: a view of the output is a use as well.
         used = {
             leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
@@ -251,18 +250,7 @@ class ChainRecorder:
             tensor = reference()
             if tensor is not None and tensor.untyped_storage()._cdata in used:
                 self._reject(f"the op {func} uses the output of {name} outside of the next block")
-
-
-class _OpObserver(TorchDispatchMode):
-    """Dispatch mode that passes every op to a `ChainRecorder`."""
-
-    def __init__(self, recorder: ChainRecorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._recorder.observe_op(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        return NotImplemented
 
 
 def _value(leaf: Any) -> Any:

@@ -27,7 +27,7 @@ Source: Luo et al. 2023, RTP (arXiv:2311.01635).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -69,6 +69,24 @@ def _add_product(sums: Tensor | None, left: Tensor, right: Tensor, dtype: torch.
     return sums.addmm_(left, right) if sums.dtype == left.dtype else sums.add_(left @ right)
 
 
+def _by_shards(ring: Ring, weight: Tensor, dim: int, run: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Return the outputs of `run(shard, index)` of all shards of `weight`, joined in `dim`."""
+    shards, rows, whole = RingRound(ring, weight.detach(), prefetch=False), weight.shape[0], None
+    for hop in range(ring.ranks):
+        index = ring.owner(hop)
+        part = run(shards.next(), index)  # the shard has no name here: it is freed before `whole` is made
+        if whole is None:
+            shape = list(part.shape)
+            shape[dim] = rows * ring.ranks
+            layout = suggest_memory_format(part) if dim == 1 else torch.contiguous_format
+            whole = torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=layout)
+        whole.narrow(dim, index * rows, rows).copy_(part)
+        del part  # before the next one is made
+    shards.finish()
+    assert whole is not None
+    return whole
+
+
 class _Linear(torch.autograd.Function):
     """`F.linear` with a rotating weight (rules 1, 2 and 4)."""
 
@@ -76,19 +94,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Ring, always: bool) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.ring, ctx.always = ring, always
-        shards, rows, whole = RingRound(ring, weight.detach(), prefetch=False), weight.shape[0], None
-        for hop in range(ring.ranks):
-            # After t hops a rank holds the shard of the rank t before it.
-            shard, first = shards.next(), (ring.rank - hop) % ring.ranks * rows
-            part = F.linear(x, shard, None if bias is None else bias[first : first + rows])
-            del shard
-            if whole is None:
-                whole = part.new_empty((*part.shape[:-1], rows * ring.ranks))
-            whole.narrow(-1, first, rows).copy_(part)
-            del part
-        shards.finish()
-        assert whole is not None
-        return whole
+        shares = [None] * ring.ranks if bias is None else bias.chunk(ring.ranks)
+        return _by_shards(ring, weight, -1, lambda shard, index: F.linear(x, shard, shares[index]))
 
     @staticmethod
     @once_differentiable
@@ -101,7 +108,7 @@ class _Linear(torch.autograd.Function):
         shards = RingRound(ring, weight.detach(), prefetch=True) if to_x or ctx.always else None
         sums = RingSums(ring)
         for hop in range(1, ring.ranks + 1):
-            part = flat.narrow(1, (ring.rank - hop) % ring.ranks * rows, rows)
+            part = flat.narrow(1, ring.owner(hop) * rows, rows)
             if to_weight:
                 of_weight = None  # what was passed on is the hop's
                 of_weight = sums.add(_add_product(sums.next(), part.t(), _flat(x), weight.dtype))
@@ -167,26 +174,13 @@ class _Convolution(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.how, ctx.ring = how, ring
-        shards, rows, whole = RingRound(ring, weight.detach(), prefetch=False), weight.shape[0], None
-        for hop in range(ring.ranks):
-            shard, index = shards.next(), (ring.rank - hop) % ring.ranks
-            part = how.run(
-                how.inputs(x, index, ring.ranks),
-                shard,
-                None if bias is None else bias.narrow(0, index * rows, rows),
-                ring.ranks,
-            )
-            del shard
-            if whole is None:
-                shape = (part.shape[0], rows * ring.ranks, *part.shape[2:])
-                whole = torch.empty(
-                    shape, dtype=part.dtype, device=part.device, memory_format=suggest_memory_format(part)
-                )
-            whole.narrow(1, index * rows, rows).copy_(part)
-            del part
-        shards.finish()
-        assert whole is not None
-        return whole
+        shares = [None] * ring.ranks if bias is None else bias.chunk(ring.ranks)
+        return _by_shards(
+            ring,
+            weight,
+            1,
+            lambda shard, index: how.run(how.inputs(x, index, ring.ranks), shard, shares[index], ring.ranks),
+        )
 
     @staticmethod
     @once_differentiable
@@ -200,7 +194,7 @@ class _Convolution(torch.autograd.Function):
         shards = RingRound(ring, weight.detach(), prefetch=True) if to_x else None
         sums = RingSums(ring)
         for hop in range(1, ring.ranks + 1):
-            index = (ring.rank - hop) % ring.ranks
+            index = ring.owner(hop)
             received = sums.next() if to_weight else None
             of_inputs, mine = how.gradients(
                 gradient.narrow(1, index * rows, rows),
@@ -234,7 +228,7 @@ class _Embedding(torch.autograd.Function):
         torch._assert_async(((index >= 0) & (index < weight.shape[0] * ring.ranks)).all())
         shards, whole = RingRound(ring, weight.detach(), prefetch=False), None
         for hop in range(ring.ranks):
-            row, is_remote = _rows(index, (ring.rank - hop) % ring.ranks, weight.shape[0])
+            row, is_remote = _rows(index, ring.owner(hop), weight.shape[0])
             part = F.embedding(row, shards.next()).masked_fill_(is_remote, 0)
             whole = part if whole is None else whole.add_(part)
             del part
@@ -248,7 +242,7 @@ class _Embedding(torch.autograd.Function):
         (index,), ring, of_weight = ctx.saved_tensors, ctx.ring, None
         sums = RingSums(ring)
         for hop in range(1, ring.ranks + 1):
-            row, is_remote = _rows(index, (ring.rank - hop) % ring.ranks, ctx.shape[0])
+            row, is_remote = _rows(index, ring.owner(hop), ctx.shape[0])
             of_weight = sums.next()
             if of_weight is None:
                 of_weight = gradient.new_zeros(ctx.shape, dtype=ctx.dtype)

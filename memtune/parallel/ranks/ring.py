@@ -36,6 +36,10 @@ class Ring:
         """Position of this rank's shard in a weight."""
         return Piece(0, self.ranks, self.rank)
 
+    def owner(self, hop: int) -> int:
+        """Return the rank whose shard this rank holds after `hop` hops of a round."""
+        return (self.rank - hop) % self.ranks
+
     def send(self, shard: Tensor) -> Hop:
         """Start sending `shard` to the next rank and receiving the shard of the rank before."""
         # Allocated on the compute stream, which reads it later; the ring's stream waits for that stream

@@ -44,15 +44,14 @@ class Roam(Technique):
     kind: Literal["roam"] = "roam"
     slot: ClassVar[str] = "execution.order"
     title: ClassVar[str] = "Ops in a low-peak order"
+    clause: ClassVar[str] = (
+        "updates each weight as soon as its gradient is ready; orders compiled graphs for a low peak"
+    )
     source: ClassVar[str] = (
         "Shu et al. 2023, ROAM: memory-efficient large DNN training via operator ordering, arXiv:2310.19295"
     )
     paper: ClassVar[str] = "ROAM"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
-
-    def sentence(self) -> str:
-        """Return the setting as one clause."""
-        return "updates each weight as soon as its gradient is ready; orders compiled graphs for a low peak"
 
     def refuses(self, facts: Facts) -> Reason | None:
         """Refuse compiled graphs of fused kernels."""

@@ -58,6 +58,7 @@ class Elixir(Technique):
     slot: ClassVar[str] = "offload.states"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (ChunksPlan,)
     title: ClassVar[str] = "A cache of chunks, searched before training"
+    clause: ClassVar[str] = "keeps chunks of the blocks' weights in host memory, with a cache on the device"
     source: ClassVar[str] = (
         "Huang et al. 2022, Elixir: Train a Large Language Model on a Small GPU Cluster, arXiv:2212.05339"
     )
@@ -70,10 +71,6 @@ class Elixir(Technique):
     """Blocks by which chunks are prefetched; 0: loaded at their use."""
     device_updates: bool = True
     """Chunks are resident with their optimizer state if that takes less time than a larger cache."""
-
-    def sentence(self) -> str:
-        """Return the setting as one clause."""
-        return "keeps chunks of the blocks' weights in host memory, with a cache on the device"
 
     @property
     def effects(self) -> Effects:

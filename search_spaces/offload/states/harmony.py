@@ -73,6 +73,7 @@ class Harmony(Technique):
     slot: ClassVar[str] = "offload.states"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (HarmonyPlan, StagesPlan)
     title: ClassVar[str] = "Packs of layers over all micro-batches"
+    clause: ClassVar[str] = "keeps the blocks in host memory, and runs packs of them over all micro-batches"
     source: ClassVar[str] = "Li et al. 2022, Harmony: Overcoming the Hurdles of GPU Memory Capacity, VLDB"
     paper: ClassVar[str] = "Harmony"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
@@ -100,10 +101,6 @@ class Harmony(Technique):
     """The next pack is loaded while one computes (double buffering), for the bytes of both."""
     parallelism: Literal["data", "pipeline"] = "data"
     """On several ranks: each runs all packs on its own micro-batches, or its own packs on all of them."""
-
-    def sentence(self) -> str:
-        """Return the setting as one clause."""
-        return "keeps the blocks in host memory, and runs packs of them over all micro-batches"
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Require a chain of blocks without random numbers and statistics, in float32; ranks must neither

@@ -99,6 +99,9 @@ class Mobius(Technique):
     slot: ClassVar[str] = "offload.states"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (MobiusPlan, MobiusStagesPlan)
     title: ClassVar[str] = "Stages in turn, the next one prefetched"
+    clause: ClassVar[str] = (
+        "keeps the blocks in host memory, and runs stages of them in turn while the next is copied in"
+    )
     source: ClassVar[str] = (
         "Feng et al. 2023, Mobius: Fine Tuning Large-Scale Models on Commodity GPU Servers, ASPLOS 23"
     )
@@ -124,10 +127,6 @@ class Mobius(Technique):
     """Blocks whose updates overlap with the next step's forward. Default: solved; []: all updates end within
     the step.
     """
-
-    def sentence(self) -> str:
-        """Return the setting as one clause."""
-        return "keeps the blocks in host memory, and runs stages of them in turn while the next is copied in"
 
     def refuses(self, facts: Facts) -> Reason | None:
         """Refuse more stages than blocks on one rank, and blocks that the model does not have."""

@@ -64,6 +64,9 @@ class PatrickStar(Technique):
     slot: ClassVar[str] = "offload.states"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (ChunksPlan,)
     title: ClassVar[str] = "Chunks of weights, evicted by next use"
+    clause: ClassVar[str] = (
+        "keeps chunks of the blocks' weights in host memory when the device is full, and updates there"
+    )
     source: ClassVar[str] = (
         "Fang et al. 2021, PatrickStar: Parallel Training of Pre-trained Models via Chunk-based Memory"
         " Management, arXiv:2108.05818"
@@ -80,10 +83,6 @@ class PatrickStar(Technique):
     """
     device_updates: bool = True
     """Chunks whose optimizer state fits on the device are resident and updated there."""
-
-    def sentence(self) -> str:
-        """Return the setting as one clause."""
-        return "keeps chunks of the blocks' weights in host memory when the device is full, and updates there"
 
     @property
     def effects(self) -> Effects:

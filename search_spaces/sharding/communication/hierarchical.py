@@ -23,10 +23,7 @@ class Hierarchical(_GathersByNode):
 
     kind: Literal["hierarchical"] = "hierarchical"
     title: ClassVar[str] = "Gathers between nodes, then inside them"
+    clause: ClassVar[str] = "gathers weights between nodes first, then inside them"
     source: ClassVar[str] = "Zhang et al. 2022, MiCS, VLDB 16(1), arXiv:2205.00119, section 3.3"
     paper: ClassVar[str] = "MiCS"
     _gather: ClassVar[Gathering] = "hierarchical"
-
-    def sentence(self) -> str:
-        """Return the setting as one clause."""
-        return "gathers weights between nodes first, then inside them"

@@ -4,14 +4,14 @@ rank.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from memtune.program import Program
 from memtune.search_spaces import active
-from memtune.technique import Exactness, Reason, Target, Technique
+from memtune.technique import NullTechnique, Reason, Target
 
 
-class Alone(Technique):
+class Alone(NullTechnique):
     """Runs the plain model without wrapper or collective, on one rank; several ranks would train different
     models.
     """
@@ -19,12 +19,8 @@ class Alone(Technique):
     kind: Literal["none"] = "none"
     slot: ClassVar[str] = "sharding.states"
     title: ClassVar[str] = "Whole model on one rank"
+    clause: ClassVar[str] = "runs the whole model on one rank"
     source: ClassVar[str] = "PyTorch eager execution"
-    exactness: ClassVar[Exactness] = Exactness.BITWISE
-
-    def sentence(self) -> str:
-        """Return the setting as one clause."""
-        return "runs the whole model on one rank"
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Require one rank, or several whose gradients another technique reduces, such as model
@@ -38,7 +34,3 @@ class Alone(Technique):
         return Reason(
             f"{target.ranks} ranks would each train a model of their own", "choose ddp, zero1 or fsdp"
         )
-
-    def record(self, target: Target) -> dict[str, Any]:
-        """Return no settings: no mechanism is used."""
-        return {}

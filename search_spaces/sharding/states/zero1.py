@@ -35,6 +35,7 @@ class Zero1(Technique):
     kind: Literal["zero1"] = "zero1"
     slot: ClassVar[str] = "sharding.states"
     title: ClassVar[str] = "Optimizer state divided over the ranks"
+    clause: ClassVar[str] = "divides optimizer state over all ranks"
     source: ClassVar[str] = "Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.1"
     paper: ClassVar[str] = "ZeRO-1"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
@@ -44,10 +45,6 @@ class Zero1(Technique):
     """MiB of gradients reduced, and of weights gathered, at once; large buckets pay latency less often, small
     ones hold less.
     """
-
-    def sentence(self) -> str:
-        """Return the setting as one clause."""
-        return "divides optimizer state over all ranks"
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Require two ranks and parameters that have rows."""

@@ -33,6 +33,7 @@ class Zero2(Technique):
     kind: Literal["zero2"] = "zero2"
     slot: ClassVar[str] = "sharding.states"
     title: ClassVar[str] = "Gradients and optimizer state divided over the ranks"
+    clause: ClassVar[str] = "divides gradients and optimizer state over all ranks"
     source: ClassVar[str] = "Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.2"
     paper: ClassVar[str] = "ZeRO-2"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
@@ -44,10 +45,6 @@ class Zero2(Technique):
     """MiB of gradients reduced, and of weights gathered, at once; large buckets pay latency less often, small
     ones hold less.
     """
-
-    def sentence(self) -> str:
-        """Return the setting as one clause."""
-        return "divides gradients and optimizer state over all ranks"
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Require two ranks, parameters that have rows, and sums of gradients to shard."""

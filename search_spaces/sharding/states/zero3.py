@@ -25,12 +25,9 @@ class Zero3(_FsdpUnits):
 
     kind: Literal["zero3"] = "zero3"
     title: ClassVar[str] = "All model state divided over all ranks"
+    clause: ClassVar[str] = "divides weights, gradients and optimizer state over all ranks"
     source: ClassVar[str] = "Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.3"
     paper: ClassVar[str] = "ZeRO-3"
-
-    def sentence(self) -> str:
-        """Return the setting as one clause."""
-        return "divides weights, gradients and optimizer state over all ranks"
 
     def record(self, target: Target) -> dict[str, Any]:
         """Return the settings of `fsdp` over all ranks."""
