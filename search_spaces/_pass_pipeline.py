@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
-from memtune.parallel.ranks import all_parts, one_part
+from memtune.parallel.ranks import on_every_rank, on_replicas
 from memtune.program import Program
 from memtune.search_spaces import SLOTS
 from memtune.technique import PassStage, Plan, Reason, Target, Technique, lacking
@@ -42,21 +42,23 @@ def check_fit(program: Program, technique: Technique, target: Target, parts: int
     """Return why `technique` does not fit `program`, None if it does; `target` is that of all ranks."""
     if technique.needs and (reason := lacking(target.hardware.platform, technique.needs)) is not None:
         return reason
-    return technique.fits(program if parts == 1 else one_part(program, parts), visible_target(target, parts))
+    return technique.fits(
+        program if parts == 1 else on_replicas(program, parts), visible_target(target, parts)
+    )
 
 
 def run_pass(program: Program, technique: Technique, target: Target, parts: int) -> tuple[Program, Plan]:
     """Return `program` after the pass of `technique`, which fits, and its plan; `target` is that of all
     ranks.
     """
-    before, seen = program if parts == 1 else one_part(program, parts), visible_target(target, parts)
+    before, seen = program if parts == 1 else on_replicas(program, parts), visible_target(target, parts)
     plan = technique.plan(before, seen)
     if technique.effects.among_copies and program.stages is not None:
         return program, plan  # rule 4: the states are sharded per stage later
     after = technique.rewrite(before, plan, seen)
     if after is before:
         return program, plan
-    return after if parts == 1 else all_parts(after, parts, target.hardware), plan
+    return after if parts == 1 else on_every_rank(after, parts, target.hardware), plan
 
 
 def run_passes(

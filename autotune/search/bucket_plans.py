@@ -29,11 +29,11 @@ def plan_buckets(setup: Setup, candidate: Candidate) -> tuple[Bucket, ...]:
     """
     choice = candidate.choice
     if choice not in setup.bucket_plans:
-        setup.bucket_plans[choice] = _all_planned(setup, candidate)
+        setup.bucket_plans[choice] = _planned_buckets(setup, candidate)
     return setup.bucket_plans[choice]
 
 
-def _all_planned(setup: Setup, candidate: Candidate) -> tuple[Bucket, ...]:
+def _planned_buckets(setup: Setup, candidate: Candidate) -> tuple[Bucket, ...]:
     choice = candidate.choice
     _, refused = one_for_all_buckets(choice.chosen, choice.execution.compile)
     if refused is not None or choice.precision is not None or not choice.chosen.keys() & set(BUCKET_SLOTS):

@@ -30,7 +30,7 @@ from memtune.autotune.search.trials import make_executor
 from memtune.autotune.space import DAMAGE, Sampler, Scored, SearchOptions, baselines
 from memtune.errors import EnvironmentFault, UsageError
 from memtune.executors import Executor
-from memtune.ssd import all_allowed
+from memtune.ssd import allowed_dirs
 from memtune.workload import split_target
 
 
@@ -181,7 +181,7 @@ def _fingerprint(options: SearchOptions, setup: Setup) -> dict[str, object]:
         "freeze": dict(options.freeze),
         "allow_lossy": options.allow_lossy,
         "seed": options.seed,
-        "offload_dirs": len(all_allowed()) or None,  # without one nothing that needs a drive is searched
+        "offload_dirs": len(allowed_dirs()) or None,  # without one nothing that needs a drive is searched
     }
     workload = {
         "file": setup.workload.path.name,

@@ -339,7 +339,7 @@ def clean(directory: Path | None, as_json: bool) -> int:
 
     from memtune.ssd import offload_dir
 
-    roots = [str(directory)] if directory is not None else offload_dir.all_allowed()
+    roots = [str(directory)] if directory is not None else offload_dir.allowed_dirs()
     places = [offload_dir.checked(root, quiet=True) for root in roots]
     if directory is None:
         places.append(Path(tempfile.gettempdir()))

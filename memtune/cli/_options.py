@@ -236,7 +236,7 @@ def offload_dir(given: dict[str, Any], *, for_trials: bool) -> None:
 
     if given["offload_dir"] is not None:
         os.environ[offload_dir.VARIABLE] = given["offload_dir"]
-    for each in offload_dir.all_allowed() if for_trials else ():
+    for each in offload_dir.allowed_dirs() if for_trials else ():
         if warning := offload_dir.in_memory(offload_dir.checked(each, quiet=True)):
             print(warning, file=sys.stderr)
 

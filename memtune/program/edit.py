@@ -226,7 +226,7 @@ class Edit:
         columns = {name: column[ops] for name, column in step.ops.columns().items()}
         columns |= {"copy_of": ops, "phase": phase}
         if empty is not None and empty.any():
-            columns |= self._only_allocating(columns, empty)
+            columns |= self._allocation_only(columns, empty)
         self._new_ops.append(columns)
         self.n_ops += count
 
@@ -268,7 +268,7 @@ class Edit:
         )
         return new_op, new_storage
 
-    def _only_allocating(self, columns: dict[str, Any], empty: npt.NDArray[np.bool_]) -> dict[str, Any]:
+    def _allocation_only(self, columns: dict[str, Any], empty: npt.NDArray[np.bool_]) -> dict[str, Any]:
         """Return the columns in which copies that only allocate differ from their originals."""
         nothing: dict[str, Any] = {
             "name": self.name_id("aten.empty_strided.default"),

@@ -442,7 +442,7 @@ class PartialStep:
         self.is_it = False
 
     @contextmanager
-    def all_updates(self) -> Iterator[None]:
+    def step_updates(self) -> Iterator[None]:
         """Wrap all updates of a step; an exception inside leaves the step partial.
 
         Raises:

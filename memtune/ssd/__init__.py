@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         copy_to_slot,
         tensors_of,
     )
-    from memtune.ssd.offload_dir import RunFolder, all_allowed, flush
+    from memtune.ssd.offload_dir import RunFolder, allowed_dirs, flush
     from memtune.ssd.ssd_file import TENSORS, WRITE_PRIORITY, Extent, SsdFile, Ticket, cores_of_drive
 else:
     __getattr__ = open_door(__name__)
@@ -40,7 +40,7 @@ __all__ = [
     "Slots",
     "SsdFile",
     "Ticket",
-    "all_allowed",
+    "allowed_dirs",
     "coded",
     "copy_to_slot",
     "cores_of_drive",

@@ -109,7 +109,7 @@ class LastStep:
             EnvironmentFault: Kept bytes cannot be read back as they were written; names the tensor.
         """
         self._forget()  # manifests of the same model, trained before in this process
-        self._before = dead_runs(offload_dir.all_checked(), self._key)
+        self._before = dead_runs(offload_dir.checked_dirs(), self._key)
         self._kept.look(self._key, [each for run in self._before for each in run.manifests])
         self._context.undo.callback(self._release)
         # A crash may fall between the manifests of two ranks; each keeps two, so the minimum exists

@@ -89,10 +89,10 @@ MANIFEST: Final = "manifest-"
 
 def allowed() -> str:
     """Return the allowed directory, the first of several, or "" if none; reads the environment only."""
-    return next(iter(all_allowed()), "")
+    return next(iter(allowed_dirs()), "")
 
 
-def all_allowed() -> tuple[str, ...]:
+def allowed_dirs() -> tuple[str, ...]:
     """Return all allowed directories; a list with colons names several drives."""
     return tuple(each for each in os.environ.get(VARIABLE, "").split(os.pathsep) if each)
 
@@ -143,14 +143,14 @@ def checked(root: str | None = None, *, quiet: bool = False) -> Path:
     return path
 
 
-def all_checked() -> list[Path]:
+def checked_dirs() -> list[Path]:
     """Return `checked` of the first directory and all others that may be used, since any may have kept steps.
 
     Raises:
         EnvironmentFault: As `checked` of the first.
     """
     found = [checked()]
-    for root in all_allowed()[1:]:
+    for root in allowed_dirs()[1:]:
         with contextlib.suppress(EnvironmentFault):  # a process that writes there raises it
             found.append(checked(root, quiet=True))
     return found
@@ -260,7 +260,7 @@ def free_bytes() -> int | None:
     """
     drives: dict[int, int] = {}
     try:
-        for root in map(Path, all_allowed()):
+        for root in map(Path, allowed_dirs()):
             left = sum(each.n_bytes for each in orphans(root) if not each.resumable)
             there = os.statvfs(root)
             device = os.stat(root).st_dev
@@ -340,7 +340,7 @@ def folders_of_own() -> list[RunFolder]:
     """
     with contextlib.ExitStack() as undo:
         made = []
-        for each in all_allowed():
+        for each in allowed_dirs():
             try:
                 made.append(RunFolder(checked(each, quiet=True)))
             except EnvironmentFault:  # the process that uses the directory raises it

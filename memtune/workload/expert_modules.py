@@ -63,17 +63,21 @@ def experts_of(model: nn.Module, blocks: Sequence[str]) -> tuple[Expert, ...]:
 def experts_in(step: Step) -> tuple[Expert, ...]:
     """Return the experts that are trained; indices are into `step.parameters`."""
     gradient = columns_of(step.parameters).gradient
-    return tuple(each for each in _all_in(step) if all(gradient[index] >= 0 for index in each.parameters))
+    return tuple(
+        each for each in _experts_of_step(step) if all(gradient[index] >= 0 for index in each.parameters)
+    )
 
 
 def frozen_expert_parameter(step: Step) -> str:
     """Return the name of a frozen parameter of an expert, '' if there is none."""
     columns = columns_of(step.parameters)
-    frozen = (index for each in _all_in(step) for index in each.parameters if columns.gradient[index] < 0)
+    frozen = (
+        index for each in _experts_of_step(step) for index in each.parameters if columns.gradient[index] < 0
+    )
     return next((columns.names[index] for index in frozen), "")
 
 
-def _all_in(step: Step) -> tuple[Expert, ...]:
+def _experts_of_step(step: Step) -> tuple[Expert, ...]:
     columns = columns_of(step.parameters)
     if not any("expert" in name for name in columns.names):
         return ()

@@ -15,7 +15,7 @@ import pytest
 
 from memtune.errors import EnvironmentFault
 from memtune.ssd import offload_dir
-from memtune.ssd.offload_dir import VARIABLE, RunFolder, all_allowed, allowed, checked, clean, orphans
+from memtune.ssd.offload_dir import VARIABLE, RunFolder, allowed, allowed_dirs, checked, clean, orphans
 
 
 def refusal(root: str | None = None) -> str:
@@ -188,7 +188,7 @@ def test_first_of_several_directories_is_the_default(
 ) -> None:
     for text, found in (("", ()), ("/one", ("/one",)), ("/one:/two:", ("/one", "/two"))):
         monkeypatch.setenv(VARIABLE, text)
-        assert all_allowed() == found
+        assert allowed_dirs() == found
         assert allowed() == (found[0] if found else "")
 
 

@@ -18,7 +18,7 @@ def models(draw: st.DrawFn) -> Sizes:
     )
 
 
-def all_packings(sizes: Sizes, *, above: bool = False) -> list[Chunks]:
+def size_packings(sizes: Sizes, *, above: bool = False) -> list[Chunks]:
     """Return packings with every chunk size from the largest parameter to the largest block, or with `above`
     to all parameters.
     """

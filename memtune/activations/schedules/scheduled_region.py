@@ -496,7 +496,7 @@ class ScheduledRun:
         assert isinstance(gradients, list), gradients
         return gradients
 
-    def all_gradients(self, node: Any) -> list[Tensor | None]:
+    def run_backward(self, node: Any) -> list[Tensor | None]:
         """Run backward; return gradients of parameters, None if accumulated here, then of inputs."""
         edge = dict(zip(self._numbers, (edge for edge, _ in node.next_functions), strict=False))
         found: dict[int, Tensor | None] = dict.fromkeys(self._numbers)
@@ -608,7 +608,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        return None, *ctx.run.all_gradients(ctx)
+        return None, *ctx.run.run_backward(ctx)
 
 
 class _End(_Whole):

@@ -230,11 +230,11 @@ def _only(storages: set[int]) -> int:
 
 
 def _mlp_rows(step: Step, ops: tuple[int, ...], made: set[int]) -> tuple[int, int]:
-    x = _only(_all_alike(step, ops, made))
+    x = _only(_outside_inputs(step, ops, made))
     return x, _rows(step, ops, x)
 
 
-def _all_alike(step: Step, ops: tuple[int, ...], made: set[int]) -> set[int]:
+def _outside_inputs(step: Step, ops: tuple[int, ...], made: set[int]) -> set[int]:
     """Return the outside storages that `ops` read, without parameters.
 
     All ops must be token-wise, and at least two must be products with weights.

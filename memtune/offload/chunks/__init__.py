@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from memtune.offload.chunks.resident_chunks_planner import (
         OnDevice,
         Seconds,
-        all_resident,
         cheapest_split,
         most_in_margin,
         resident_counts,
+        with_resident_first,
     )
 else:
     __getattr__ = open_door(__name__)
@@ -39,7 +39,6 @@ __all__ = [
     "PagePlan",
     "PagedOffloader",
     "Seconds",
-    "all_resident",
     "as_few_as_used",
     "cheapest_split",
     "chunk_sizes",
@@ -52,4 +51,5 @@ __all__ = [
     "schedule",
     "slots_in",
     "sweep_in_next_step",
+    "with_resident_first",
 ]

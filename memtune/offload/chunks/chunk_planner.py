@@ -65,7 +65,7 @@ def _spread(sizes: Sequence[int], count: int) -> Units:
 
 
 @functools.lru_cache(maxsize=64)
-def all_packings(n_bytes: Units, block: Units, gathered: bool, *, above: bool = False) -> tuple[Chunks, ...]:
+def size_packings(n_bytes: Units, block: Units, gathered: bool, *, above: bool = False) -> tuple[Chunks, ...]:
     """Return the parameters packed in chunks of each of the `chunk_sizes`."""
     return tuple(pack(n_bytes, block, size, gathered) for size in chunk_sizes(n_bytes, block, above=above))
 
@@ -101,7 +101,7 @@ def least_waste(n_bytes: Units, block: Units, room: Units | None, gathered: bool
     """
     # Chunks are equal in size, so `n_bytes` includes the unused ends: the waste.
     by_waste = sorted(
-        all_packings(n_bytes, block, gathered), key=lambda chunks: (chunks.n_bytes, chunks.chunk_bytes)
+        size_packings(n_bytes, block, gathered), key=lambda chunks: (chunks.n_bytes, chunks.chunk_bytes)
     )
     if room is None:
         return ChunkPlan(by_waste[0], as_few_as_used(by_waste[0]))
@@ -132,7 +132,7 @@ def fewest_bytes_moved(
     of n chunks.
     """
     # Without a capacity the least cache is wanted, which chunks above the largest block only enlarge.
-    tried = all_packings(n_bytes, block, gathered, above=capacity is not None)
+    tried = size_packings(n_bytes, block, gathered, above=capacity is not None)
     best: tuple[tuple[int, int, int], ChunkPlan] | None = None
     for chunks in tried:
         uses, least = chunks.uses(prefetch), as_few_as_used(chunks, prefetch)[0]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from memtune.offload.chunks.chunk_planner import ChunkPlan, all_packings
+from memtune.offload.chunks.chunk_planner import ChunkPlan, size_packings
 from memtune.offload.core import Chunks, pack
 from memtune.program import F64, I64, Units
 
@@ -67,7 +67,7 @@ def without_first(n_bytes: Units, block: Units, plan: ChunkPlan, n_resident: int
     return pack(n_bytes[n_resident:], block[n_resident:], plan.chunks.chunk_bytes, plan.chunks.gathered)
 
 
-def all_resident(n_bytes: Units, block: Units, plan: ChunkPlan, kept: int) -> ChunkPlan:
+def with_resident_first(n_bytes: Units, block: Units, plan: ChunkPlan, kept: int) -> ChunkPlan:
     """Return `plan` with its first `kept` chunks resident, and slots for all others in every moment."""
     n_resident = int(resident_counts(plan.chunks)[kept])
     rest = without_first(n_bytes, block, plan, n_resident)
@@ -135,7 +135,7 @@ def cheapest_split(
     host_s, device_s = (np.concatenate([[0.0], np.cumsum(each)]) for each in (seconds.host, seconds.device))
     update_s = (host_s[-1] - host_s) + device_s
     sizes = (
-        all_packings(n_bytes, block, gathered, above=True)
+        size_packings(n_bytes, block, gathered, above=True)
         if chunk_bytes is None
         else (pack(n_bytes, block, chunk_bytes, gathered),)
     )

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from memtune.offload.experts.expert_offload_pass import (
         ExpertOffloadSpec,
         experts_on_ssd,
-        only_experts,
+        hide_dense_parameters,
         used_in,
     )
 else:
@@ -22,6 +22,6 @@ __all__ = [
     "ExpertOffloader",
     "ExpertOptimizer",
     "experts_on_ssd",
-    "only_experts",
+    "hide_dense_parameters",
     "used_in",
 ]

@@ -49,7 +49,7 @@ class ExpertOffloadSpec:
     on_device: int
 
 
-def only_experts(step: Step, experts: tuple[Expert, ...]) -> Step:
+def hide_dense_parameters(step: Step, experts: tuple[Expert, ...]) -> Step:
     """Return `step` as if its blocks had no parameters but experts, for
     `offload.parameters.parameter_offload_pass`.
     """
@@ -112,7 +112,7 @@ def experts_on_ssd(
     """Return `step` with its experts on SSD.
 
     Args:
-        step: A step whose `only_experts` is accepted by
+        step: A step whose `hide_dense_parameters` is accepted by
             `offload.parameters.parameter_offload_pass.not_in_layers`.
         experts: Of the step.
         spec: The knobs.
@@ -124,7 +124,7 @@ def experts_on_ssd(
     gathered = gathers_of(step) is not None
     if gathered:
         step = with_separate_gradients(step, ~np.isin(np.arange(len(before.block)), _parameters(experts)))
-    shown = only_experts(_without_memory(step, idle), experts)
+    shown = hide_dense_parameters(_without_memory(step, idle), experts)
     streamed = stream_parameters(
         shown, window_residency(blocks, min(spec.on_device, blocks), gathered=gathered)
     )

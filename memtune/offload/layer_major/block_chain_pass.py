@@ -9,7 +9,7 @@ import functools
 import numpy as np
 
 from memtune.offload.layer_major.layer_major_pass import parts_of
-from memtune.offload.layer_major.tied_weights_pass import shared_weights, two_parts
+from memtune.offload.layer_major.tied_weights_pass import shared_weights, summed_parts
 from memtune.offload.parameters import not_in_layers
 from memtune.program import WRITES, Kind, Phase, Step, columns_of
 
@@ -109,7 +109,7 @@ def _tied_gradients(step: Step) -> str:
     parts, inside = parts_of(step), np.zeros(step.ops.n, bool)
     inside[parts.backward_before] = True
     for parameter in shared_weights(step, parts.before, parts.after):
-        found = two_parts(step, parameter)
+        found = summed_parts(step, parameter)
         if (
             found is None
             or step.storages.producer[found.after] not in parts.backward_after

@@ -16,7 +16,12 @@ import numpy as np
 
 from memtune.offload.layer_major.pack_offload_pass import Gradients, Weights, skipped_adds
 from memtune.offload.layer_major.packs import BoundaryTier, Packs, Span
-from memtune.offload.layer_major.tied_weights_pass import TiedGradient, ready_after, shared_weights, two_parts
+from memtune.offload.layer_major.tied_weights_pass import (
+    TiedGradient,
+    ready_after,
+    shared_weights,
+    summed_parts,
+)
 from memtune.parallel.pipeline import batch_on_host
 from memtune.program import (
     I32,
@@ -210,15 +215,15 @@ class _StepWriter:
         self._nothing: RowMask = np.zeros(step.storages.n, bool)
         self._ignore = self._gradients.storages.copy()
         self._total = -1
-        self._tied = self._two_parts()
+        self._tied = self._tied_parts()
         """Tied weight by each part of its gradient."""
-        self._other_batches()
+        self._hold_batches_on_host()
         self._gradients.update_deferred(self._weights.hosts)
         if micro_batches > 1 and self._parts.is_scaled:
             # The scaled loss and seed replace these two; `_loss` and `_add_losses` set the lifetimes.
             self._ignore[list(self._loss_and_seed())] = True
 
-    def _two_parts(self) -> dict[int, int]:
+    def _tied_parts(self) -> dict[int, int]:
         """Return the parts of tied weights' gradients.
 
         If skipped blocks cut the turnaround's graph, the two parts are ready in separate backwards, and each
@@ -226,7 +231,7 @@ class _StepWriter:
         """
         parts, step, found = self._parts, self._step, list[TiedGradient]()
         if self._packs.turnaround[0]:
-            both = (two_parts(step, each) for each in shared_weights(step, parts.before, parts.after))
+            both = (summed_parts(step, each) for each in shared_weights(step, parts.before, parts.after))
             found = [each for each in both if each is not None]
         self._adders = [each.adder for each in found] + [
             int(self._gradients.adds[each.parameter]) for each in found
@@ -235,7 +240,7 @@ class _StepWriter:
         self._ignore[list(of)] = True
         return of
 
-    def _other_batches(self) -> None:
+    def _hold_batches_on_host(self) -> None:
         """Add the host storages of all micro-batches but one, which the input step has."""
         step = self._step
         batch = batch_on_host(step, self._parts.before)

@@ -40,7 +40,7 @@ def shared_weights(step: Step, before: npt.NDArray[Any], after: npt.NDArray[Any]
 
 
 @functools.lru_cache(maxsize=8)
-def two_parts(step: Step, parameter: int) -> TiedGradient | None:
+def summed_parts(step: Step, parameter: int) -> TiedGradient | None:
     """Return the parts of the gradient of `parameter`; None unless it is one sum of two."""
     raw = int(raw_gradients(step)[parameter])
     adder = int(step.storages.producer[raw]) if raw >= 0 else -1

@@ -38,7 +38,7 @@ from memtune import refusals
 from memtune.offload.layer_major import BoundaryTier, PackOffloader, StageLayout, StageUse, discard_saved
 from memtune.offload.multiplexed.host_p2p import HostMessages
 from memtune.offload.optimizer import HostOptimizer
-from memtune.parallel.pipeline import Run, become_pieces, keep_own, one_form
+from memtune.parallel.pipeline import Run, become_pieces, keep_own, shared_batch_form
 from memtune.parallel.ranks import MicroBatchRotation, require_ranks
 from memtune.parallel.replicas import sum_now
 from memtune.runtime import Context, LossFunction, seed_generators
@@ -111,7 +111,7 @@ class MultiplexedStages:
                 # runs.
                 here = [self.rotation.upload(item, self._context.device) for item in items]
                 # Receives are posted with one shape, so all micro-batches must have the same.
-                one_form(here)
+                shared_batch_form(here)
                 step = _Step(model, loss_function, here, [item.seed for item in items])
                 # A message has the shape and dtype of a block's output, found on the first micro-batch.
                 like = self._run.probe(model, loss_function, here[0])

@@ -16,7 +16,7 @@ from memtune.activations.recompute import STATE_BYTES
 from memtune.offload.core import PendingUpdates, waiting_room
 from memtune.offload.layer_major import BoundaryTier, StageLayout, StageUse, in_parts
 from memtune.offload.parameters import native_update_bytes, whole_state
-from memtune.parallel.pipeline import Parts, PipelineSettings, chain_of, declare, other_batches, upload
+from memtune.parallel.pipeline import Parts, PipelineSettings, chain_of, declare, hold_batches_on_host, upload
 from memtune.program import (
     FOREVER,
     I32,
@@ -160,7 +160,7 @@ class _RankWriter:
         """Return the rank's step."""
         rows, parts = self._rows, self._parts
         self._update_deferred()
-        other_batches(self._parts, self._rows, self._count // (max(self._layout.ranks) + 1))
+        hold_batches_on_host(self._parts, self._rows, self._count // (max(self._layout.ranks) + 1))
         generator = rows.add_storage(STATE_BYTES, Tier.HOST, Kind.WORKSPACE)
         upload(parts, rows)
         for stage in self._layout.stages_of(self._rank):

@@ -125,7 +125,7 @@ class UpdaterSlots:
                 raise EnvironmentFault(
                     f"The updater state of storage domain {domain} for step {manifest.step} is missing.",
                     evidence=(
-                        f"no folder {name} in {', '.join(offload_dir.all_allowed())}, or another process"
+                        f"no folder {name} in {', '.join(offload_dir.allowed_dirs())}, or another process"
                         " uses it"
                     ),
                     fix="set the same offload directories, or run memtune clean and resume from a checkpoint",
@@ -176,4 +176,4 @@ class UpdaterSlots:
 
 def _folders() -> list[Path]:
     """Return the folders of all runs of this user, running or dead."""
-    return [path for root in offload_dir.all_allowed() for path in offload_dir.run_folders(Path(root))]
+    return [path for root in offload_dir.allowed_dirs() for path in offload_dir.run_folders(Path(root))]

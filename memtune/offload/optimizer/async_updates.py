@@ -150,7 +150,7 @@ class Sweeps:
         if self._partial_step.is_it:
             self.drop()
             return
-        with self._partial_step.all_updates():
+        with self._partial_step.step_updates():
             while self.is_stale:
                 self._begin()
                 self._adopt(wait=True)

@@ -26,7 +26,7 @@ class FreedAt(NamedTuple):
         return tuple(map(tuple, found))
 
 
-def one_at_a_time(moment: I32) -> FreedAt:
+def freed_by_next_ready(moment: I32) -> FreedAt:
     """Free each gradient when the next one of its moment is ready, or at the next moment."""
     row = np.arange(1, len(moment) + 1, dtype=np.int32)
     last = np.append(moment[1:] != moment[:-1], True)[: len(moment)]

@@ -20,9 +20,9 @@ from memtune.offload.gradients import BlockGradients, averaged, bytes_in_copies,
 from memtune.offload.parameters.overlap_pass import (
     FreedAt,
     Overlap,
+    freed_by_next_ready,
     hold_for_updates,
     of_a_block_at_once,
-    one_at_a_time,
     update_outside_of_backward,
     updated_blocks,
 )
@@ -210,7 +210,7 @@ def stream_parameters(
         grads = averaged(edit, step, grads, ranks, alone)
     moment, summed = grads.moment, grads.sums >= 0
     freed = (
-        one_at_a_time(moment)
+        freed_by_next_ready(moment)
         if overlap is None
         else of_a_block_at_once(moment, grads.n_bytes, len(begins) - 1)
     )

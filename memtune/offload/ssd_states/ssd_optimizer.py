@@ -183,7 +183,7 @@ class SsdOptimizer:
     @torch.no_grad()
     def _step(self) -> None:
         refuse_added_parameters(self._optimizer, {piece.held for piece in self._pieces})
-        with self._partial_step.all_updates():
+        with self._partial_step.step_updates():
             self._update_all()
 
     def write_weights_to(self, kept: dict[nn.Parameter, Tensor]) -> None:

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
         Parts,
         PipelineSettings,
         declare,
-        other_batches,
+        hold_batches_on_host,
         piped,
         pipelined,
         upload,
     )
     from memtune.parallel.pipeline.remote_parameters import keep_own
-    from memtune.parallel.pipeline.stage import Run, become_pieces, one_form
+    from memtune.parallel.pipeline.stage import Run, become_pieces, shared_batch_form
     from memtune.parallel.pipeline.stage_cuts_pattern import Chain, batch_on_host, chain_of
     from memtune.parallel.pipeline.stage_planner import balanced
 else:
@@ -35,11 +35,11 @@ __all__ = [
     "become_pieces",
     "chain_of",
     "declare",
+    "hold_batches_on_host",
     "keep_own",
-    "one_form",
-    "other_batches",
     "pipe",
     "piped",
     "pipelined",
+    "shared_batch_form",
     "upload",
 ]

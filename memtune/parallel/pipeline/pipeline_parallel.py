@@ -43,7 +43,7 @@ from memtune.device import is_out_of_memory
 from memtune.errors import ApplyError, MemtuneError
 from memtune.parallel.model import mix_plain_and_sharded
 from memtune.parallel.pipeline.remote_parameters import NormAlone, keep_own
-from memtune.parallel.pipeline.stage import Run, Stage, StageModule, become_pieces, one_form
+from memtune.parallel.pipeline.stage import Run, Stage, StageModule, become_pieces, shared_batch_form
 from memtune.parallel.ranks import (
     MicroBatchRotation,
     has_real_peers,
@@ -204,7 +204,7 @@ class Pipeline:
         """Return torch's schedule for `batches` and its stage modules; reused until the count or shapes of
         micro-batches change.
         """
-        form = one_form(batches)
+        form = shared_batch_form(batches)
         if self._is_new(len(batches), form):
             self._made = self._make(self.run.probe(model, loss_function, batches[0]), len(batches))
             self._made_for = len(batches), form

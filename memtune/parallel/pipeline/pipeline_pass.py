@@ -357,7 +357,7 @@ def _rank(parts: Parts, rank: int, held: npt.NDArray[np.bool_]) -> Step:
     rows = UnrolledRows(parts.step, held)
     rows.declare_sums(parts.sums.part, parts.sums.total)
     upload(parts, rows)
-    other_batches(parts, rows, (how.micro_batches + how.waiting) // how.ranks)
+    hold_batches_on_host(parts, rows, (how.micro_batches + how.waiting) // how.ranks)
     for stage in stages:
         declare(parts, rows, stage)
     held_lists: Lists = {}
@@ -417,7 +417,7 @@ def upload(parts: Parts, rows: UnrolledRows) -> None:
             )
 
 
-def other_batches(parts: Parts, rows: UnrolledRows, own: int) -> None:
+def hold_batches_on_host(parts: Parts, rows: UnrolledRows, own: int) -> None:
     """Hold the rank's `own` micro-batches in host memory to the end of the step; the current step has one."""
     batch = batch_on_host(
         parts.step, np.unique(parts.step.storages.producer[parts.uploaded]).astype(np.int32)

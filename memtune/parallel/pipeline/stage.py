@@ -37,7 +37,7 @@ class _Done(BaseException):
         self.output = output
 
 
-def one_form(batches: Sequence[Any]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def shared_batch_form(batches: Sequence[Any]) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return shape and dtype of each tensor of the micro-batches of a step.
 
     Raises:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         shard_meshes,
         unwrap_dtensors,
     )
-    from memtune.parallel.ranks.replica_view import all_parts, one_part
+    from memtune.parallel.ranks.replica_view import on_every_rank, on_replicas
     from memtune.parallel.ranks.ring import Hop, Ring, RingRound, RingSums
 else:
     __getattr__ = open_door(__name__)
@@ -53,7 +53,6 @@ __all__ = [
     "RingRound",
     "RingSums",
     "ShardMeshes",
-    "all_parts",
     "allow_nested_collectives",
     "fill_missing",
     "gather_descriptions",
@@ -62,7 +61,8 @@ __all__ = [
     "message_device",
     "missing_here",
     "missing_indices",
-    "one_part",
+    "on_every_rank",
+    "on_replicas",
     "replica_groups",
     "require_groups",
     "require_plain",

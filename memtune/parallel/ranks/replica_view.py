@@ -16,7 +16,7 @@ from memtune.hardware import Hardware
 from memtune.program import APART, Program, RankClass, Resource, memoized
 
 
-def one_part(program: Program, parts: int) -> Program:
+def on_replicas(program: Program, parts: int) -> Program:
     """Return `program` on the ranks that hold the same part; groups of collectives between parts are marked
     by their sign.
 
@@ -39,8 +39,8 @@ def _of_one_part(program: Program, parts: int) -> Program:
     return replace(program, rank_classes=ranks)
 
 
-def all_parts(program: Program, parts: int, hardware: Hardware) -> Program:
-    """Return the result of passes on `one_part`, on all ranks: members of a group among copies are `parts`
+def on_every_rank(program: Program, parts: int, hardware: Hardware) -> Program:
+    """Return the result of passes on `on_replicas`, on all ranks: members of a group among copies are `parts`
     ranks apart.
     """
     step = program.step

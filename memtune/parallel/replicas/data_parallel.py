@@ -130,10 +130,10 @@ class Replicas:
         context.checks["sharding.states"] = lambda: {"ranks": self._ranks, "averaged_bytes": 0}
 
     def _sync(self, last: bool) -> AbstractContextManager[Any]:
-        return self._all_averaged() if last else self.wrapper.no_sync()
+        return self._last_micro_batch() if last else self.wrapper.no_sync()
 
     @contextmanager
-    def _all_averaged(self) -> Iterator[None]:
+    def _last_micro_batch(self) -> Iterator[None]:
         """Run the last micro-batch of a step. torch reports only in the next one that buckets were not full,
         and so not averaged.
         """

@@ -14,7 +14,7 @@ from memtune.offload.experts import (
     ExpertOffloadSpec,
     ExpertOptimizer,
     experts_on_ssd,
-    only_experts,
+    hide_dense_parameters,
     used_in,
 )
 from memtune.program import Program, Rule, gathers_of, window_residency
@@ -115,7 +115,9 @@ class Moesys(Technique):
             return reason
         if gathers_of(program.step) is None and (reason := conflict(self, target, "recompute")) is not None:
             return reason
-        return cannot_run_on_ranks(self, program.with_step(only_experts(program.step, experts)), target)
+        return cannot_run_on_ranks(
+            self, program.with_step(hide_dense_parameters(program.step, experts)), target
+        )
 
     def plan(self, program: Program, target: Target) -> MoesysPlan:
         """Return the number of predicted experts, and the device peak of a step that uses all of them."""

@@ -143,7 +143,7 @@ class SmartInfinity(Technique):
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Start the updaters and rebind the optimizer to them."""
-        roots = [str(offload_dir.checked(each)) for each in offload_dir.all_allowed() or (None,)]
+        roots = [str(offload_dir.checked(each)) for each in offload_dir.allowed_dirs() or (None,)]
         directories = [roots[domain % len(roots)] for domain in range(self.domains)]
         moved = Updaters(
             context,

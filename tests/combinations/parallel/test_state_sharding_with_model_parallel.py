@@ -31,7 +31,7 @@ from memtune.autotune.space.candidates import Candidate, Choice
 from memtune.errors import MemtuneError
 from memtune.hardware.roofline import op_costs
 from memtune.memory import cpu_allocator
-from memtune.parallel.ranks.replica_view import all_parts, one_part
+from memtune.parallel.ranks.replica_view import on_every_rank, on_replicas
 from memtune.program.step import APART, Program, RankClass, Resource, Step
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces.sharding.states.zero3 import Zero3
@@ -128,7 +128,7 @@ def test_copies_use_the_links_between_them(parts: int, copies: int, link: Resour
     before = Program((RankClass(parts * copies, rewriter(PATH, RANKS).recording.at(SIZE)),), SIZE)
     seen = Target(here, parts * copies).among_copies(parts)
     assert (seen.ranks, seen.hardware.gpus_per_node) == (copies, max(8 // parts, 1))
-    after = all_parts(Zero3().rewrite(one_part(before, parts), NO_PLAN, seen), parts, here)
+    after = on_every_rank(Zero3().rewrite(on_replicas(before, parts), NO_PLAN, seen), parts, here)
     step = after.step
     gathers = collectives(step, "all_gather_into_")
     assert gathers

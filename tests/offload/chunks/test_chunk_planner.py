@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.chunk_packings import Sizes, all_packings, models
+from support.chunk_packings import Sizes, models, size_packings
 
 from memtune.offload.chunks.chunk_planner import as_few_as_used, fewest_bytes_moved, least_waste, slots_in
 from memtune.offload.core.parameter_layout import pack
@@ -37,7 +37,7 @@ def test_least_waste_is_optimal_within_the_room(sizes: Sizes, base: int | None, 
     n_moments = 2 * (sizes[1][-1] + 1)
     room = None if base is None else tuple(base + data.draw(st.integers(0, 9)) for _ in range(n_moments))
     found = least_waste(*sizes, room)
-    fitting = [each for each in all_packings(sizes) if room is None or slots_in(each, room) is not None]
+    fitting = [each for each in size_packings(sizes) if room is None or slots_in(each, room) is not None]
     if fitting:
         assert found.chunks.n_bytes == min(each.n_bytes for each in fitting)
         assert all(len(use) <= n for use, n in zip(found.chunks.uses(), found.slots, strict=True))
@@ -54,7 +54,7 @@ def test_least_waste_is_optimal_within_the_room(sizes: Sizes, base: int | None, 
 def test_fewest_bytes_moved_is_optimal(sizes: Sizes, capacity: int | None, prefetch: int) -> None:
     found = fewest_bytes_moved(*sizes, capacity, prefetch)
     prices = []
-    for chunks in all_packings(sizes, above=capacity is not None):
+    for chunks in size_packings(sizes, above=capacity is not None):
         uses, least = chunks.uses(prefetch), as_few_as_used(chunks, prefetch)[0]
         for slots in range(least, least + 1 if capacity is None else chunks.count + 1):
             if capacity is None or slots * chunks.chunk_bytes <= capacity:

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.chunk_packings import Sizes, all_packings, models
+from support.chunk_packings import Sizes, models, size_packings
 
 from memtune.offload.chunks.chunk_planner import ChunkPlan
 from memtune.offload.chunks.resident_chunks_planner import (
     OnDevice,
     Seconds,
-    all_resident,
     cheapest_split,
     most_in_margin,
     resident_counts,
+    with_resident_first,
 )
 from memtune.offload.core.parameter_layout import Chunks, pack
 from memtune.program.residency import cache_residency
@@ -40,7 +40,7 @@ def test_most_in_margin_is_the_largest_number_of_resident_chunks(
 ) -> None:
     moments = 2 * (sizes[1][-1] + 1)
     room = tuple(rooms[:moments])
-    for chunks in all_packings(sizes)[:3]:
+    for chunks in size_packings(sizes)[:3]:
         fitting = []
         for kept in range(chunks.count):
             n_resident = sum(each < kept for each in chunks.chunk)
@@ -53,10 +53,10 @@ def test_most_in_margin_is_the_largest_number_of_resident_chunks(
 @given(models(), st.data())
 @settings(deadline=None, max_examples=40)
 def test_all_resident_keeps_the_places_of_offloaded_parameters(sizes: Sizes, data: st.DataObject) -> None:
-    chunks = data.draw(st.sampled_from(all_packings(sizes)))
+    chunks = data.draw(st.sampled_from(size_packings(sizes)))
     kept = data.draw(st.integers(0, chunks.count - 1))
     slots = (chunks.count,) * 2 * (sizes[1][-1] + 1)
-    found = all_resident(*sizes, ChunkPlan(chunks, slots), kept)
+    found = with_resident_first(*sizes, ChunkPlan(chunks, slots), kept)
     assert found.resident_parameters == resident_counts(chunks)[kept]
     assert found.chunks.count == chunks.count - kept
     assert found.chunks.offset == chunks.offset[found.resident_parameters :]
@@ -98,7 +98,7 @@ def test_cheapest_split_is_optimal(
     most = len(n_bytes) // 2 if limited else None
     found = cheapest_split(*sizes, room, prefetch, on_device(sizes, state), seconds, most=most)
     prices = [np.inf]
-    for chunks in all_packings(sizes, above=True):
+    for chunks in size_packings(sizes, above=True):
         for kept in range(chunks.count):
             n_resident = sum(each < kept for each in chunks.chunk)
             free = min(room[t] - taken_in(sizes, n_resident, state, t, moments) for t in range(moments))

@@ -13,10 +13,10 @@ from memtune.offload.chunks import (
     ChunkPlan,
     OnDevice,
     Seconds,
-    all_resident,
     cheapest_split,
     most_in_margin,
     resident_counts,
+    with_resident_first,
 )
 from memtune.offload.optimizer import cannot_part
 from memtune.offload.parameters import in_blocks, sizes_in_blocks, state_bytes
@@ -38,7 +38,7 @@ def with_resident_chunks(program: Program, found: ChunkPlan, budget_bytes: int) 
     room, taken = _room(program, budget_bytes, found.in_place), device_bytes.taken(len(found.slots))
 
     def spare_bytes(resident: int) -> int:
-        return -_over_bytes(program, all_resident(*sizes, found, resident), budget_bytes)
+        return -_over_bytes(program, with_resident_first(*sizes, found, resident), budget_bytes)
 
     resident = most_in_margin(found.chunks, room, taken)
     if resident < 0 or cannot_part(program.step):
@@ -57,7 +57,7 @@ def with_resident_chunks(program: Program, found: ChunkPlan, budget_bytes: int) 
         if spare < 0:
             break
         resident += 1
-    return all_resident(*sizes, found, resident) if resident else found
+    return with_resident_first(*sizes, found, resident) if resident else found
 
 
 def split_cache(
