@@ -112,6 +112,7 @@ class Forward:
 
     def __init__(self, model: nn.Module) -> None:
         self.has_backward = False
+        # Before FSDP2's own hook of the root, in which the first gather asks.
         model.register_forward_pre_hook(self._begin, prepend=True)
 
     def _begin(self, model: nn.Module, args: Any) -> None:
@@ -220,6 +221,7 @@ class Gather(SeamAllGather):
             from_node = parts[(self._place.node - hop) % nodes]
             torch.ops.memtune.all_gather_into_(from_node, part, inside.group_name, inside.size())
             if arrived is not None:
+                # The send of `part` has ended as well: its memory is free for the next shard.
                 streams.wait(arrived)
             part = arriving
 
@@ -270,10 +272,11 @@ class RingReduction(SeamReduceScatter):
                 if arrived is not None:
                     streams.wait(arrived)
                 mine.add_(arriving)
-                arriving = None
+                arriving = None  # before `_send` allocates the next one
             if hop < nodes - 1:
                 arriving, arrived = self._send(mine, between.group_name)
         if name == "avg":
+            # Each node has averaged over its own ranks; the ring has summed these averages.
             output_tensor.div_(nodes)
         return None
 

@@ -75,6 +75,7 @@ def forward(ring: Ring, query: Tensor, pair: Tensor, scale: float | None) -> Att
     """
     questions = _HelperQueries(ring, (query,), pair)
     own = attend(query, *pair, causal=True, scale=scale)
+    # Results of all rounds are added in the wide type; rounding after each would add up.
     total = Attended(own.out.to(wide(query.dtype)), own.lse)
     del own
     for round_ in balance_rounds(ring.ranks, ring.rank):
@@ -83,11 +84,12 @@ def forward(ring: Ring, query: Tensor, pair: Tensor, scale: float | None) -> Att
             merge(total, attend(query, *come[0], causal=False, scale=scale))
         elif round_.helps:
             found += attend(come[0], *pair, causal=False, scale=scale)
-        del come
+        del come  # before `_exchange` allocates what arrives
         answer = _exchange(ring, found, [query, total.lse] if round_.is_helped else [], -round_.distance)
         del found
         if round_.is_helped:
             merge(total, Attended(*_arrived(answer)))
+        # The sends too: they read `found`, which no name holds any more.
         _finish(answer)
         del answer
     return Attended(total.out.to(query.dtype), total.lse)
@@ -127,7 +129,7 @@ def backward(
             found.append(theirs[0])
             _add_pair(to_pair, theirs[1:])
             del theirs
-        del come
+        del come  # before `_exchange` allocates what arrives
         answer = _exchange(
             ring,
             found,

@@ -94,6 +94,7 @@ class GradientReducer:
         """Take the gradient of `parameter`, and average the bucket that it fills."""
         bucket, gradient = self._bucket_of[parameter], parameter.grad
         assert gradient is not None
+        # The bucket takes it over: autograd accumulates the next one, of another use, from nothing.
         parameter.grad = None
         self._seen.add(parameter)
         self._average_up_to(bucket.place)

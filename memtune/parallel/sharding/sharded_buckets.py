@@ -297,6 +297,7 @@ class ShardedBuckets:
     def _tell(self, bucket: Bucket) -> None:
         if self.grad_ready is None:
             return
+        # Subscribers must not see the zeros of a parameter that no rank has used.
         self._drop_unused()
         for part in bucket.parts:
             if part.parameter.grad is not None:
