@@ -58,7 +58,7 @@ class OpRecorder(WatchingMode):
 class EagerRecorder(TorchDispatchMode):
     """Shows every op to `visitors`, in order, around code that is never compiled."""
 
-    # A class of its own: torch wraps `__torch_dispatch__` when a class is made, to keep Dynamo out anew at
+    # A class of its own: torch wraps `__torch_dispatch__` when a class is made, to keep Dynamo out at
     # each op, and a subclass of `OpRecorder` would inherit the wrapped one.
     __torch_dispatch__ = _run
 
