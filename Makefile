@@ -83,7 +83,7 @@ test-slow: setup  ## the tests marked slow
 	$(BIN)/pytest -m 'slow and not gpu and not device' $(PYTEST_ARGS)
 
 test-device: setup  ## tests on the simulated accelerator; the first run compiles it (less than a minute of CPU time)
-	$(BIN)/python -c "from memtune.testing.simulated_device import build; build()"
+	PYTHONPATH=tests $(BIN)/python -c "from support.simulated_device import build; build()"
 	$(BIN)/pytest -n 0 -m device tests/testing/simulated_device $(PYTEST_ARGS)
 
 test-triton: setup  ## the Triton kernels against the native ones in Triton's interpreter, and compiled for NVIDIA's GPUs; downloads Triton (155 MB)

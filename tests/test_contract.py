@@ -77,7 +77,6 @@ autotune.search
 autotune.ui
 autotune.report
 scaffold
-testing.simulated_device
 testing
 cli
 interactive

@@ -293,7 +293,7 @@ void Hooks::resizePrivateUse1Bytes(const c10::Storage& storage, std::size_t byte
 
 }  // namespace memtune::sim
 
-// Functions of torch.sim beyond torch.accelerator, torch.Stream and torch.Event (memtune/testing/simulated_device).
+// Functions of torch.sim beyond torch.accelerator, torch.Stream and torch.Event (tests/support/simulated_device).
 TORCH_LIBRARY(memtune_sim, m) {
   using namespace memtune::sim;
   m.def("start(int devices, int capacity_bytes, str pace, int seed, bool raises) -> ()",

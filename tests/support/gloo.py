@@ -96,8 +96,9 @@ def _rank(
     torch.set_num_threads(1)
     backends = "gloo"
     if device == "sim":
+        from support.simulated_device import start
+
         from memtune.device import backends_of
-        from memtune.testing.simulated_device import start
 
         start(max(ranks, 1))
         torch.accelerator.set_device_index(rank)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.simulated_device import devices_alone, races
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from memtune.api import apply
 from memtune.runtime import HOST, tier
-from memtune.testing.simulated_device import devices_alone, races
 from memtune.testing.training import CPU, Run, build, differences, on_host
 
 STEPS, PARTS = 3, 2

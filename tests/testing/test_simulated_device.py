@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from memtune.testing.simulated_device import library_path
+from support.simulated_device import library_path
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from support.simulated_device import races, start
 from support.simulated_ranks import CAPACITY_BYTES
-
-from memtune.testing.simulated_device import races, start
 
 
 @pytest.fixture(autouse=True)

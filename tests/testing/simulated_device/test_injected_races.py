@@ -11,6 +11,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from support.simulated_device import races
 from support.zoo_paths import ZOO
 
 from memtune.device import streams
@@ -19,7 +20,6 @@ from memtune.runtime import transfer
 from memtune.search_spaces.offload.activations import copy_out
 from memtune.search_spaces.offload.states import stronghold, zero_offload
 from memtune.technique import Technique
-from memtune.testing.simulated_device import races
 from memtune.testing.training import train
 
 pytestmark = pytest.mark.device

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from support.gloo import run_ranks
+from support.simulated_device import lose
 from support.zoo_paths import ZOO
 
 from memtune.api import apply
 from memtune.errors import EnvironmentFault
-from memtune.testing.simulated_device import lose
 from memtune.testing.training import build
 
 pytestmark = pytest.mark.device

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,10 +76,11 @@ def test_new_and_freed_memory_is_nan(dtype: torch.dtype) -> None:
 
 def test_host_cannot_read_device_memory() -> None:
     code = (
-        "import ctypes, torch; from memtune.testing.simulated_device import start; start(1);"
+        "import ctypes, torch; from support.simulated_device import start; start(1);"
         "ctypes.string_at(torch.ones(10, device='sim:0').data_ptr(), 4)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert done.returncode == -11
     assert "the host accessed the memory of sim:0" in done.stderr
 

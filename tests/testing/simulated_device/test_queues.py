@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.simulated_device import races, start
 from support.simulated_ranks import CAPACITY_BYTES
-
-from memtune.testing.simulated_device import races, start
 
 pytestmark = pytest.mark.device
 N = 4096

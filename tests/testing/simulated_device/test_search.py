@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.gloo import run_ranks
+from support.simulated_device import devices_alone, races
 from support.zoo_paths import ZOO
 
 from memtune.api import apply
-from memtune.testing.simulated_device import devices_alone, races
 from memtune.testing.training import build
 
 pytestmark = [pytest.mark.device, pytest.mark.slow, pytest.mark.timeout(900)]

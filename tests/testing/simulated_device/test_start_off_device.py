@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.gloo import run_ranks
+from support.simulated_device import races
 from torch import Tensor
 
 import memtune
@@ -19,7 +20,6 @@ from memtune.device import memory_statistics
 from memtune.search_spaces.offload.states import elixir, l2l, patrickstar, stronghold, zero_infinity
 from memtune.ssd import offload_dir
 from memtune.technique import Technique
-from memtune.testing.simulated_device import races
 from memtune.testing.training import config_of
 from memtune.workload import Workload
 

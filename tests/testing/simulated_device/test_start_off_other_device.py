@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.gloo import run_ranks
+from support.simulated_device import devices_alone, races
 
 import memtune
 from memtune.memory.ledger import Ledger
@@ -17,7 +18,6 @@ from memtune.runtime import HOST, tier
 from memtune.search_spaces.offload.states import angel_ptm, l2l, patrickstar, zero_infinity
 from memtune.ssd import offload_dir
 from memtune.technique import Technique
-from memtune.testing.simulated_device import devices_alone, races
 from memtune.testing.training import config_of
 from memtune.workload import Workload
 

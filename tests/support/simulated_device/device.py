@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from support.simulated_device.build import build
 from torch.utils import backend_registration
-
-from memtune.testing.simulated_device.build import build
 
 _started = False
 
@@ -42,7 +41,7 @@ def start(
         backend_registration.rename_privateuse1_backend("sim")
     torch.ops.memtune_sim.start(n_devices, capacity_bytes, pace, seed, raises)
     if not _started:
-        from memtune.testing.simulated_device import process_group, torch_module
+        from support.simulated_device import process_group, torch_module
 
         torch._register_device_module("sim", torch_module)
         backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)

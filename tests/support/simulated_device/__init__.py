@@ -1,0 +1,7 @@
+"""A simulated accelerator, `sim`: memory, streams, events and copies of a GPU, kernels of the CPU."""
+
+from support.simulated_device.build import build, library_path
+from support.simulated_device.device import lose, races, start
+from support.simulated_device.process_group import devices_alone
+
+__all__ = ["build", "devices_alone", "library_path", "lose", "races", "start"]
