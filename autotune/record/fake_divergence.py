@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memtune.activations.capture import ConstantTensors, fakes_look_real
 from memtune.runtime import EagerRecorder, OpVisitor, mutated
@@ -64,7 +63,7 @@ class BatchValues:
         self._known.know(made, tensor)
         return made
 
-    def answering_reads(self, assumed: list[str]) -> TorchDispatchMode:
+    def answering_reads(self, assumed: list[str]) -> EagerRecorder:
         """Return a mode that answers reads of values computed from them and constants alone as in
         training.
         """
@@ -89,28 +88,28 @@ class _KnownValueReads(OpVisitor):
             self._known.follow(func, args, kwargs, out, writes=mutated(func, args, kwargs))
 
 
-class _OptimizerScalarReads(TorchDispatchMode):
-    """Mode that answers 1 where the optimizer reads a fake tensor's value; active while the optimizer
+class _OptimizerScalarReads(OpVisitor):
+    """Visitor that answers 1 where the optimizer reads a fake tensor's value; active while the optimizer
     steps.
     """
 
     def __init__(self, assumed: list[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._assumed, self._steps = assumed, False
+        self._assumed, self._recorder = assumed, EagerRecorder(self)
+        self._steps = False
 
     def begin(self) -> None:
         if not self._steps:
             self._steps = True
-            self.__enter__()  # type: ignore[no-untyped-call]
+            self._recorder.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         if self._steps:
             self._steps = False
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def before(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         except DataDependentOutputException:
             if func is not _NUMBER:
                 raise

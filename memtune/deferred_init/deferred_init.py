@@ -37,11 +37,23 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.device import accelerator
 from memtune.errors import ApplyError, MemtuneError
-from memtune.runtime import DEVICE, HOST, local, mark, mutated, page_locked, tensors_in, tier, transfer
+from memtune.runtime import (
+    DEVICE,
+    HOST,
+    EagerRecorder,
+    OpVisitor,
+    local,
+    mark,
+    mutated,
+    page_locked,
+    tensors_in,
+    tier,
+    transfer,
+)
 
 _MARK, _PIECES = "_memtune_construction", "_memtune_pieces"
 
@@ -555,11 +567,10 @@ class OneFakeMode(FakeTensorMode):
         return self
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(OpVisitor):
     """Runs a model's construction on fake tensors and records it."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.construction = Construction(device, states={which: _state(which) for which in _generators()})
         self._fake = OneFakeMode()
         self._storages: dict[int, int] = {}
@@ -590,7 +601,7 @@ class Recorder(TorchDispatchMode):
         # instead.
         torch.nn.init._no_grad_trunc_normal_ = at_once
         try:
-            with self:
+            with EagerRecorder(self):
                 yield
         finally:
             torch.nn.init._no_grad_trunc_normal_ = whole
@@ -608,8 +619,8 @@ class Recorder(TorchDispatchMode):
             storage, tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype
         )
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+    def before(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the op's output on fake tensors, recorded."""
         given = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
         fakes = [each for each in given if isinstance(each, FakeTensor)]
         if func is torch.ops.aten._local_scalar_dense.default and fakes:
@@ -619,7 +630,7 @@ class Recorder(TorchDispatchMode):
         if given and not fakes:
             if draws:
                 raise not_deferred(f"{func} draws into a tensor with real values")
-            return func(*args, **kwargs)  # real tensors, made from values: not recorded
+            return NotImplemented  # real tensors, made from values: not recorded
         if str(func.overloadpacket) in _SIZES:
             raise not_deferred(f"{func} changes memory that other tensors share")
         try:

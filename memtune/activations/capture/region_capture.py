@@ -32,7 +32,7 @@ from memtune.activations.capture.tape import (
 from memtune.activations.recompute import without_hooks
 from memtune.device import accelerator
 from memtune.program import OpGraph
-from memtune.runtime import plain_type
+from memtune.runtime import EagerRecorder, plain_type
 
 
 def is_plain(tensor: Any) -> bool:
@@ -121,7 +121,7 @@ def capture(
             given = tree_unflatten(
                 [faked[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
             )
-            with recorder:
+            with EagerRecorder(recorder):
                 with ExitStack() as stack:
                     for context in (no_autocast, *autocast):
                         stack.enter_context(context())

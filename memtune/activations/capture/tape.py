@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, UnsupportedFakeTensorException
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memtune.program import BATCH_NORMS, EMPTY, OpGraph
-from memtune.runtime import READ_OUTS, draws, mutated, tensors_in
+from memtune.runtime import READ_OUTS, OpVisitor, draws, mutated, tensors_in
 
 # Its fake implementation returns one tensor as the gradients of both biases.
 _FAKE_SHARES = frozenset({"aten.mkldnn_rnn_layer_backward.default"})
@@ -99,9 +99,9 @@ class Tape:
     """The outside tensors, as the capture had them."""
 
 
-@dataclass
-class Recorder(TorchDispatchMode):
-    """Dispatch mode that records every op with its arguments as slots."""
+@dataclass(eq=False)
+class Recorder(OpVisitor):
+    """Op visitor that runs and records every op with its arguments as slots."""
 
     calls: list[Call] = field(default_factory=list)
     makes: list[list[int]] = field(default_factory=list)
@@ -113,14 +113,10 @@ class Recorder(TorchDispatchMode):
     given: dict[Outside, Slot] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._of: dict[int, int | Outside] = {}
         self._readers: dict[Outside, set[int]] = {}
         self._n_values = 0
         self._known = ConstantTensors()
-
-    def __hash__(self) -> int:
-        return id(self)
 
     def know(self, tensor: Tensor, outside: Outside) -> None:
         """Register `tensor` as the outside tensor `outside`."""
@@ -150,10 +146,10 @@ class Recorder(TorchDispatchMode):
             raise CaptureError("a tensor is used that is neither parameter nor buffer nor argument")
         return Slot(of, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def before(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the op's output, recorded."""
         if func.namespace in ("prim", "prims"):
-            return func(*args, **kwargs)
+            return NotImplemented
         # Masks and positions may steer the code: their values follow from shapes, so reading them is safe.
         constant = self._known.look(func, args)
         if constant is not None:
