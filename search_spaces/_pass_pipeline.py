@@ -1,8 +1,9 @@
 """Run a list of passes where ranks hold parts of a model: the ranks that each technique sees, and its pass.
 
 1. A technique that shards or replicates states (`Effects.among_copies`) sees only the ranks that hold the
-  same part, and a target of these. The ops that it inserts are put on the links of all ranks
-  (`memtune.parallel.ranks.replica_view`).
+  same part, and a target of these. Ranks are a grid of copies × parts (`parallel.ranks.replica_groups`); a
+  node of `k` ranks has `k / parts` that hold the same part, or one (`technique.Target.among_copies`).
+  The ops that it inserts are put on the links of all ranks afterwards.
 2. Passes run stage by stage (`PassStage`), within a stage in the order of their slots. Each works on the
   result of the passes before it; after a refusal none runs.
 3. The technique in `sharding.parallel` gives the number of ranks that hold a copy together, even if its pass
@@ -15,10 +16,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
-from memtune.parallel.ranks import on_every_rank, on_replicas
-from memtune.program import Program
+import numpy as np
+
+from memtune.hardware import Hardware
+from memtune.program import APART, Program, RankClass, Resource, memoized
 from memtune.search_spaces import SLOTS
 from memtune.technique import PassStage, Plan, Reason, Target, Technique, lacking
 
@@ -110,3 +114,42 @@ class TrackedSlots(Mapping[str, Technique]):
     def __len__(self) -> int:
         self.seen = {slot: self._chosen.get(slot) for slot in SLOTS}
         return len(self._chosen)
+
+
+def on_replicas(program: Program, parts: int) -> Program:
+    """Return `program` on the ranks that hold the same part; groups of collectives between parts are marked
+    by their sign.
+
+    Groups between the copies, inserted by an earlier pass, are unchanged. The complete step of a pipeline's
+    rank is used once and therefore not cached.
+    """
+    return _of_one_part(program, parts) if program.unrolled > 1 else _known(program, parts)
+
+
+@memoized
+def _known(program: Program, parts: int) -> Program:
+    return _of_one_part(program, parts)
+
+
+def _of_one_part(program: Program, parts: int) -> Program:
+    step = program.step
+    theirs = step.ops.group // APART == parts - 1
+    group = np.where(theirs, step.ops.group % APART, -step.ops.group).astype(np.int32)
+    ranks = (RankClass(program.ranks // parts, step.with_ops(group=group)),)
+    return replace(program, rank_classes=ranks)
+
+
+def on_every_rank(program: Program, parts: int, hardware: Hardware) -> Program:
+    """Return the result of passes on `on_replicas`, on all ranks: members of a group among copies are `parts`
+    ranks apart.
+    """
+    step = program.step
+    theirs = step.ops.group > 1
+    group = np.where(theirs, step.ops.group + APART * (parts - 1), np.abs(step.ops.group)).astype(np.int32)
+    resource = step.ops.resource
+    if hardware.local_ranks(program.ranks * parts) <= parts:  # no two of them share a node
+        resource = np.where(theirs & (resource == Resource.INTRA_LINK), Resource.INTER_LINK, resource).astype(
+            np.uint8
+        )
+    ranks = (RankClass(program.ranks * parts, step.with_ops(group=group, resource=resource)),)
+    return replace(program, rank_classes=ranks)

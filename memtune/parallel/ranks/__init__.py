@@ -39,7 +39,6 @@ if TYPE_CHECKING:
         shard_meshes,
         unwrap_dtensors,
     )
-    from memtune.parallel.ranks.replica_view import on_every_rank, on_replicas
     from memtune.parallel.ranks.ring import Hop, Ring, RingRound, RingSums
 else:
     __getattr__ = open_door(__name__)
@@ -61,8 +60,6 @@ __all__ = [
     "message_device",
     "missing_here",
     "missing_indices",
-    "on_every_rank",
-    "on_replicas",
     "replica_groups",
     "require_groups",
     "require_plain",

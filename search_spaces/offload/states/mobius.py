@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -12,9 +13,11 @@ from pydantic import Field
 from memtune import refusals
 from memtune.effects import Effects
 from memtune.hardware import Hardware, op_costs
+from memtune.offload.core import BlockTimes, deferred_blocks
 from memtune.offload.layer_major import Packs, Span, StageLayout, parts_of, spans
 from memtune.offload.multiplexed import StageCosts, fastest_stages, memory_bytes
-from memtune.program import F64, Program
+from memtune.offload.parameters import native_update_bytes
+from memtune.program import F64, Program, Step, columns_of, memoized
 from memtune.runtime import Context
 from memtune.search_spaces.offload.states._common import (
     EAGER_ONLY,
@@ -26,7 +29,6 @@ from memtune.search_spaces.offload.states._common import (
     cannot_run_packs,
     cannot_run_stages,
     costs_of,
-    deferred_in_stages,
     in_packs,
     on_ranks,
     partitions,
@@ -37,6 +39,9 @@ from memtune.search_spaces.offload.states._common import (
 )
 from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
+
+_SHARES = (0.25, 0.33, 0.5, 0.67)
+"""Shares of the stages to defer, evenly spread, that are tried as well."""
 
 
 class MobiusPlan(PacksPlan):
@@ -210,7 +215,7 @@ class Mobius(Technique):
 def _deferred(program: Program, hardware: Hardware, packs: Packs) -> tuple[int, ...]:
     """Return the blocks whose updates one host cannot finish in backward."""
     costs = _costs(program, hardware)
-    return deferred_in_stages(program, hardware, packs.backward, costs.forward_s, costs.backward_s)
+    return _deferred_in_stages(program, hardware, packs.backward, costs.forward_s, costs.backward_s)
 
 
 @functools.lru_cache(maxsize=32)
@@ -222,7 +227,7 @@ def _deferred_on_ranks(program: Program, hardware: Hardware, layout: StageLayout
     costs, count = costs_of(program.step, hardware), program.accumulate * program.ranks
     forward, backward = ([count * each for each in column] for column in (costs.forward_s, costs.backward_s))
     found = [
-        deferred_in_stages(
+        _deferred_in_stages(
             program, hardware, [layout.stages[stage] for stage in layout.stages_of(rank)], forward, backward
         )
         for rank in range(program.ranks)
@@ -290,3 +295,53 @@ def _costs(program: Program, hardware: Hardware) -> StageCosts:
     )
     load = [n_bytes / hardware.host_to_device_bytes_per_s for n_bytes in sizes.weights]
     return StageCosts(forward, backward, load, sizes.weights, sizes.gradients, sizes.saved)
+
+
+def _deferred_in_stages(
+    program: Program,
+    hardware: Hardware,
+    stages: Sequence[Span],
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+) -> tuple[int, ...]:
+    """Return the blocks whose updates the host cannot finish in a rank's backward, which runs `stages` one by
+    one (`offload.core.deferred_updates_plan`).
+
+    Args:
+        program: The program before the rewrite, of one rank or of ranks that load, offload and update at the
+            same time.
+        hardware: Hardware with its links and host.
+        stages: Stages of the rank, in forward order.
+        forward_s: Seconds of each block, of all micro-batches of the step.
+        backward_s: The same for backward, without the forward that recomputes it.
+    """
+    sizes, local = block_bytes(program.step), hardware.local_ranks(program.ranks)
+    sharing = min(local, hardware.gpus_per_pcie_root) if hardware.device != "cpu" else 1
+    forward, backward = (_of_stages(each, stages) for each in (forward_s, backward_s))
+    up, down = sharing / hardware.host_to_device_bytes_per_s, sharing / hardware.device_to_host_bytes_per_s
+    times = BlockTimes(
+        forward_s=forward.tolist(),
+        backward_s=(forward + backward).tolist(),
+        outside_s=0.0,
+        load_s=(_of_stages(sizes.weights, stages) * up).tolist(),
+        down_s=(_of_stages(sizes.gradients, stages) * down).tolist(),
+        update_s=_of_stages(_update_s(program.step, hardware) * local, stages).tolist(),
+    )
+    deferred = deferred_blocks(times, _SHARES)
+    return tuple(block for stage in sorted(deferred) for block in range(*stages[stage]))
+
+
+def _of_stages(column: Sequence[float] | F64, stages: Sequence[Span]) -> F64:
+    return np.array([sum(column[first:end]) for first, end in stages], np.float64)
+
+
+@memoized
+def _update_s(step: Step, hardware: Hardware) -> F64:
+    """Return (blocks,) seconds of the host's update of each block, with all host cores."""
+    columns = columns_of(step.parameters)
+    mine = (columns.block >= 0) & (columns.gradient >= 0)
+    found: F64 = (
+        np.bincount(columns.block[mine], native_update_bytes(step)[mine], len(step.blocks))
+        / hardware.host_adam_bytes_per_s
+    )
+    return found

@@ -31,9 +31,9 @@ from memtune.autotune.space.candidates import Candidate, Choice
 from memtune.errors import MemtuneError
 from memtune.hardware.roofline import op_costs
 from memtune.memory import cpu_allocator
-from memtune.parallel.ranks.replica_view import on_every_rank, on_replicas
 from memtune.program.step import APART, Program, RankClass, Resource, Step
 from memtune.runtime.transfer import COUNTERS
+from memtune.search_spaces._pass_pipeline import on_every_rank, on_replicas
 from memtune.search_spaces.sharding.states.zero3 import Zero3
 from memtune.technique import NO_PLAN, Target
 from memtune.testing.training import build

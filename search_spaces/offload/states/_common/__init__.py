@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         in_chunks,
         non_chunk_bytes,
     )
-    from memtune.search_spaces.offload.states._common.deferred_stages import deferred_in_stages
     from memtune.search_spaces.offload.states._common.grad_offload_technique import (
         apply_on_grad_ready,
         cannot_offload_on_grad_ready,
@@ -96,7 +95,6 @@ __all__ = [
     "chunk_plan_of",
     "compute_s_of_moments",
     "costs_of",
-    "deferred_in_stages",
     "effects_of_chunks",
     "in_chunks",
     "in_layers",
