@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -134,18 +135,23 @@ def python_draft(target: str, out: Path) -> Draft:
 
 def _find(target: str, out: Path) -> _Target:
     file, _, name = target.partition(":")
+    own, here = str(out.absolute().parent), str(Path.cwd())
+    if own not in sys.path:
+        sys.path.insert(0, own)
     if file.endswith(".py") or "/" in file:
         path = Path(file).absolute()
         if not path.is_file():
             raise missing_file(file, "give the path of a Python file", "MT150")
         root, module = _package(path)
         folders = dict.fromkeys([str(root), str(path.parent)])
-        paths = tuple(each for each in folders if each != str(out.absolute().parent))
+        paths = tuple(each for each in folders if each != own)
     else:
-        paths, module = (), file
+        # As `python -c` does, which the file does not where it lies in another folder.
+        paths, module = () if _importable(file.partition(".")[0]) or here == own else (here,), file
+        sys.path[:0] = paths
         if not name and "." in file and not _importable(file):
             module, _, name = file.rpartition(".")
-    for each in (str(out.absolute().parent), *reversed(paths)):
+    for each in reversed(paths):
         if each not in sys.path:
             sys.path.insert(0, each)
     try:
@@ -161,10 +167,11 @@ def _find(target: str, out: Path) -> _Target:
     if name:
         if not hasattr(holder, name):
             found = _candidates(holder)
+            near = difflib.get_close_matches(name, found, 1, 0.0)
             raise UsageError(
                 f"{module} has no '{name}'.",
                 evidence=f"It has: {', '.join(found)}." if found else "",
-                fix=f"memtune init {file}:{found[-1]}" if found else f"name a class or function of {file}",
+                fix=f"memtune init {file}:{near[0]}" if near else f"name a class or function of {file}",
                 code="MT150",
             )
         return _Target(getattr(holder, name), name, module, paths)
@@ -210,7 +217,7 @@ def _imported(module: str, target: str) -> ModuleType:
         return importlib.import_module(module)
     except (Exception, SystemExit) as error:
         raise UsageError(
-            f"{target} cannot be imported:  {summary(error)}",
+            f"{target} cannot be imported: {summary(error)}",
             fix=f"make  python -c 'import {module}'  work here",
             code="MT150",
         ) from error

@@ -122,6 +122,7 @@ def trained(text: str) -> Workload:
             ["VOCAB_SIZE = 1000  # CHECK", "torch.randint(1000, (size, 12))", "targets=targets", "output[1]"],
         ),
         ("project/nets.py", ["idx, targets = batch", "from project.nets import GPT"]),
+        ("project.nets", ["idx, targets = batch", "from project.nets import GPT"]),
         ("others.Classifier", ["images = torch.randn(size, 3, 224, 224)", "torch.randint(10, (size,))"]),
         ("others:Denoiser", ["timestep = torch.randint(1000, (size,))", "square().mean()"]),
         ("others.py:Tagger", ["torch.randint(5, (size, 128))", "flatten(0, 1)"]),
@@ -159,6 +160,21 @@ def test_unusable_target_is_one_message(target, words, folder):
         python_draft(target, Path("model.py"))
     assert words in str(caught.value)
     assert caught.value.fix
+
+
+def test_misspelt_class_is_answered_with_the_nearest(folder):
+    with pytest.raises(UsageError) as caught:
+        python_draft("others:Denoisr", Path("model.py"))
+    assert caught.value.fix == "memtune init others:Denoiser"
+
+
+def test_file_in_another_folder_finds_the_package_of_the_current_one(folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("other") / "model.py"
+    out.write_text(python_draft("project.nets:GPT", out).text(str(out)))
+    sys.path[:] = [each for each in sys.path if each != str(folder)]
+    for name in [each for each in sys.modules if each.startswith("project")]:
+        del sys.modules[name]
+    assert Workload.load(str(out)).build_model() is not None
 
 
 SMALL = {
