@@ -91,10 +91,7 @@ def _opening(study: StudyData) -> Iterable[str]:
     if finished is None or finished.status != "done":
         state = "is still running, or was killed" if finished is None else _ENDS[finished.status]
         more = f": {finished.message}" if finished and finished.message else ""
-        yield (
-            f'<p class="warning">This search {escape(state)}{escape(more)}. {len(view.done)} trials are'
-            " done.</p>"
-        )
+        yield (f'<p class="warning">This search {escape(state)}{escape(more)}. Done: {view.trials_done}.</p>')
     elif finished.message:
         yield f'<p class="lead">{escape(finished.message)}</p>'
     best = view.best.result if view.best is not None else None
@@ -136,32 +133,25 @@ def _front(view: SearchView) -> Iterable[str]:
     for each in view.done:
         if each.status == "ok" and each.result is not None and each.result.step_s:
             times.setdefault(each.summary, []).append(each.result.step_s)
-    points = [
-        Point(
+    points: dict[str, Point] = {}
+    for each in view.done:
+        peak_bytes = each.result.peak_allocated_bytes if each.result is not None else None
+        if each.summary in points or each.summary not in times or not peak_bytes:
+            continue
+        chosen = view.best is not None and each.summary == view.best.summary
+        points[each.summary] = Point(
             label=str(each.number),
             text=each.summary,
-            peak_bytes=each.result.peak_allocated_bytes,
+            peak_bytes=peak_bytes,
             step_s=statistics.median(times[each.summary]),
-            status=(
-                "best"
-                if each.number == view.best_number
-                else "baseline"
-                if each.role == "baseline"
-                else "trial"
-            ),
+            status="best" if chosen else "baseline" if each.role == "baseline" else "trial",
         )
-        for each in view.done
-        if each.role not in ("repeat", "confirm")
-        and each.status == "ok"
-        and each.result is not None
-        and each.result.peak_allocated_bytes
-        and each.result.step_s
-    ]
     rows = [
-        (each.label, format_seconds(each.step_s), format_bytes(each.peak_bytes), each.text) for each in points
+        (each.label, format_seconds(each.step_s), format_bytes(each.peak_bytes), each.text)
+        for each in points.values()
     ]
     yield _figure(
-        pictures.front(points, view.budget_bytes),
+        pictures.front([*points.values()], view.budget_bytes),
         "Each mark is a setting with the number of its first trial, at the median of all its trials.",
         _table(("trial", "step", "peak", "settings"), rows),
     )

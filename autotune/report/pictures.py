@@ -48,6 +48,8 @@ _PHASE_COLORS = {
     "boundary": PURPLE,
     "optimizer": GREEN,
 }
+_PHASE_NAMES = {"prologue": "before forward", "boundary": "after backward"}
+"""Words of a picture for phases that users do not know by name."""
 _STREAMS = {
     "compute": "compute",
     "host_to_device": "host → device",
@@ -139,7 +141,7 @@ def memory(runs: Mapping[str, Mapping[str, Any]], limit_bytes: int | None) -> Pi
         name: max(map(sum, zip(*run["bytes_by_kind"].values(), strict=True))) for name, run in runs.items()
     }
     most = max([*peaks.values(), limit_bytes or 0])
-    canvas = Canvas(WIDTH, 70 + 250 * len(runs))
+    canvas = Canvas(WIDTH, 36 + 250 * len(runs))
     kinds = [kind for kind in _KIND_COLORS if any(kind in run["bytes_by_kind"] for run in runs.values())]
     for row, (name, run) in enumerate(runs.items()):
         top = 40 + 250 * row
@@ -157,7 +159,7 @@ def memory(runs: Mapping[str, Mapping[str, Any]], limit_bytes: int | None) -> Pi
         _readings(canvas, x, y, run["time_s"], run["bytes_by_kind"], kinds)
         if limit_bytes:
             canvas.line(x.start, y(limit_bytes), x.stop, y(limit_bytes), RED, stroke_dasharray="5 4")
-    canvas.legend(20, 62 + 250 * len(runs), [("bar", _KIND_COLORS[kind], kind) for kind in kinds])
+    canvas.legend(20, 26 + 250 * len(runs), [("bar", _KIND_COLORS[kind], kind) for kind in kinds])
     facts = "; ".join(f"{name} has a peak of {format_bytes(peak)}" for name, peak in peaks.items())
     return canvas.picture(
         title, f"{facts}. {_LIMIT.format(format_bytes(limit_bytes)) if limit_bytes else ''}".strip()
@@ -206,7 +208,9 @@ def technique(data: Mapping[str, Any], without: Mapping[str, Any], title: str) -
     top += 16 * len(streams)
     for below, colors, used in ((16, _KIND_COLORS, set(kinds)), (36, _PHASE_COLORS, ran)):
         canvas.legend(
-            12, top + below, [("bar", color, each) for each, color in colors.items() if each in used]
+            12,
+            top + below,
+            [("bar", color, _PHASE_NAMES.get(each, each)) for each, color in colors.items() if each in used],
         )
     return canvas.picture(title, f"{'; '.join(facts)}; the step takes {format_seconds(data['step_s'])}.")
 
@@ -233,7 +237,8 @@ def _spans(
     canvas.rect(x.start, top, x.stop - x.start, height, "#f2f2f2")
     for phase, start, stop in spans:
         start_s, stop_s = start * unit_s, stop * unit_s
-        hint = f"{_STREAMS[stream]}, {phase}: {format_seconds(start_s)} to {format_seconds(stop_s)}"
+        name = _PHASE_NAMES.get(phase, phase)
+        hint = f"{_STREAMS[stream]}, {name}: {format_seconds(start_s)} to {format_seconds(stop_s)}"
         canvas.rect(x(start_s), top, x(stop_s) - x(start_s), height, _PHASE_COLORS[phase], hint)
 
 
@@ -300,7 +305,7 @@ def streams(runs: Mapping[str, Mapping[str, Any]]) -> Picture:
         return _nothing(title, "the study has no timelines")
     most_s = max(stop for run in runs.values() for spans in run.values() for _, _, stop in spans)
     height = 30 + sum(28 + 24 * len([1 for owner, _ in rows if owner == name]) for name in runs)
-    canvas = Canvas(WIDTH, height + 62)
+    canvas = Canvas(WIDTH, height + 30)
     x = Scale(0, most_s, 150, WIDTH - 20)
     top, facts, phases = 8, [], set()
     for name, run in runs.items():
@@ -317,7 +322,13 @@ def streams(runs: Mapping[str, Mapping[str, Any]]) -> Picture:
         canvas.line(x(value), top, x(value), top + 4)
         canvas.text(x(value), top + 17, _seconds(value), "middle")
     canvas.legend(
-        150, top + 42, [("bar", color, phase) for phase, color in _PHASE_COLORS.items() if phase in phases]
+        150,
+        top + 42,
+        [
+            ("bar", color, _PHASE_NAMES.get(phase, phase))
+            for phase, color in _PHASE_COLORS.items()
+            if phase in phases
+        ],
     )
     return canvas.picture(title, "; ".join(facts) + ".")
 

@@ -132,7 +132,9 @@ def test_page_escapes_text_of_the_study(tmp_path):
 def test_page_of_an_interrupted_search_says_so_and_has_no_timelines(tmp_path):
     events = [*event_stream.all_events()[:-1], SearchFinished(status="interrupted", message="stopped by you")]
     page = Reader(write_report(study(tmp_path, events, None), tmp_path / "r.html").read_text())
-    assert "This search was interrupted: stopped by you. 10 trials are done." in " ".join(page.text.split())
+    assert "This search was interrupted: stopped by you. Done: 9 of 10 trials and 1 repeat." in " ".join(
+        page.text.split()
+    )
     assert page.text.count("the study has no timelines") >= 2
 
 
@@ -152,6 +154,16 @@ def test_damaged_timelines_are_one_message(damage, words, tmp_path):
     with pytest.raises(EnvironmentFault) as caught:
         write_report(log, tmp_path / "r.html")
     assert words in str(caught.value)
+
+
+def test_front_has_one_mark_per_setting(tmp_path):
+    events = event_stream.all_events()
+    again = event_stream.trial_events((10, *event_stream.TRIALS[8][1:]))
+    once = write_report(study(tmp_path / "once", events), tmp_path / "once.html").read_text()
+    twice = write_report(study(tmp_path / "twice", [*events, *again]), tmp_path / "twice.html").read_text()
+    settings = re.search(r"(\d+) settings. Fastest that fits", once)
+    assert settings
+    assert settings[0] in twice
 
 
 def test_report_command_finds_the_study_and_keeps_files(tmp_path, monkeypatch, capsys):
