@@ -67,7 +67,7 @@ def search(
     with _locked(folder):
         finished = read_json(folder.path / RESULT)
         if finished is not None and options.resume:
-            folder.check_sources(split_target(options.workload)[0])
+            folder.check_unchanged(split_target(options.workload)[0], _asked(options))
             return _finished_study(SearchOutcome.from_dict(finished), folder, options)
         setup = prepare(options, say=say)
         resumed = folder.claim(_fingerprint(options, setup), resume=options.resume)
@@ -169,18 +169,26 @@ def _locked(folder: StudyFolder) -> Iterator[None]:
                 folder.discard()
 
 
-def _fingerprint(options: SearchOptions, setup: Setup) -> dict[str, object]:
-    asked = {
+def _asked(options: SearchOptions) -> dict[str, object]:
+    """Return the options that a study depends on, without defaults that device or workload decide."""
+    given = {name: getattr(options, name) for name in ("device", "budget_bytes", "global_batch")}
+    return {name: value for name, value in given.items() if value is not None} | {
         "goal": options.goal,
         "ranks": options.ranks,
-        "device": setup.device,
-        "budget_bytes": setup.budget_bytes,
         "host_memory_bytes": options.host_memory_bytes,
-        "global_batch": setup.global_batch,
         "axes": list(options.axes),
         "freeze": dict(options.freeze),
         "allow_lossy": options.allow_lossy,
         "seed": options.seed,
+    }
+
+
+def _fingerprint(options: SearchOptions, setup: Setup) -> dict[str, object]:
+    asked = {
+        **_asked(options),
+        "device": setup.device,
+        "budget_bytes": setup.budget_bytes,
+        "global_batch": setup.global_batch,
         "offload_dirs": len(allowed_dirs()) or None,  # without one nothing that needs a drive is searched
     }
     workload = {

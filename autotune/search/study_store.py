@@ -143,13 +143,17 @@ class StudyFolder:
         self._require_equal(before, {"memtune": SCHEMA, **fingerprint})
         return True
 
-    def check_sources(self, file: Path) -> None:
-        """Compare the model's file and those that it imported from its folder with the study's; run no code.
+    def check_unchanged(self, file: Path, options: Mapping[str, Any]) -> None:
+        """Compare options, the model's file and the files that it imported with the study's; run no code.
 
         Raises:
             UsageError: One has changed.
         """
-        workload = (self.fingerprint() or {}).get("workload")
+        fingerprint = self.fingerprint() or {}
+        asked, workload = fingerprint.get("options"), fingerprint.get("workload")
+        if isinstance(asked, dict):
+            then = {name: asked.get(name) for name in options}
+            self._require_equal({"options": then}, {"options": options})
         imports = workload.get("imports") if isinstance(workload, dict) else None
         if not isinstance(workload, dict) or not isinstance(imports, dict):
             return

@@ -205,7 +205,7 @@ def judge(measured: Sequence[Measured], goal: Goal) -> Verdict | None:
             f"{_name(simplest)} is the best: {winner.choice.summary} is no better by more than the spread",
         )
     gains = ", ".join(f"{_gain_text(winner, each, goal, measured)} {_name(each)}" for each in baselines)
-    return Verdict(winner, True, (gains or "no baseline fits, your own setting included") + equal)
+    return Verdict(winner, True, (gains or "neither your own setting nor another baseline fits") + equal)
 
 
 def gain(one: Measured, other: Measured, goal: Goal, among: Sequence[Measured] = ()) -> Gain:

@@ -198,6 +198,14 @@ def test_resume_of_finished_study_refuses_changed_files(
     assert ("workload.imports.layers.py" if name == "layers.py" else "source_sha256") in caught.value.evidence
 
 
+@pytest.mark.parametrize("changed", [{"budget_bytes": 123 * 2**20}, {"goal": "memory"}], ids=str)
+def test_resume_of_finished_study_refuses_changed_options(changed: dict[str, Any]):
+    run(asked())
+    with pytest.raises(UsageError, match="made for another setup") as caught:
+        run(asked(resume=True, **changed))
+    assert f"options.{next(iter(changed))}" in caught.value.evidence
+
+
 def test_resume_overwrites_only_its_own_config():
     options, control = asked(), Control()
     run(options, interrupting(truth(options), 4, control), control)
