@@ -6,6 +6,7 @@ Deep code calls `advance` without knowing who listens; without a listener it cos
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -72,7 +73,9 @@ class Progress:
     def _count(self) -> str:
         if not self.done:
             return ""
-        return f" · {self.done:,}{f' of {self.total:,}' if self.total else ''} {self.noun}".rstrip()
+        one = (self.total or self.done) == 1
+        noun = re.sub(r"s\b", "", self.noun, count=1) if one else self.noun
+        return f" · {self.done:,}{f' of {self.total:,}' if self.total else ''} {noun}".rstrip()
 
 
 def _spent(seconds: float) -> str:

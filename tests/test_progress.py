@@ -35,6 +35,14 @@ def test_phase_has_its_work_and_the_time_left(clock: list[float]):
     assert progress.detail() == " · 0 s"
 
 
+@pytest.mark.parametrize(("done", "total"), [(1, 0), (1, 1)])
+def test_detail_of_one_piece_of_work_is_singular(done: int, total: int, clock: list[float]):
+    progress = Progress()
+    progress.phase("scoring settings")
+    progress.advance(done, "settings simulated op by op", total)
+    assert progress.detail().endswith(" setting simulated op by op · 0 s")
+
+
 def test_time_left_follows_the_pace_of_the_present_work(clock: list[float]):
     progress = Progress()
     progress.phase("scoring settings")

@@ -116,9 +116,10 @@ class LinePrinter:
                     f" {format_bytes(event.plain_peak_bytes)} (predicted)"
                 )
             case CandidatesScored():
+                merged = f", {event.n_merged:,} the same as another" if event.n_merged else ""
                 self._print(
-                    f"{event.n_candidates:,} settings predicted: {event.n_pruned:,} cannot fit,"
-                    f" {event.n_unfit:,} refused, {event.n_merged:,} the same as another"
+                    f"{formatting.plural(event.n_candidates, 'setting')} predicted: {event.n_pruned:,} cannot"
+                    f" fit, {event.n_unfit:,} refused{merged}"
                 )
                 if event.not_used and self._verbose:
                     self._print(f"not used: {_by_slot(event.not_used)} (memtune plan --why)", "dim")
@@ -170,11 +171,7 @@ class LinePrinter:
         stages = ", ".join(each.stage for each in self.view.running)
         newest = self.view.running[-1]
         used = f" · {format_bytes(newest.device_bytes)}" if newest.device_bytes is not None else ""
-        wanted = self.view.started.max_trials if self.view.started else None
-        done = len(self.view.done)
-        count = (
-            f" · {done} of {wanted} trials done" if wanted and done <= wanted else f" · {done} trials done"
-        )
+        count = f" · {self.view.trials_done} done"
         eta_s = self.view.eta_s(elapsed_s)
         left = f" · ~{formatting.clock(eta_s)} left" if eta_s is not None else ""
         return f"  {numbers}", f" · {stages}{used}" + (f"{count}{left}" if self._status.redraws else "")
@@ -333,10 +330,8 @@ def _is_partial(view: SearchView) -> bool:
 def _partly(view: SearchView) -> str:
     """Return how far an interrupted search came: `interrupted after 3 of 8 trials, not confirmed:`."""
     assert view.finished is not None
-    wanted = view.started.max_trials if view.started else None
-    of = f" of {wanted}" if wanted else ""
     confirmed = "" if view.finished.confirmed else ", not confirmed in a fresh process"
-    return f"{view.finished.status} after {len(view.done)}{of} trials{confirmed}:"
+    return f"{view.finished.status} after {view.trials_done}{confirmed}:"
 
 
 def _by_slot(names: Iterable[str]) -> str:

@@ -394,9 +394,11 @@ def _improvements(report: PlanReport) -> Iterator[str]:
 
 def _omissions(report: PlanReport, why: bool) -> Iterator[str]:
     refused, pruned = sum(report.refused.values()), report.n_pruned
-    counts = f"{report.n_candidates:,} settings predicted: {pruned:,} cannot fit, {refused:,} refused"
+    settings = formatting.plural(report.n_candidates, "setting")
+    counts = f"{settings} predicted: {pruned:,} cannot fit, {refused:,} refused"
     if not why:
-        yield f"{counts}, {len(report.unfit):,} techniques not used (--why; --why-not KIND for one)"
+        unused = formatting.plural(len(report.unfit), "technique")
+        yield f"{counts}, {unused} not used (--why; --why-not KIND for one)"
         return
     yield f"{counts}, {report.n_merged:,} the same as another"
     limit = report.facts["budget_bytes"]

@@ -195,12 +195,11 @@ def _spread(left: Text, right: Text, width: int) -> Text:
 
 
 def _counts(view: SearchView, now_s: float, width: int, stopping: bool) -> list[Text]:
-    wanted = view.started.max_trials if view.started else None
-    total = (
-        f"/{wanted}" if wanted and len(view.done) <= wanted else ""
-    )  # repeats and the confirmation come on top
+    narrow, wanted = width < NARROW, view.started.max_trials if view.started else None
+    repeats = len(view.done) - view.n_counted
     counts = [
-        (f"{len(view.done)}{total} done", "green"),
+        (f"{view.n_counted}{f'/{wanted}' if wanted else ''} done", "green"),
+        *([(formatting.plural(repeats, "repeat"), "green")] if repeats else []),
         (f"{view.count('running')} running", "cyan"),
         (f"{view.n_pruned} pruned", DIM),
         (f"{view.count('oom')} out of memory", "yellow" if view.count("oom") else DIM),
@@ -209,7 +208,6 @@ def _counts(view: SearchView, now_s: float, width: int, stopping: bool) -> list[
             "red" if view.count("crash", "timeout", "unfit") else DIM,
         ),
     ]
-    narrow = width < NARROW
     line = Text("" if narrow else "trials   ", LABEL)
     for index, (word, style) in enumerate(counts):
         line.append(" · " if index else "", DIM).append(

@@ -279,6 +279,21 @@ class SearchView:
         """Return trials with a result, of any status."""
         return [trial for trial in self.trials.values() if trial.result is not None]
 
+    @property
+    def n_counted(self) -> int:
+        """Return the number of trials with a result that `--trials` limits: repeats and the confirmation are
+        further ones.
+        """
+        return sum(trial.role not in ("repeat", "confirm") for trial in self.done)
+
+    @property
+    def trials_done(self) -> str:
+        """Return `3 of 8 trials`, `8 of 8 trials and 5 repeats`: those with a result."""
+        wanted = self.started.max_trials if self.started else None
+        of, repeats = f" of {wanted}" if wanted else "", len(self.done) - self.n_counted
+        trials = f"{self.n_counted}{of} trial{'s' * ((wanted or self.n_counted) != 1)}"
+        return trials + (f" and {repeats} repeat{'s' * (repeats != 1)}" if repeats else "")
+
     def count(self, *statuses: Shown) -> int:
         """Return the number of trials with one of `statuses`."""
         return sum(trial.status in statuses for trial in self.trials.values())
@@ -380,8 +395,8 @@ class SearchView:
         durations = [
             trial.finished_s - trial.started_s for trial in self.done if trial.finished_s is not None
         ]
-        if self.started.max_trials is not None and len(self.done) < self.started.max_trials and durations:
-            left_s = (self.started.max_trials - len(self.done)) * statistics.mean(durations[-_ETA_WINDOW:])
+        if self.started.max_trials is not None and self.n_counted < self.started.max_trials and durations:
+            left_s = (self.started.max_trials - self.n_counted) * statistics.mean(durations[-_ETA_WINDOW:])
             spent_s = sum(max(0.0, now_s - trial.started_s) for trial in self.running)
             bounds.append((left_s - spent_s) / max(1, self.started.slots))
         return max(0.0, min(bounds)) if bounds else None

@@ -68,12 +68,15 @@ def explain(given: dict[str, Any]) -> int:
 def _figures(tuned: TunedConfig, budget: int | None) -> Iterator[str]:
     """Yield measurement and prediction, a line each."""
     limit = f" of {format_bytes(budget)}" if budget else ""
+    unconfirmed = tuned.certificate.get("confirmed_in_fresh_process") is False
     for name in ("measured", "predicted"):
         part = getattr(tuned, name)
         rate, step_s, peak = (part.get(key) for key in ("samples_per_s", "step_s", "peak_bytes"))
         facts = [f"{format_rate(rate)} samples/s"] if isinstance(rate, int | float) else []
         facts += [f"{format_seconds(step_s)} a step"] if isinstance(step_s, int | float) else []
         facts += [f"peak {format_bytes(peak)}{limit}"] if isinstance(peak, int) else []
+        if name == "measured" and unconfirmed:
+            facts.append("best so far of a search that was stopped, not confirmed: --resume goes on")
         if facts:
             yield f"{name:<{_INDENT}}{', '.join(facts)}"
 

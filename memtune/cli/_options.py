@@ -129,26 +129,35 @@ def place(given: dict[str, Any], *, for_trials: bool) -> tuple[str, int]:
         return device or DEFAULT_ACCELERATOR, gpus or 1
     found, visible = visible_gpus(device)
     wanted = found or device or DEFAULT_ACCELERATOR
-    variable = PLATFORMS[wanted].visible_devices if wanted in PLATFORMS else ""
-    evidence = f"{variable}={os.environ.get(variable, '')!r}" if variable else ""
     if visible == 0:
-        raise EnvironmentFault(
-            "No GPU is visible here.",
-            evidence=evidence,
-            fix=(
-                "--device cpu --workers 2  runs the search on this CPU;  memtune plan --gpus 8 --gpu-type"
-                " h100-80g  needs none"
-            ),
-            code="MT104",
+        raise _no_gpu(
+            wanted,
+            "--device cpu --workers 2  runs the search on this CPU;  memtune plan --gpus 8 --gpu-type"
+            " h100-80g  needs none",
         )
     if gpus is not None and gpus > visible and not given.get("ray_address"):
         raise EnvironmentFault(
             f"{gpus} GPUs requested, {visible} visible.",
-            evidence=evidence,
+            evidence=_visibility(wanted),
             fix=f"--gpus {visible}, or widen the variable",
             code="MT104",
         )
     return wanted, gpus or visible
+
+
+def check_predictable(gpu_type: str | None, device: str) -> None:
+    """Refuse a prediction for a GPU that is neither named nor here, without importing torch."""
+    if gpu_type is None and device != "cpu" and not _may_have_gpus(device):
+        raise _no_gpu(device, "name the GPU that is meant: --gpu-type h100-80g; or add --device cpu")
+
+
+def _no_gpu(device: str, fix: str) -> EnvironmentFault:
+    return EnvironmentFault("No GPU is visible here.", evidence=_visibility(device), fix=fix, code="MT104")
+
+
+def _visibility(device: str) -> str:
+    variable = PLATFORMS[device].visible_devices if device in PLATFORMS else ""
+    return f"{variable}={os.environ.get(variable, '')!r}" if variable else ""
 
 
 def _counted(
@@ -176,14 +185,18 @@ def visible_gpus(device: str | None = None) -> tuple[str | None, int]:
     Without a driver's device file and without a package that adds a device to torch there are none, and torch
     is not imported, which takes seconds.
     """
-    known = [each for each in PLATFORMS.values() if device in (None, each.device)]
-    files = any(Path(file).exists() for each in known for file in each.driver_files)
-    if known and not files and not entry_points(group="torch.backends"):
+    if not _may_have_gpus(device):
         return None, 0
     from memtune.device import accelerator
 
     there = accelerator.device_type()
     return (there, accelerator.count()) if device in (None, there) else (None, 0)
+
+
+def _may_have_gpus(device: str | None) -> bool:
+    known = [each for each in PLATFORMS.values() if device in (None, each.device)]
+    files = any(Path(file).exists() for each in known for file in each.driver_files)
+    return not known or files or bool(entry_points(group="torch.backends"))
 
 
 def searched(text: str | None) -> tuple[str, ...]:

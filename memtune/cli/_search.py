@@ -143,6 +143,7 @@ def plan(given: dict[str, Any]) -> int:
             fix=f"--freeze micro_batch={given['micro_batch']} plans with this micro-batch",
             code="MT100",
         )
+    _options.check_predictable(given["gpu_type"], common["device"])
     if given["why_not"] is not None:
         matching(given["why_not"])
     if given["out"] is not None:

@@ -43,8 +43,13 @@ def people_text(
     lines = ["# memtune.apply(model, optimizer, <this file>) applies it; after an edit: memtune config check"]
     lines += [f"memtune: {document['memtune']}", "settings:"]
     lines += _setting_lines(document["settings"], sentences, "", "  ")
-    budget = document.get("certificate", {}).get("budget_bytes")
-    for name, note in (("measured", "in fresh processes"), ("predicted", "by simulation, before any run")):
+    certificate = document.get("certificate", {})
+    budget = certificate.get("budget_bytes")
+    unconfirmed = certificate.get("confirmed_in_fresh_process") is False
+    measured = (
+        "best so far of a search that was stopped, not confirmed" if unconfirmed else "in fresh processes"
+    )
+    for name, note in (("measured", measured), ("predicted", "by simulation, before any run")):
         if name in document and (name == "measured" or "measured" not in document):
             lines.append(f"{name}: {flow(_round(document[name], budget))}  # {note}")
     if "made_for" in document:

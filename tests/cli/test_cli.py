@@ -15,7 +15,7 @@ from support.zoo_paths import ZOO
 
 from memtune import cli
 from memtune.cli._commands import failure_text
-from memtune.config.tuned_config import load_config
+from memtune.config.tuned_config import load_config, save
 from memtune.errors import Interrupted
 from memtune.executors.base import TrialResult
 from memtune.ssd import offload_dir
@@ -349,6 +349,22 @@ def test_explain_names_source_and_exactness(
     assert json.loads(capsys.readouterr().out)["settings"][0]["slot"] == "allocator"
 
 
+@pytest.mark.parametrize("confirmed", [True, False])
+def test_explain_marks_an_unconfirmed_measurement(
+    confirmed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config = {
+        "settings": {"recompute": {"kind": "full"}},
+        "measured": {"samples_per_s": 12.0},
+        "certificate": {"confirmed_in_fresh_process": confirmed},
+    }
+    save(load_config(config), tmp_path / "tuned.yaml")
+    assert cli.run(["explain", str(tmp_path / "tuned.yaml")]) == 0
+    assert (
+        "12.0 samples/s, best so far of a search that was stopped" in capsys.readouterr().out
+    ) != confirmed
+
+
 def test_explain_reports_a_crash_of_the_model(folder: Path):
     (folder / "crashing.py").write_text(
         TINY.replace("def model():\n", "def model():\n    import os; os.abort()\n")
@@ -576,7 +592,8 @@ def test_trial_of_settings_alone_makes_a_plan_or_names_the_least_budget(tmp_path
 
 
 @pytest.mark.parametrize(
-    "line", ["explain gpu.yaml", "trial model.py --config c.yaml --device cpu", "plan model.py"]
+    "line",
+    ["explain gpu.yaml", "trial model.py --config c.yaml --device cpu", "plan model.py --gpu-type v100"],
 )
 def test_header_is_printed_before_torch_loads(line: str, folder: Path):
     (folder / "torch.py").write_text("import sys\nsys.exit('torch loads')\n")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from memtune.cli._options import place
+from memtune.cli import _options
+from memtune.cli._options import check_predictable, place
 from memtune.device import accelerator
 from memtune.errors import EnvironmentFault, UsageError
 
@@ -49,6 +51,16 @@ def test_contradictions_are_one_message(given: dict[str, Any], text: str) -> Non
     with pytest.raises(UsageError, match=text) as caught:
         place(given, for_trials=False)
     assert (caught.value.code, bool(caught.value.fix)) == ("MT100", True)
+
+
+def test_prediction_without_a_gpu_names_one_before_torch_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    without = {name: replace(each, driver_files=()) for name, each in _options.PLATFORMS.items()}
+    monkeypatch.setattr(_options, "PLATFORMS", without)
+    with pytest.raises(EnvironmentFault, match="No GPU is visible") as caught:
+        check_predictable(None, "cuda")
+    assert "--gpu-type h100-80g" in caught.value.fix
+    check_predictable("a100-40g", "cuda")
+    check_predictable(None, "cpu")
 
 
 def test_trials_take_the_accelerator_that_is_present(monkeypatch: pytest.MonkeyPatch) -> None:

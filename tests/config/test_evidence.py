@@ -61,6 +61,17 @@ def test_file_for_people_is_short_and_says_what_each_setting_does(written: Path)
     assert "slots" not in text
 
 
+@pytest.mark.parametrize("confirmed", [True, False])
+def test_file_of_a_stopped_search_says_that_it_is_not_confirmed(confirmed: bool, tmp_path: Path):
+    config = tuned(STRONGHOLD)
+    config = config.model_copy(
+        update={"certificate": config.certificate | {"confirmed_in_fresh_process": confirmed}}
+    )
+    text = save(config, tmp_path / "tuned.yaml").read_text()
+    assert ("of a search that was stopped, not confirmed" in text) != confirmed
+    assert ("# in fresh processes" in text) == confirmed
+
+
 def test_file_without_evidence_keeps_its_settings(written: Path):
     kept = [line for line in written.read_text().splitlines() if not line.startswith("evidence:")]
     written.write_text("\n".join(kept))

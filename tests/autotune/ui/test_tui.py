@@ -92,10 +92,10 @@ def test_screen_shows_the_whole_setting_of_the_trial_under_the_cursor(tmp_path):
 
 def test_screen_counts_repeats_separately(tmp_path):
     fewer = [
-        each.model_copy(update={"max_trials": 5}) if hasattr(each, "max_trials") else each
+        each.model_copy(update={"role": "repeat"}) if getattr(each, "number", 0) == 4 else each
         for each in running_search()
     ]
-    assert "   6 done · 1 running" in "\n".join(show(tmp_path, fewer, SIZES[0]))
+    assert "   5/10 done · 1 repeat · 1 running" in "\n".join(show(tmp_path, fewer, SIZES[0]))
 
 
 @pytest.mark.parametrize("size", SIZES)

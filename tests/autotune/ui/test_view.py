@@ -391,7 +391,8 @@ def test_interrupted_search_looks_interrupted():
     view = fold([*events, SearchFinished(status="interrupted", out="tuned.yaml", best_number=4)])
     lines = summary_lines(view, go_on="memtune search gpt.py --resume")
     assert lines[0] == (
-        "◐ interrupted after 10 of 10 trials, not confirmed in a fresh process: tuned.yaml is the best so far"
+        "◐ interrupted after 9 of 10 trials and 1 repeat, not confirmed in a fresh process: tuned.yaml is the"
+        " best so far"
     )
     assert "  go on      memtune search gpt.py --resume" in lines
     nothing = fold([SearchFinished(status="interrupted", message="stopped by you; nothing fitted yet")])
