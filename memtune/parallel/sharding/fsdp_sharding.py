@@ -478,42 +478,45 @@ def _local_tensors(optimizer: Optimizer) -> Iterator[None]:
     """Replace the DTensors in parameter groups and state by their local tensors."""
     groups, state = optimizer.param_groups, optimizer.state
     whole = [group["params"] for group in groups]
-    rows = [[_local_tensor(each) for each in parameters] for parameters in whole]
-    pairs = [pair for each in zip(whole, rows, strict=True) for pair in zip(*each, strict=True)]
-    if not all(_has_own_placements(each) for each, _ in pairs):
+    sharded = [each for parameters in whole for each in parameters if isinstance(each, DTensor)]
+    if not all(map(_has_own_placements, sharded)):
         # Rows of a gradient that is divided in another way belong to other rows of the parameter.
         yield
         return
-    inside = defaultdict[Any, Any](dict)
-    for each, mine in pairs:
-        values = state.get(each)
+    inside = defaultdict[Any, Any](dict, state)
+    rows = [each._local_tensor for each in sharded]
+    # The loops run for every shard in every step.
+    for each, mine in zip(sharded, rows, strict=True):
+        values, gradient = inside.pop(each, None), each.grad
         if values is not None:
-            inside[mine] = values if mine is each else {name: _local_tensor(v) for name, v in values.items()}
-        if mine is not each:
-            mine.grad = _local_tensor(each.grad)
+            inside[mine] = {
+                name: value._local_tensor if isinstance(value, DTensor) else value
+                for name, value in values.items()
+            }
+        mine.grad = None if gradient is None else gradient._local_tensor  # type: ignore[attr-defined]
     optimizer.state = inside
-    for group, parameters in zip(groups, rows, strict=True):
-        group["params"] = parameters
+    for group, parameters in zip(groups, whole, strict=True):
+        group["params"] = [_local_tensor(each) for each in parameters]
     try:
         yield
     finally:
         optimizer.state = state
         for group, parameters in zip(groups, whole, strict=True):
             group["params"] = parameters
-        for each, mine in pairs:
-            if isinstance(each, DTensor):
-                mine.grad = None
-            if mine in inside:
-                # Optimizers make state in their first step, and replace tensors in later ones.
-                _write_back(state[each], inside[mine], mine, each)
+        for each, mine in zip(sharded, rows, strict=True):
+            mine.grad = None
+            values = inside.pop(mine, None)
+            if values is not None:
+                _write_back(state[each], values, each)
+        state.update(inside)
 
 
-def _has_own_placements(parameter: Tensor) -> bool:
-    """Return True unless a DTensor's gradient is divided in another way than itself."""
+def _has_own_placements(parameter: DTensor) -> bool:
+    """Return True unless a gradient is divided in another way than its parameter."""
     gradient = parameter.grad
-    if gradient is None or not isinstance(parameter, DTensor):
-        return True
-    return isinstance(gradient, DTensor) and gradient.placements == parameter.placements
+    return gradient is None or (
+        isinstance(gradient, DTensor) and gradient._spec.placements == parameter._spec.placements
+    )
 
 
 def _local_tensor(value: Any) -> Any:
@@ -521,12 +524,16 @@ def _local_tensor(value: Any) -> Any:
     return value._local_tensor if isinstance(value, DTensor) else value
 
 
-def _write_back(state: dict[str, Any], values: dict[str, Any], rows: Tensor, shard: Tensor) -> None:
+def _write_back(state: dict[str, Any], values: dict[str, Any], shard: DTensor) -> None:
     """Write the values that a step has made or replaced into the state, as DTensors where they are rows."""
+    # Optimizers make state in their first step, and replace tensors in later ones.
     for name, value in values.items():
-        if _local_tensor(state.get(name)) is not value or name not in state:
-            is_rows = isinstance(value, Tensor) and value.dim() > 0 and value.shape == rows.shape
-            state[name] = _dtensor_like(value, shard) if is_rows and isinstance(shard, DTensor) else value
+        kept = state.get(name)
+        if (kept._local_tensor if isinstance(kept, DTensor) else kept) is not value or kept is None:
+            is_rows = (
+                isinstance(value, Tensor) and value.dim() > 0 and value.shape == shard._local_tensor.shape
+            )
+            state[name] = _dtensor_like(value, shard) if is_rows else value
 
 
 def _dtensor_like(rows: Tensor, shard: DTensor) -> DTensor:

@@ -19,9 +19,10 @@ Subclasses decide when a bucket is reduced. Five rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from memtune.device import streams
 from memtune.parallel.ranks import PARTS, FullParameter, allow_nested_collectives
-from memtune.runtime import Context, GradReady, local
+from memtune.runtime import Context, GradReady, local, locals_of
 
 
 @dataclass(frozen=True)
@@ -60,56 +61,74 @@ class Part:
     """One input in a bucket: its rows on this rank, and its slice of a rank's part of the message."""
 
     parameter: nn.Parameter
+    mesh: DeviceMesh
     rows: int
     """Rows of every rank's shard, including padding at the end."""
     mine: tuple[int, int]
     """First row of this rank, and the number of its rows."""
-    place: slice
-    width: torch.Size = field(init=False)
-    """Shape of one row."""
+    numel: int
+    """Elements of a rank's rows, including padding."""
     shard: nn.Parameter = field(init=False)
     last: Part = field(init=False)
     """The part of this one, or of later divisions of it, whose shard the optimizer holds."""
     sum: DTensor | None = None
     """Sum of earlier micro-batches, while backward makes the next gradient."""
-    _specs: dict[tuple[DeviceMesh, torch.dtype], Any] = field(default_factory=dict)
+    _shape: tuple[int, ...] | None = field(init=False)
+    """Shape of a rank's rows in a message; None if they are a vector, as the message is."""
+    _specs: dict[torch.dtype, Any] = field(default_factory=dict)
     """DTensor specs of the rows, which `from_local` would work out again for each gradient."""
 
     def __post_init__(self) -> None:
-        """Until a later division, the optimizer holds this part's shard."""
-        self.last, self.width = self, local(self.parameter).shape[1:]
+        """Until a later division, the optimizer holds this part's shard, a view of the parameter."""
+        whole = local(self.parameter.detach())
+        self.last, self._shape = self, (self.rows, *whole.shape[1:]) if whole.dim() > 1 else None
+        self.shard = nn.Parameter(self.sharded(whole.narrow(0, *self.mine)))
 
-    def divide(self, mesh: DeviceMesh) -> None:
-        """Make the view that the optimizer will hold."""
-        rows = local(self.parameter.detach()).narrow(0, *self.mine)
-        self.shard = nn.Parameter(self.sharded(rows, mesh))
-
-    def sharded(self, rows: Tensor, mesh: DeviceMesh) -> DTensor:
+    def sharded(self, rows: Tensor) -> DTensor:
         """Return this rank's `rows` as a DTensor of the parameter's shape."""
+        spec = self._specs.get(rows.dtype)
+        if spec is None:
+            found = self._from_local(rows)
+            self._specs[rows.dtype] = found._spec
+            return found
+        # Without `__init__`, which does nothing, at three times the cost.
+        return DTensor.__new__(DTensor, rows, spec, requires_grad=False)
+
+    def _from_local(self, rows: Tensor) -> DTensor:
+        mesh = self.mesh
         if (mesh.mesh_dim_names or ())[:1] == (PARTS,):
             return FullParameter.of(self.parameter).rows(rows, mesh)
-        spec = self._specs.get((mesh, rows.dtype))
-        if spec is not None and not rows.requires_grad:
-            return DTensor(rows, spec, requires_grad=False)
         shape, stride = self.parameter.shape, self.parameter.stride()
-        found = DTensor.from_local(
+        return DTensor.from_local(
             rows, mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=shape, stride=stride
         )
-        self._specs[mesh, rows.dtype] = found._spec
-        return found
 
-    def pieces(self, messages: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield rows of the input and their places in its (ranks, n) part of the messages: all full shards,
-        then a shorter one.
+    def own_rows(self, message: Tensor) -> Tensor:
+        """Return this rank's rows, without padding, in its slice of a message."""
+        rows = message if self._shape is None else message.view(self._shape)
+        return rows[: self.mine[1]] if self.mine[1] < self.rows else rows
+
+    def flat_rows(self) -> Tensor | None:
+        """Return this rank's rows of the parameter as one vector; None if they are padded in messages, or not
+        contiguous.
+        """
+        rows = local(self.shard.detach())
+        return rows.view(-1) if self.mine[1] == self.rows and rows.is_contiguous() else None
+
+    def pieces(self, ranks: int) -> list[tuple[Tensor, slice | int | None]]:
+        """Return pieces of the parameter and their places in its (ranks, n) part of the messages (None: all
+        of it): all full shards, then a shorter one.
         """
         whole = local(self.parameter.detach())
         full, rest = divmod(len(whole), self.rows) if self.rows else (0, 0)
+        if full == ranks and whole.is_contiguous():
+            return [(whole.view(ranks, -1), None)]
+        pieces: list[tuple[Tensor, slice | int | None]] = []
         if full:
-            rows = whole[: full * self.rows] if rest else whole
-            places = messages[:full] if full < len(messages) else messages
-            yield rows.view(full, self.rows, *self.width), places.view(full, self.rows, *self.width)
+            pieces.append((whole[: full * self.rows].unflatten(0, (full, self.rows)), slice(full)))
         if rest:
-            yield whole[full * self.rows :], messages[full].view(self.rows, *self.width)[:rest]
+            pieces.append((whole[full * self.rows :], full))
+        return pieces
 
 
 @dataclass(eq=False)
@@ -117,30 +136,68 @@ class Bucket:
     """Inputs whose gradients are reduced in one message."""
 
     parts: list[Part]
-    size: int
+    ranks: int
+    keeps_views: bool
+    """True if nothing else moves the parameters, so that views of them can be kept."""
+    size: int = field(init=False)
     """Elements of one rank's part of the message, without the flags."""
-    missing: set[Part] = field(default_factory=set)
+    missing: set[Part] = field(init=False)
+    _lengths: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """All gradients are missing."""
+        self._lengths = [part.numel for part in self.parts]
+        self.size, self.missing = sum(self._lengths), set(self.parts)
 
     def own_rows(self, message: Tensor) -> list[Tensor]:
-        """Return this rank's rows of each input in a message (or in its part of one) that holds one rank's
-        rows of all inputs.
-        """
+        """Return this rank's rows of each input in its part of a reduced message."""
         # One split instead of a slice for each input: a view costs about as much as a small op.
-        *parts, _ = message.split_with_sizes([*self._lengths(), len(message) - self.size])
-        return [
-            rows.view(part.rows, *part.width)[: part.mine[1]]
-            if part.mine[1] < part.rows
-            else rows.view(part.rows, *part.width)
-            for part, rows in zip(self.parts, parts, strict=True)
-        ]
+        *parts, _ = message.split_with_sizes([*self._lengths, len(message) - self.size])
+        return [part.own_rows(each) for part, each in zip(self.parts, parts, strict=True)]
 
-    def pieces(self, messages: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield rows of all inputs and their places in the (ranks, size) messages."""
-        for part, each in zip(self.parts, messages.split_with_sizes(self._lengths(), 1), strict=True):
-            yield from part.pieces(each)
+    def copy_in(self, message: Tensor) -> None:
+        """Copy this rank's rows of the weights into its part of a message."""
+        flat = self._flat_rows if self.keeps_views else self._flat_rows_now()
+        places = list(message.split_with_sizes(self._lengths))
+        rows = list[Tensor]()
+        for index, (part, each) in enumerate(zip(self.parts, flat, strict=True)):
+            if each is None:
+                places[index] = part.own_rows(places[index])
+                each = local(part.shard)
+            rows.append(each)
+        torch._foreach_copy_(places, rows)
 
-    def _lengths(self) -> list[int]:
-        return [part.place.stop - part.place.start for part in self.parts]
+    def copy_out(self, messages: Tensor) -> None:
+        """Copy the weights of all ranks out of their (ranks, size) messages."""
+        pieces = self._pieces if self.keeps_views else self._pieces_now()
+        sources: list[Tensor] = list(messages.split_with_sizes(self._lengths, 1))
+        if any(place is not None for _, place, _ in pieces):
+            sources = [
+                sources[part] if place is None else _piece(sources[part][place], weight)
+                for weight, place, part in pieces
+            ]
+        weights = [weight for weight, _, _ in pieces]
+        if weights:
+            torch._foreach_copy_(weights, sources)
+
+    @cached_property
+    def _flat_rows(self) -> list[Tensor | None]:
+        return self._flat_rows_now()
+
+    def _flat_rows_now(self) -> list[Tensor | None]:
+        return [part.flat_rows() for part in self.parts]
+
+    @cached_property
+    def _pieces(self) -> list[tuple[Tensor, slice | int | None, int]]:
+        return self._pieces_now()
+
+    def _pieces_now(self) -> list[tuple[Tensor, slice | int | None, int]]:
+        return [(*piece, index) for index, part in enumerate(self.parts) for piece in part.pieces(self.ranks)]
+
+
+def _piece(message: Tensor, weight: Tensor) -> Tensor:
+    """Return what a message has of a piece of the weights, without padding."""
+    return (message if message.dim() > 1 else message[: weight.numel()]).view(weight.shape)
 
 
 class ShardedBuckets:
@@ -170,7 +227,11 @@ class ShardedBuckets:
         self._ranks, self._rank = axes.group.size(), axes.group.rank()
         self._group = axes.group.group_name
         self._link = streams.new_stream(context.device)
-        self._buckets = [self._bucket(each) for each in _filled(list(inputs), bucket_cap_mb << 20)]
+        keeps_views = context.placement.offload.moves == "none"
+        self._buckets = [
+            Bucket([self._part(each) for each in inputs_of], self._ranks, keeps_views)
+            for inputs_of in _filled(list(inputs), bucket_cap_mb << 20)
+        ]
         self.parts = [part for bucket in self._buckets for part in bucket.parts]
         self._every_micro_batch, self.is_last, self._next = every_micro_batch, True, 0
         self._in_flight: tuple[Any, ...] = ()
@@ -180,20 +241,14 @@ class ShardedBuckets:
         subscribers.
         """
 
-    def _bucket(self, parameters: list[nn.Parameter]) -> Bucket:
-        parts, size = [], 0
-        for parameter in parameters:
-            length, numel = local(parameter).shape[0], local(parameter).numel()
-            # Rounded up as `Shard(0)` does, so that DTensor's own functions agree about the rows.
-            rows = -(-length // self._ranks)
-            first = min(self._rank * rows, length)
-            # Padded to equal size: reduce-scatter and all-gather take equal parts.
-            n = rows * (numel // max(length, 1))
-            part = Part(parameter, rows, (first, min(rows, length - first)), slice(size, size + n))
-            part.divide(self._mesh)
-            parts.append(part)
-            size += n
-        return Bucket(parts, size, set(parts))
+    def _part(self, parameter: nn.Parameter) -> Part:
+        length, numel = local(parameter).shape[0], local(parameter).numel()
+        # Rounded up as `Shard(0)` does, so that DTensor's own functions agree about the rows.
+        rows = -(-length // self._ranks)
+        first = min(self._rank * rows, length)
+        # Padded to equal size: reduce-scatter and all-gather take equal parts.
+        padded = rows * (numel // max(length, 1))
+        return Part(parameter, self._mesh, rows, (first, min(rows, length - first)), padded)
 
     @property
     def reduces(self) -> bool:
@@ -243,16 +298,21 @@ class ShardedBuckets:
         gradients: list[Tensor] = []
         used = []
         for index, part in enumerate(bucket.parts):
-            self.set_aside(part)
             gradient = part.parameter.grad  # may come from an earlier micro-batch only
+            if gradient is None or isinstance(gradient, DTensor):
+                self.set_aside(part)
+                gradient = part.parameter.grad
+                if gradient is not None:
+                    gradient = local(gradient)
             used.append(gradient is not None or part.sum is not None)
             if gradient is None:
                 # The message has a fixed layout, so a missing gradient is sent as zeros with flag 0.
                 gradient = torch.zeros_like(local(part.parameter))
                 flags[:, index].zero_()
+            else:
+                part.parameter.grad = None
             if part.rows:
-                gradients.append(local(gradient))
-            part.parameter.grad = None
+                gradients.append(gradient)
         torch._chunk_cat([*gradients, flags], dim=0, num_chunks=self._ranks, out=given.view(self._ranks, -1))
         bucket.missing = set(bucket.parts)
         return used
@@ -278,17 +338,13 @@ class ShardedBuckets:
         """Assign this rank's rows of the mean as gradients, or add them to the sums of earlier
         micro-batches.
         """
-        rows_of = dict(zip(bucket.parts, bucket.own_rows(taken), strict=True))
-        earlier = [part for part in bucket.parts if part.sum is not None]
+        rows = bucket.own_rows(taken)
+        earlier = [index for index, part in enumerate(bucket.parts) if part.sum is not None]
         if earlier:
-            torch._foreach_add_(
-                [local(part.sum) for part in earlier if part.sum is not None],
-                [rows_of[p] for p in earlier],
-            )
+            sums = [bucket.parts[index].sum for index in earlier]
+            torch._foreach_add_(locals_of(sums), [rows[index] for index in earlier])
         for index, part in enumerate(bucket.parts):
-            part.parameter.grad = (
-                part.sum if part.sum is not None else part.sharded(rows_of[part], self._mesh)
-            )
+            part.parameter.grad = part.sharded(rows[index]) if part.sum is None else part.sum
             part.sum = None
             if not used[index]:
                 # Read when backward ends: `.item()` here would wait for the reduction.
@@ -337,7 +393,7 @@ class ShardedBuckets:
         for bucket in reversed(self._buckets):
             messages = local(bucket.parts[0].parameter).new_empty(self._ranks, bucket.size)
             mine = messages[self._rank]
-            torch._foreach_copy_(bucket.own_rows(mine), [local(p.shard) for p in bucket.parts])
+            bucket.copy_in(mine)
             with self._on_link():
                 torch.ops.memtune.all_gather_into_(messages.view(-1), mine, self._group, self._ranks)
             if in_flight is not None:
@@ -349,9 +405,7 @@ class ShardedBuckets:
     def _copy_out(self, bucket: Bucket, messages: Tensor, event: Any) -> None:
         if event is not None:
             streams.wait(event)
-        pairs = list(bucket.pieces(messages))
-        if pairs:
-            torch._foreach_copy_([rows for rows, _ in pairs], [source for _, source in pairs])
+        bucket.copy_out(messages)
 
     # -- the link's own stream -------------------------------------------------------------------------------
 

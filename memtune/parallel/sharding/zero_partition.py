@@ -53,18 +53,25 @@ class Partition(ShardedBuckets):
     def _hooks_of(
         self, bucket: Bucket, part: Part
     ) -> tuple[Callable[[Tensor], None], Callable[[Tensor], None]]:
+        at_end, input_, n_parts = self._at_end, part.parameter, len(bucket.parts)
+
+        # Both run for every gradient of every step.
         def before(gradient: Tensor) -> None:
-            self._at_end.settle()  # first clean up after a backward that raised
-            self.set_aside(part)
+            at_end.settle()  # first clean up after a backward that raised
+            if input_.grad is not None:
+                self.set_aside(part)
 
         def after(parameter: Tensor) -> None:
-            if self.reduces:
-                self._arrived(bucket, part)
+            if self.is_last or self._every_micro_batch:
+                missing = bucket.missing
+                missing.discard(part)
+                if not missing or len(missing) == n_parts - 1:
+                    self._begun_or_ready()
 
         return before, after
 
-    def _arrived(self, bucket: Bucket, part: Part) -> None:
-        bucket.missing.discard(part)
+    def _begun_or_ready(self) -> None:
+        """Note a bucket whose first or last gradient is ready."""
         self._at_end.expect()
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             self._reduce()
