@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from html import escape
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from memtune import __version__
 from memtune.autotune.report import pictures
-from memtune.autotune.report.pictures import Point
+from memtune.autotune.report.pictures import Ran
 from memtune.autotune.report.study_data import StudyData, read_study
 from memtune.autotune.report.svg import Picture
 from memtune.autotune.ui import SearchView
@@ -129,29 +128,19 @@ def _settings(view: SearchView) -> Iterable[str]:
 
 
 def _front(view: SearchView) -> Iterable[str]:
-    times: dict[str, list[float]] = {}
-    for each in view.done:
-        if each.status == "ok" and each.result is not None and each.result.step_s:
-            times.setdefault(each.summary, []).append(each.result.step_s)
-    points: dict[str, Point] = {}
-    for each in view.done:
-        peak_bytes = each.result.peak_allocated_bytes if each.result is not None else None
-        if each.summary in points or each.summary not in times or not peak_bytes:
-            continue
-        chosen = view.best is not None and each.summary == view.best.summary
-        points[each.summary] = Point(
-            label=str(each.number),
-            text=each.summary,
-            peak_bytes=peak_bytes,
-            step_s=statistics.median(times[each.summary]),
-            status="best" if chosen else "baseline" if each.role == "baseline" else "trial",
-        )
+    points = pictures.settings_of(
+        (
+            Ran(each.number, each.role, each.summary, each.result.peak_allocated_bytes, each.result.step_s)
+            for each in view.done
+            if each.status == "ok" and each.result is not None
+        ),
+        view.best_number,
+    )
     rows = [
-        (each.label, format_seconds(each.step_s), format_bytes(each.peak_bytes), each.text)
-        for each in points.values()
+        (each.label, format_seconds(each.step_s), format_bytes(each.peak_bytes), each.text) for each in points
     ]
     yield _figure(
-        pictures.front([*points.values()], view.budget_bytes),
+        pictures.front(points, view.budget_bytes),
         "Each mark is a setting with the number of its first trial, at the median of all its trials.",
         _table(("trial", "step", "peak", "settings"), rows),
     )

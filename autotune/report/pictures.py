@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from memtune.autotune.report.svg import (
     BLUE,
@@ -80,6 +81,40 @@ class Point:
     peak_bytes: int
     step_s: float
     status: Status = "trial"
+
+
+class Ran(NamedTuple):
+    """A trial that ran to its end."""
+
+    number: int
+    role: str
+    summary: str
+    peak_bytes: int | None
+    step_s: float | None
+
+
+def settings_of(trials: Iterable[Ran], best: int | None) -> list[Point]:
+    """Return one point per setting: the number and peak of its first trial, the median step of all."""
+    times: dict[str, list[float]] = {}
+    first: dict[str, Ran] = {}
+    chosen = ""
+    for each in trials:
+        if not each.step_s or not each.peak_bytes:
+            continue
+        times.setdefault(each.summary, []).append(each.step_s)
+        chosen = each.summary if each.number == best else chosen
+        if each.role not in ("repeat", "confirm"):
+            first.setdefault(each.summary, each)
+    return [
+        Point(
+            label=str(each.number),
+            text=summary,
+            peak_bytes=each.peak_bytes or 0,
+            step_s=statistics.median(times[summary]),
+            status="best" if summary == chosen else "baseline" if each.role == "baseline" else "trial",
+        )
+        for summary, each in first.items()
+    ]
 
 
 def front(points: Sequence[Point], limit_bytes: int | None, *, measured: bool = True) -> Picture:

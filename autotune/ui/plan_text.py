@@ -74,7 +74,8 @@ def render(
         parts += _written(report, command)
     else:
         parts += _advice(report, command)
-        parts += [Text(""), _table([*report.baselines, *report.front], report.facts)]
+        rows = [*report.baselines, *report.front]
+        parts += [Text(""), _table(rows, report.facts), *(Text(each, "dim") for each in _terms(rows))]
     if report.peak:
         parts += [Text(""), *_peak(report)]
     if report.improvements:
@@ -250,6 +251,17 @@ def _table(rows: Sequence[PlanRow], facts: Mapping[str, Any]) -> _FoldingTable:
         setting = formatting.differing(each.sentence or each.summary, own)
         table.add_row(name, setting, *cells, style="" if each.status == "ok" else "dim")
     return _FoldingTable(table)
+
+
+def _terms(rows: Sequence[PlanRow]) -> Iterator[str]:
+    """Yield the meaning of the words of a table that it does not explain itself."""
+    if any(each.largest_micro_batch for each in rows):
+        yield "largest: the largest micro-batch that fits with the setting"
+    if any(each.status == "tight" for each in rows):
+        yield (
+            "tight: the tensors fit, but PyTorch's allocator must return cached memory to the device and ask"
+            " again, which takes time"
+        )
 
 
 @dataclass(frozen=True)

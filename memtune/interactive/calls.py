@@ -72,6 +72,8 @@ class SharedOptions(TypedDict, total=False):
     quiet: bool
 
 
+_NO_OPTIONS = ("model", "batch", "loss", "optimizer", "blocks", "quiet", "out", "force")
+"""Arguments that the command line for the same model does not repeat."""
 _DEFAULTS: SharedOptions = {
     "goal": "throughput",
     "allow_lossy": False,
@@ -252,7 +254,8 @@ def plan(
     progress = _announced("memtune.plan", given, common, quiet)
     with _shown(progress, quiet):
         report = run_plan(plan_options, say=progress.phase)
-    return PlanResult(report, ("memtune", "plan", common["workload"]))
+    own = {"nodes": nodes, "config": config, "micro_batch": micro_batch, "exact": exact}
+    return PlanResult(report, _command_line({**given, **own}))
 
 
 @contextlib.contextmanager
@@ -285,6 +288,19 @@ def _workload(model: Any, options: SharedOptions) -> str:
         optimizer=options["optimizer"],
         blocks=options["blocks"],
     )
+
+
+def _command_line(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the command that plans the same, without the options of its output."""
+    words = ["memtune", "plan", given["model"]]
+    for name, parameter in inspect.signature(plan).parameters.items():
+        value = given.get(name)
+        if name in _NO_OPTIONS or value in (None, False, parameter.default):
+            continue
+        option = f"--{name.replace('_', '-')}"
+        values = value if isinstance(value, list | tuple) else ["" if value is True else value]
+        words += [word for each in values for word in (option, str(each)) if word]
+    return tuple(words)
 
 
 def _given(options: SharedOptions, own: Mapping[str, Any]) -> dict[str, Any]:

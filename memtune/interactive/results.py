@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
-from memtune.autotune.report import Picture, Point, front
+from memtune.autotune.report import Picture, Point, Ran, front, settings_of
 from memtune.autotune.search import PlanReport, PlanRow, SearchOutcome
 from memtune.config import TunedConfig
 from memtune.units import format_bytes, format_micro_batch, format_rate, format_seconds
@@ -72,24 +72,12 @@ class SearchResult:
         """Return the picture of step time against peak memory, measured; a notebook shows it."""
         config = self.outcome.config or {}
         winner = (config.get("study") or {}).get("trial")
-        return front(
-            [
-                Point(
-                    label=str(row["number"]),
-                    text=row["summary"],
-                    peak_bytes=row["peak_allocated_bytes"],
-                    step_s=row["step_s"],
-                    status="best"
-                    if row["number"] == winner
-                    else "baseline"
-                    if row["role"] == "baseline"
-                    else "trial",
-                )
-                for row in self.outcome.trials
-                if row.get("status") == "ok" and row.get("role") not in ("repeat", "confirm")
-            ],
-            self._limit_bytes,
+        ran = (
+            Ran(row["number"], row["role"], row["summary"], row["peak_allocated_bytes"], row["step_s"])
+            for row in self.outcome.trials
+            if row.get("status") == "ok"
         )
+        return front(settings_of(ran, winner), self._limit_bytes)
 
     @property
     def _limit_bytes(self) -> int | None:
@@ -112,13 +100,19 @@ class SearchResult:
                 row.get("sentence", row["summary"]),  # studies of earlier versions have no sentences
             )
 
+    def _headline(self) -> str:
+        """Return the message; of a search that was stopped that its best is one so far."""
+        if self.status not in ("interrupted", "stopped"):
+            return self.message
+        return f"{self.status}, best so far, not confirmed in a fresh process: {self.message}"
+
     def __repr__(self) -> str:
         """Return the message, the file and the table of trials."""
-        head = [self.message] + ([f"written to {self.path}"] if self.path else [])
+        head = [self._headline()] + ([f"written to {self.path}"] if self.path else [])
         return "\n".join([*head, *_aligned(list(self._table()))])
 
     def _repr_html_(self) -> str:
-        return f"<p>{escape(self.message)}</p>{_html(list(self._table()))}{self.plot().svg}"
+        return f"<p>{escape(self._headline())}</p>{_html(list(self._table()))}{self.plot().svg}"
 
 
 @dataclass(frozen=True, repr=False)

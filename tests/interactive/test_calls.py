@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,16 @@ def test_plan_of_objects_ranks_prints_and_draws(tmp_path, monkeypatch, capfd):
     assert found.best.summary == found.report.front[0].summary
     assert len(found.rows) == len(found.report.rows)
     assert "do this" in repr(found)
+    assert found.command[3:] == (
+        "--device",
+        "cpu",
+        "--max-memory",
+        str(2**30),
+        "--axes",
+        "execution",
+        "--global-batch",
+        "4",
+    )
     assert re.fullmatch(r"<mb 4: [\d,.]+ samples/s, peak .+, ok, predicted>", repr(found.best))
     assert "settings. Fastest that fits" in found.plot().description
     assert found.report.facts["budget_bytes"] == 2**30
@@ -133,6 +144,9 @@ def test_search_result_gives_best_trials_and_picture(outcome, tmp_path):
     assert outcome.message in said
     assert all(row["sentence"] in said and row["summary"] not in said for row in outcome.trials)
     assert said.count("4×2") == len(outcome.trials)
+    assert found.plot().description.startswith("2 settings.")
+    stopped = results.SearchResult(replace(outcome, status="interrupted"))
+    assert repr(stopped).startswith("interrupted, best so far, not confirmed")
     html = found._repr_html_()
     assert html.count("<tr>") == len(outcome.trials) + 1
     assert "limit 6.00 MiB" in found.plot().svg

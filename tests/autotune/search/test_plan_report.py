@@ -144,6 +144,14 @@ def test_plan_names_the_commands_that_write_and_measure(ranking: PlanReport):
     assert "memtune search model.py --gpus 8  " in text
 
 
+@pytest.mark.parametrize("status", ["ok", "tight"])
+def test_plan_explains_the_words_of_its_table(status: str, ranking: PlanReport):
+    rows = tuple(replace(each, status=status) for each in ranking.front)
+    text = " ".join(shown(replace(ranking, baselines=(), front=rows)).split())
+    assert ("tight: the tensors fit, but PyTorch's allocator" in text) == (status == "tight")
+    assert ("largest: the largest micro-batch" in text) == any(each.largest_micro_batch for each in rows)
+
+
 def test_plan_advises_to_change_nothing_if_nothing_is_faster(ranking: PlanReport):
     plain = replace(
         ranking.baselines[0], status="ok", samples_per_s=2 * (ranking.front[0].samples_per_s or 0)
