@@ -55,13 +55,13 @@ def readme(text: str, runs: Sequence[Mapping[str, Any]]) -> str:
     block = f"```yaml\n{runs[0]['tuned']}\n```\n" if "tuned" in runs[0] else part[: part.index("```\n") + 4]
     writer = "The first of them" if "tuned" in runs[0] else "An earlier run"
     winners = Counter(run["winner"] for run in runs).most_common()
-    shipped = ", ".join(f"`{name}` {_times(count)}" for name, count in winners)
+    chosen = ", ".join(f"`{name}` {_times(count)}" for name, count in winners)
     minutes = _range([run["wall_s"] / 60 for run in runs], 1)
     full, fsdp = (_range([run["times_as_fast_as"][name] for run in runs], 2) for name in _MARKS)
     prose = (
         "`make demo` searches for a GPT of 28.5M parameters on two CPU ranks under 540 MiB each, where it"
         " does not fit unchanged; full recompute and FSDP fit without a search."
-        f" {len(runs)} runs on otherwise idle cores shipped {shipped}."
+        f" {len(runs)} runs on otherwise idle cores chose {chosen}."
         f" {writer} wrote the config above. Search and training took {minutes} minutes a run"
         " ([demo-cpu.json](benchmarks/results/demo-cpu.json); `python benchmarks/demo.py --readme` repeats it"
         f" and writes these lines). Each was {full} times as fast as full recompute:"

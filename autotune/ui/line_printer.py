@@ -271,7 +271,13 @@ def with_lines(
 
 
 def summary_lines(
-    view: SearchView, see_why: str = "", color: bool = False, *, go_on: str = "", width: int | None = None
+    view: SearchView,
+    see_why: str = "",
+    color: bool = False,
+    *,
+    go_on: str = "",
+    pictures: str = "",
+    width: int | None = None,
 ) -> list[str]:
     """Return the last lines of a finished search: the config written, its gain, and the next commands.
 
@@ -279,6 +285,7 @@ def summary_lines(
         view: The finished search.
         see_why: The command that shows more; omitted if empty.
         go_on: The command that resumes a search which was interrupted; omitted if empty.
+        pictures: The command that writes the report; omitted if empty.
         color: Whether to use ANSI colours.
         width: Columns of the terminal; commands, which are copied, are not wrapped.
     """
@@ -316,7 +323,8 @@ def summary_lines(
     lines += [f"  go on      {go_on}"] if go_on and partial else []
     lines += _folded(f"  {finished.message}", width, 2) if finished.message and not partial else []
     lines.append(f"  use it     {view.apply_call(out)}")
-    return lines + ([f"  see why    {see_why}"] if see_why else [])
+    lines += [f"  see why    {see_why}"] if see_why else []
+    return lines + ([f"  pictures   {pictures}"] if pictures else [])
 
 
 def _folded(text: str, width: int | None, indent: int) -> list[str]:

@@ -9,7 +9,6 @@ import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memtune.cli import _options
@@ -78,7 +77,7 @@ def search(given: dict[str, Any]) -> int:
         elif outcome.out is not None:
             print(outcome.out, file=stream)
     if not (quiet or given["as_json"] or options.dry_run) and (outcome.out or outcome.status != "done"):
-        _summary(folder.events, outcome.out or "", _resuming(given, folder))
+        _summary(folder, given, outcome.out or "")
     elif not quiet:
         say(outcome.message)
     return outcome.exit_code
@@ -119,16 +118,19 @@ def _wants_screen(given: dict[str, Any]) -> bool:
     )
 
 
-def _summary(log: Path, out: str, go_on: str) -> None:
+def _summary(folder: StudyFolder, given: dict[str, Any], out: str) -> None:
     from memtune.autotune.search import read_events
     from memtune.autotune.ui import SearchView, summary_lines, use_color
 
     view = SearchView()
-    for event in read_events(log):
+    for event in read_events(folder.events):
         view.apply(event)
     color, why = use_color(sys.stderr), f"memtune explain {os.path.relpath(out)}" if out else ""
     width = columns(sys.stderr) if sys.stderr.isatty() else None
-    for line in summary_lines(view, see_why=why, color=color, go_on=go_on, width=width):
+    report = shlex.join(["memtune", "report", given["study"] or folder.name])
+    for line in summary_lines(
+        view, see_why=why, color=color, go_on=_resuming(given, folder), pictures=report, width=width
+    ):
         say(line)
 
 

@@ -395,5 +395,6 @@ def test_interrupted_search_looks_interrupted():
         " best so far"
     )
     assert "  go on      memtune search gpt.py --resume" in lines
+    assert summary_lines(view, pictures="memtune report s")[-1] == "  pictures   memtune report s"
     nothing = fold([SearchFinished(status="interrupted", message="stopped by you; nothing fitted yet")])
     assert summary_lines(nothing, go_on="again")[-1] == "  go on      again"
