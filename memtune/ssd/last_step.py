@@ -21,10 +21,12 @@ import hashlib
 import json
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -41,6 +43,7 @@ from memtune.errors import EnvironmentFault
 from memtune.runtime import HOST, Context, local, tier
 from memtune.ssd import offload_dir, ssd_tensors
 from memtune.ssd.ssd_file import TENSORS, Extent
+from memtune.units import format_seconds
 
 _CPU_RANDOM: Final = "random numbers, cpu"
 _DEVICE_RANDOM: Final = "random numbers, device"
@@ -146,8 +149,11 @@ class LastStep:
 
         The folder remains until the process ends, because other models of the process may have tensors in it.
         A collective: where another rank has died in its last step, the error leaves the steps on the drive.
+
+        Raises:
+            EnvironmentFault: Another rank has not called this within `FINISH_S`.
         """
-        self._agreed(self.steps)
+        self._wait_for_all()
         self._forget()
         self._kept.forget()
         self._remove_before()
@@ -182,6 +188,24 @@ class LastStep:
         steps = torch.tensor([newest], device=self._context.device)
         dist.all_reduce(steps, op=dist.ReduceOp.MIN)
         return int(steps)
+
+    def _wait_for_all(self) -> None:
+        if self._context.placement.world_size == 1:
+            return
+        began = time.monotonic()
+        # Not a barrier, which may choose another device.
+        work = dist.all_reduce(torch.zeros(1, device=self._context.device), async_op=True)
+        try:
+            work.wait(timedelta(seconds=FINISH_S))
+        except RuntimeError:
+            if time.monotonic() - began < FINISH_S:  # another rank has died
+                raise
+            raise EnvironmentFault(
+                f"finish() has waited {format_seconds(FINISH_S)} for the other ranks.",
+                evidence="At least one has not called it, or has died; the steps for resuming are kept.",
+                fix="call finish() on all ranks; memtune clean removes the steps",
+                code="MT365",
+            ) from None
 
     def _resume_from(self, run: DeadRun, manifest: Manifest) -> None:
         placement = self._context.placement
@@ -276,6 +300,8 @@ def _random(context: Context) -> dict[str, Tensor]:
 # absent.
 SCHEMA: Final = 1
 _PATIENCE_S: Final = 1.0
+FINISH_S = 600.0
+"""Seconds for which `finish` waits for the other ranks."""
 
 
 class Durable(NamedTuple):

@@ -31,7 +31,7 @@ from torch import nn
 
 import memtune
 from memtune.errors import EnvironmentFault
-from memtune.ssd import offload_dir, ssd_tensors
+from memtune.ssd import last_step, offload_dir, ssd_tensors
 from memtune.ssd.last_step import Manifest, dead_runs
 from memtune.ssd.ssd_file import TENSORS
 
@@ -323,6 +323,33 @@ def train_on_rank(
     # what the end of an interpreter does; processes forked from a server have none
     ssd_tensors.folder().close()
     return began, found
+
+
+def finish_on_one_rank(directory: str) -> str:
+    os.environ[offload_dir.VARIABLE] = directory
+    model = fresh(2)
+    states = {"kind": "zero_infinity", "resume": "last_step"}
+    settings = {"sharding": {"states": {"kind": "zero1"}}, "offload": {"states": states}}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    tuned = memtune.apply(
+        model, optimizer, {"settings": settings}, loss=lambda m, x: m(x).pow(2).mean(), strict=False
+    )
+    tuned.step([torch.randn(4, 6)])
+    group = torch.distributed.distributed_c10d._get_default_store()
+    if torch.distributed.get_rank() == 1:
+        group.wait(["has raised"])
+        return ""
+    with patch.object(last_step, "FINISH_S", 1.0), pytest.raises(EnvironmentFault) as caught:
+        tuned.finish()
+    group.set("has raised", "")
+    return str(caught.value)
+
+
+def test_finish_names_ranks_that_never_call_it_and_keeps_the_step(tmp_path: Path) -> None:
+    said, _ = run_ranks(finish_on_one_rank, 2, str(tmp_path), may_fail=True)
+    assert "finish() has waited 1.00 s for the other ranks" in said
+    assert "call finish() on all ranks" in said
+    assert len(list(tmp_path.glob("*/manifest-*-[01]"))) == 2
 
 
 @pytest.mark.slow
