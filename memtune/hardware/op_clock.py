@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, Self
 
 import torch
@@ -44,12 +46,17 @@ class UpdateClock:
     def __init__(self) -> None:
         self.seconds = 0.0
         self._since: float | None = None
+        self._step: tuple[int, CodeType] | None = None  # the frame that runs the step and its hooks
         self._hooks: list[Any] = []
 
     @property
     def is_running(self) -> bool:
-        """Return whether an optimizer's step runs now."""
-        return self._since is not None
+        """Return whether an optimizer's step runs now, in this thread."""
+        # Torch calls no hook at the end of a step that raises, but its frame is left.
+        frame = None if self._since is None else sys._getframe(1)
+        while frame is not None and (id(frame), frame.f_code) != self._step:
+            frame = frame.f_back
+        return frame is not None
 
     def __enter__(self) -> Self:
         self._hooks = [
@@ -64,7 +71,8 @@ class UpdateClock:
         self._since = None
 
     def _begin(self, *_: Any) -> None:
-        self._since = time.perf_counter()
+        frame = sys._getframe(1)
+        self._since, self._step = time.perf_counter(), (id(frame), frame.f_code)
 
     def _end(self, *_: Any) -> None:
         if self._since is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +79,25 @@ def test_op_clock_tells_ops_of_optimizers_from_others() -> None:
         weight.detach().add_(1.0)
     assert [each.name for each in clock.observed if each.is_update] == ["aten.add_.Tensor"]
     assert sum(each.name == "aten.add_.Tensor" for each in clock.observed) == 2
+
+
+class Raises(torch.optim.Optimizer):
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["params"][0].detach().add_(1.0)
+        raise ArithmeticError
+
+
+def test_op_clock_counts_no_updates_after_a_step_that_raised() -> None:
+    weight = torch.nn.Parameter(torch.ones(8))
+    optimizer = Raises([weight], {})
+    with OpClock(torch.device("cpu"), Time()) as clock:
+        with pytest.raises(ArithmeticError):
+            optimizer.step()
+        weight.detach() * 2
+    assert [(each.name, each.is_update) for each in clock.observed] == [
+        ("aten.add_.Tensor", True),
+        ("aten.mul.Tensor", False),
+    ]
 
 
 def test_update_clock_times_optimizers_alone_and_ends_with_its_context() -> None:
