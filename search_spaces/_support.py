@@ -168,7 +168,7 @@ def _not_sharded_alike(effects: Effects) -> bool:
 
 def _for_all_blocks(effects: Effects) -> bool:
     """Return True if its decisions on activations hold only for a rank that has all blocks."""
-    return effects.activations not in ("uniform", "stage")
+    return effects.activations not in ("uniform", "stage", "block")
 
 
 def _planned_for_a_step(effects: Effects) -> bool:
@@ -494,12 +494,6 @@ RULES = (
 )
 
 PAIRS = (
-    Pair(
-        ("sharding.parallel", "pipeline"),
-        ("recompute", "attention_output"),
-        "recompute: attention_output is planned for a rank that has all blocks",
-        "recompute: {kind: full}",
-    ),
     Pair(
         ("recompute", "lohan"),
         ("offload.activations", "*"),

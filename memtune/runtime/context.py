@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from memtune.runtime.placement import Placement
 from memtune.runtime.training_loop import TrainingLoop
 
 Check = Callable[[], dict[str, Any]]
+T = TypeVar("T")
 
 
 class ClaimedBlock(Protocol):
@@ -114,6 +115,16 @@ class Context:
     """
     undo: ExitStack = field(default_factory=ExitStack)
     """Closed when `apply` fails: undoes changes to tensors, which `Snapshot` does not record."""
+    all_blocks: tuple[str, ...] = ()
+    """Qualified names of the blocks of the whole model, for which techniques plan."""
+
+    def __post_init__(self) -> None:
+        self.all_blocks = self.all_blocks or tuple(self.blocks)
+
+    def of_own_blocks(self, planned: Sequence[T]) -> list[T]:
+        """Return those of `planned`, one for each block of the model, that are for this rank's `blocks`."""
+        of_block = dict(zip(self.all_blocks, planned, strict=True))
+        return [of_block[name] for name in self.blocks]
 
     def off_device(self) -> set[str]:
         """Return the names of the parameters that `offload.states` keeps off the device between uses."""

@@ -69,9 +69,9 @@ class Balanced(Technique):
 
     def apply(self, context: Context, plan: CallsPlan) -> None:
         """Claim every block in the activation table, with the calls that do not run again."""
-        calls = calls_by_block(plan, len(context.activations.regions))
-        for region in context.activations.regions:
-            context.activations.claim_recompute(region.index, calls[region.index])
+        calls = context.of_own_blocks(calls_by_block(plan, len(context.all_blocks)))
+        for region, each in zip(context.activations.regions, calls, strict=True):
+            context.activations.claim_recompute(region.index, each)
 
     def record(self, target: Target) -> dict[str, Any]:
         """Return that every block keeps all but norms and activation functions."""

@@ -54,8 +54,10 @@ class EveryNth(Technique):
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Claim blocks 0, n, 2n, … in the activation table."""
-        for region in context.activations.regions[:: self.n]:
-            context.activations.claim_recompute(region.index)
+        numbers = context.of_own_blocks(range(len(context.all_blocks)))
+        for region, number in zip(context.activations.regions, numbers, strict=True):
+            if number % self.n == 0:
+                context.activations.claim_recompute(region.index)
 
     def refuses(self, facts: Facts) -> Reason | None:
         """Refuse a model without blocks, or with too few for `n`."""

@@ -143,9 +143,9 @@ class Selective(Technique):
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Claim every block in the activation table, with the calls to keep."""
-        regions = context.activations.regions
-        keeps: Sequence[Keep] = [is_matmul_or_attention] * len(regions)
-        for region, keep in zip(regions, self._calls(plan, len(regions)) or keeps, strict=True):
+        n_blocks = len(context.all_blocks)
+        keeps: Sequence[Keep] = self._calls(plan, n_blocks) or [is_matmul_or_attention] * n_blocks
+        for region, keep in zip(context.activations.regions, context.of_own_blocks(keeps), strict=True):
             context.activations.claim_recompute(region.index, keep)
 
     def _calls(self, plan: Plan, blocks: int) -> list[OpAddresses] | None:

@@ -62,6 +62,11 @@ class Case:
     """Place of the model before `apply`: its device, the host, or none (`deferred`)."""
 
     @property
+    def loops(self) -> bool:
+        """True if the user calls backward and the optimizer; clipping and closures need it."""
+        return self.own_loop or not {"clip", "clip_value", "closure"}.isdisjoint(self.behaviours)
+
+    @property
     def document(self) -> dict[str, Any]:
         """Return the settings as in a config."""
         found: dict[str, Any] = {"execution": {"micro_batch": 2, "accumulate": self.accumulate}}

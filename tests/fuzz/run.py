@@ -7,7 +7,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -37,6 +37,8 @@ from memtune.workload import Workload
 
 STEPS, SIZE = 3, 2
 BUGS = ("MT900",)
+OF_THE_LOOP = {"MT364": {"clip", "clip_value"}, "MT311": {"own loop"}}
+"""Refusals of training that planning cannot know → what a loop must do for them to be true."""
 REORDERED = 1e-3
 """Largest difference of weights after `STEPS` steps, relative to the largest value, in another order."""
 PEAK, BUDGET = 0.01, 0.8
@@ -50,8 +52,12 @@ class Outcome:
     """Result of a case."""
 
     kind: str
-    """`equal`, `refused` with a reason, or a finding: `differs`, `peak`, `error`, `hangs`."""
+    """`equal`, `refused` with a reason, or a finding: `late` (refused in training after planning had accepted
+    it), `differs`, `peak`, `error`, `hangs`.
+    """
     text: str = ""
+    code: str = ""
+    """Code of the error of a refusal."""
 
     @property
     def is_finding(self) -> bool:
@@ -61,7 +67,8 @@ class Outcome:
     @property
     def key(self) -> str:
         """Return what findings of one cause have in common."""
-        return f"{self.kind} {self.text.rstrip().rpartition(chr(10))[2]}"
+        lines = self.text.rstrip().split("\n")
+        return f"{self.kind} {lines[0 if self.code else -1]}"
 
 
 class Interrupted(Exception):
@@ -194,7 +201,7 @@ def guarded(what: str, run: Callable[[], T]) -> T | Outcome:
         return run()
     except MemtuneError as error:
         kind = "error" if error.code in BUGS else "refused"
-        return Outcome(kind, f"{what}: {error.code} {error}")
+        return Outcome(kind, f"{what}: {error}", error.code)
     except Exception:
         return Outcome("error", f"{what}\n{traceback.format_exc(limit=-8)}")
 
@@ -207,7 +214,11 @@ def run_case(case: Case, folder: Path, ranks: Ranks | None = None) -> Outcome:
 def attempt(case: Case, path: str, config: dict[str, Any]) -> dict[str, Tensor] | Outcome:
     """Return losses and final weights of `case` on this rank, or the outcome that an error is."""
     os.environ[offload_dir.VARIABLE] = str(Path(path).parent)
-    return guarded("training", lambda: trained(case, Path(path), config))
+    found = guarded("training", lambda: trained(case, Path(path), config))
+    if isinstance(found, Outcome) and found.kind == "refused":
+        does = {*case.behaviours, *(("own loop",) if case.loops else ())}
+        return found if does & OF_THE_LOOP.get(found.code, set()) else replace(found, kind="late")
+    return found
 
 
 def differences(case: Case, wanted: dict[str, Tensor], got: dict[str, Tensor] | Outcome) -> Outcome:
@@ -287,8 +298,7 @@ class _Loop:
             self._interrupted(batches)
         if "evaluate" in self._does and step == 1:
             self._evaluated(batches[0])
-        own = self._case.own_loop or {"clip", "clip_value", "closure"} & set(self._does)
-        loss = self._own(batches) if own else self._by_step(batches)
+        loss = self._own(batches) if self._case.loops else self._by_step(batches)
         if self._scheduler is not None:
             self._scheduler.step()
         if "ema" in self._does:

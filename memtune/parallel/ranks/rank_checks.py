@@ -153,7 +153,7 @@ def require_whole_layers(context: Context, what: str) -> None:
         raise ApplyError(
             f"{what} does not work where ranks have parts of the model.",
             evidence="Its schedules are for whole layers.",
-            fix="recompute: {kind: planned}",
+            fix="recompute: {kind: planned, by_schedule: false}",
             code="MT315",
         )
 

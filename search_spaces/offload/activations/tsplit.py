@@ -167,11 +167,11 @@ class TSplit(Technique):
     def apply(self, context: Context, plan: TsplitPlan) -> None:
         """Split the modules, and claim the calls in the activation table."""
         table = context.activations
-        decided = Decided.of(plan, len(table.regions))
+        decided = Decided.of(plan, len(context.all_blocks))
         table.prefetcher = Prefetcher(decided.prefetch)
         if decided.split:
             install_tiled_modules(context, decided.split, check="offload.activations", again=False)
-        for region, calls in zip(table.regions, decided.offloaded, strict=True):
+        for region, calls in zip(table.regions, context.of_own_blocks(decided.offloaded), strict=True):
             if calls:
                 table.claim_move(region.index, 1.0, self.min_bytes, calls)
 

@@ -117,11 +117,13 @@ def claim_planned(
         context.checks["recompute"] = lambda: {"ssd_written_bytes": table.ssd_spill.written_bytes}
     if window:
         table.prefetcher, table.out_at_once = Prefetcher(window), window
-    for region, option in zip(table.regions, options_by_block(plan, len(table.regions)), strict=True):
+    options = options_by_block(plan, len(context.all_blocks))
+    policies = [SPILL if block in spilled.blocks else OFFLOAD for block in range(len(options))]
+    own = context.of_own_blocks(list(zip(options, policies, strict=True)))
+    for region, (option, policy) in zip(table.regions, own, strict=True):
         if option.calls is not None:
             table.claim_recompute(region.index, option.calls if option.calls != OpAddresses() else None)
         if option.moved:
-            policy = SPILL if region.index in spilled.blocks else OFFLOAD
             table.claim_move(region.index, 1.0, 0, option.moved, policy)
 
 
