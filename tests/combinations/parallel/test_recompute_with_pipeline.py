@@ -26,7 +26,7 @@ PLANNED: dict[str, dict[str, Any]] = {
     "planned": {"kind": "planned", "share": 0.3, "offload": False, "by_schedule": False},
     "lohan": {"kind": "lohan", "min_bytes": 256, "window": 0},
 }
-"""Planned for one rank with all blocks: a search refuses them beside a pipeline, an edited config may not."""
+"""Planned for one rank with all blocks: a search refuses them together with a pipeline, `apply` does not."""
 TRAINED = BY_CALLS | PLANNED
 PLAIN_BLOCK = """
 class Plain(nn.Module):
