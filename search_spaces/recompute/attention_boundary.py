@@ -17,25 +17,31 @@ from memtune.program import Program, Schedule, Step
 from memtune.runtime import Context
 from memtune.search_spaces._plan_fields import Bytes
 from memtune.search_spaces._support import needs_calls_of_blocks
-from memtune.search_spaces.recompute._block_planner import NO_BLOCKS, no_attention
-from memtune.search_spaces.recompute._schedule_planner import (
+from memtune.search_spaces.recompute._block_planner.fits import NO_BLOCKS, no_attention
+from memtune.search_spaces.recompute._schedule_planner.attention_boundaries import (
     ALTERNATIVE,
-    SCHEDULED,
     BlockBoundaries,
-    BlockSchedulesPlan,
     Boundaries,
+    block_boundary_schedules,
+    boundary_schedule,
+)
+from memtune.search_spaces.recompute._schedule_planner.block_schedules import (
+    BlockSchedulesPlan,
+    apply_block_schedules,
+    block_plan_fields,
+    cannot_schedule_blocks,
+    install_blocks,
+    rewrite_by_block_schedules,
+)
+from memtune.search_spaces.recompute._schedule_planner.region_placement import (
+    SCHEDULED,
     Placement,
     SchedulePlan,
-    apply_block_schedules,
-    block_boundary_schedules,
-    block_plan_fields,
-    boundary_schedule,
-    cannot_schedule_blocks,
     cannot_schedule_model,
-    install_blocks,
-    install_schedule,
     placement_of,
-    rewrite_by_block_schedules,
+)
+from memtune.search_spaces.recompute._schedule_planner.schedule_search import (
+    install_schedule,
     rewrite_by_schedule,
 )
 from memtune.technique import Exactness, Plan, Reason, Target, Technique

@@ -8,7 +8,7 @@ from memtune.activations.recompute import recompute_blocks
 from memtune.effects import DISPATCH_MODE, Effects
 from memtune.program import Program
 from memtune.runtime import Context
-from memtune.search_spaces.recompute._block_planner import (
+from memtune.search_spaces.recompute._block_planner.fits import (
     cannot_recompute,
     is_attention,
     no_attention,

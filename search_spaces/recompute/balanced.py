@@ -8,14 +8,14 @@ from memtune.activations.recompute import recompute_blocks
 from memtune.effects import DISPATCH_MODE, Effects
 from memtune.program import Program
 from memtune.runtime import Context
-from memtune.search_spaces.recompute._block_planner import (
+from memtune.search_spaces.recompute._block_planner.call_selection import (
     CallsPlan,
     calls_by_block,
-    cannot_recompute,
     frees_saved_tensors,
     inputs_of_products,
     plan_calls,
 )
+from memtune.search_spaces.recompute._block_planner.fits import cannot_recompute
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 

@@ -14,16 +14,20 @@ from memtune.errors import ApplyError
 from memtune.program import Program
 from memtune.runtime import Context
 from memtune.search_spaces._plan_fields import Bytes
-from memtune.search_spaces.recompute._schedule_planner import (
-    MODEL_SCHEDULED,
+from memtune.search_spaces.recompute._schedule_planner.checkmate_schedule import (
     CheckmateSchedule,
+    schedule_for,
+)
+from memtune.search_spaces.recompute._schedule_planner.region_placement import (
+    MODEL_SCHEDULED,
     SchedulePlan,
     cannot_schedule_model,
-    install_schedule,
     needs_own_budget,
     placement_of,
+)
+from memtune.search_spaces.recompute._schedule_planner.schedule_search import (
+    install_schedule,
     rewrite_by_schedule,
-    schedule_for,
 )
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_budget, format_bytes

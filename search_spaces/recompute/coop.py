@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from memtune.activations.eviction import COOP, Policy, coop_options
-from memtune.search_spaces.recompute._schedule_planner import DynamicPolicy
+from memtune.search_spaces.recompute._schedule_planner.frozen_policy import DynamicPolicy
 from memtune.technique import Exactness
 from memtune.units import format_budget
 

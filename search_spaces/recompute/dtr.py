@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from memtune.activations.eviction import DTR, DTR_HEURISTICS, Policy, dtr_options
-from memtune.search_spaces.recompute._schedule_planner import DynamicPolicy
+from memtune.search_spaces.recompute._schedule_planner.frozen_policy import DynamicPolicy
 from memtune.technique import Exactness
 from memtune.units import format_budget
 

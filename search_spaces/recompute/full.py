@@ -10,7 +10,7 @@ from memtune.activations.recompute import recompute_blocks
 from memtune.effects import Effects
 from memtune.program import Program
 from memtune.runtime import Context
-from memtune.search_spaces.recompute._block_planner import (
+from memtune.search_spaces.recompute._block_planner.fits import (
     cannot_recompute,
     holds_blocks_in_one_graph,
     no_blocks,

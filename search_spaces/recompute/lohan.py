@@ -17,36 +17,36 @@ from memtune.program import INPUTS, Phase, Program, RankClass, Step, calls_of, s
 from memtune.runtime import Context
 from memtune.search_spaces._plan_fields import Bytes, Index
 from memtune.search_spaces._support import conflict
-from memtune.search_spaces.recompute._block_planner import (
-    FULL,
-    MIN_MOVED_BYTES,
-    Block,
-    BlockOp,
-    Choice,
-    Combination,
-    Option,
+from memtune.search_spaces.recompute._block_planner.budget import apply_later_passes, later_techniques
+from memtune.search_spaces.recompute._block_planner.call_selection import Block, block_graphs
+from memtune.search_spaces.recompute._block_planner.claims import (
     OptionEntry,
     OptionsPlan,
-    Part,
     SpillSpec,
-    apply_later_passes,
-    apply_options,
-    block_graphs,
-    block_ops,
-    busy_seconds,
-    bytes_of,
-    cannot_recompute,
     claim_planned,
-    combinations,
-    hull,
-    later_techniques,
-    op_seconds,
     option_fields,
-    parts_of,
     rewrite_planned,
-    spilled_blocks,
+)
+from memtune.search_spaces.recompute._block_planner.fits import cannot_recompute
+from memtune.search_spaces.recompute._block_planner.measured_options import (
+    FULL,
+    MIN_MOVED_BYTES,
+    Option,
+    apply_options,
+    block_ops,
+    op_seconds,
     to_option,
 )
+from memtune.search_spaces.recompute._block_planner.swap import (
+    Choice,
+    Part,
+    busy_seconds,
+    bytes_of,
+    hull,
+    parts_of,
+    spilled_blocks,
+)
+from memtune.search_spaces.recompute._block_planner.tensor_options import BlockOp, Combination, combinations
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 from memtune.units import format_bytes, format_seconds
 

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from memtune.activations.eviction import MEGTAICHI, Policy, megtaichi_options
-from memtune.search_spaces.recompute._schedule_planner import BUDGET_KNOBS, DynamicPolicy
+from memtune.search_spaces.recompute._schedule_planner.frozen_policy import BUDGET_KNOBS, DynamicPolicy
 from memtune.technique import Exactness
 from memtune.units import format_budget
 

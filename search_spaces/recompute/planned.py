@@ -13,33 +13,37 @@ from memtune.program import Program
 from memtune.runtime import Context
 from memtune.search_spaces import active
 from memtune.search_spaces._support import conflict
-from memtune.search_spaces.recompute._block_planner import (
+from memtune.search_spaces.recompute._block_planner.budget import (
     Budget,
-    PlannedPlan,
-    PricedEntry,
     Solution,
-    cannot_recompute,
-    claim_planned,
-    explain_planned,
     later_pass_inputs,
     later_techniques,
-    option_fields,
     plain_bytes,
-    rewrite_planned,
     solve_budget,
 )
-from memtune.search_spaces.recompute._schedule_planner import (
+from memtune.search_spaces.recompute._block_planner.claims import (
+    PlannedPlan,
+    PricedEntry,
+    claim_planned,
+    explain_planned,
+    option_fields,
+    rewrite_planned,
+)
+from memtune.search_spaces.recompute._block_planner.fits import cannot_recompute
+from memtune.search_spaces.recompute._schedule_planner.region_placement import (
+    cannot_schedule_model,
+    needs_own_budget,
+    placement_of,
+    schedules_nothing,
+)
+from memtune.search_spaces.recompute._schedule_planner.schedule_search import (
     NOT_FASTER,
     BudgetSchedulePlan,
     FastestSchedule,
-    cannot_schedule_model,
     explain_schedule,
     fastest_schedule,
     install_schedule,
-    needs_own_budget,
-    placement_of,
     rewrite_by_schedule,
-    schedules_nothing,
     sufficient_bytes,
     to_schedule_plan,
 )

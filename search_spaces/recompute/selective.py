@@ -14,20 +14,22 @@ from memtune.effects import DISPATCH_MODE, Effects
 from memtune.program import OpAddresses, Program, Step
 from memtune.runtime import Context
 from memtune.search_spaces import did_you_mean
-from memtune.search_spaces.recompute._block_planner import (
-    FREES_NOTHING,
-    MATMULS,
+from memtune.search_spaces.recompute._block_planner.call_selection import (
     Block,
     CallsPlan,
     calls_by_block,
-    cannot_recompute,
     core_attention,
     frees_saved_tensors,
+    plan_calls,
+)
+from memtune.search_spaces.recompute._block_planner.fits import (
+    FREES_NOTHING,
+    MATMULS,
+    cannot_recompute,
     is_attention,
     is_matmul_or_attention,
     no_attention,
     no_blocks,
-    plan_calls,
 )
 from memtune.technique import NO_PLAN, Exactness, Facts, Plan, Reason, Target, Technique
 

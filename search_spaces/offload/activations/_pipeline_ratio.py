@@ -12,7 +12,8 @@ from memtune.hardware import Hardware
 from memtune.program import Phase, Program, RankClass, Resource, Stages, Step, slots_between, stage_actions
 from memtune.search_spaces._stage_steps import steps_of_stages
 from memtune.search_spaces.offload.activations._block_shares import leading_bytes, shares_of, spread_bytes
-from memtune.search_spaces.recompute._block_planner import apply_later_passes, live_bytes
+from memtune.search_spaces.recompute._block_planner.budget import apply_later_passes
+from memtune.search_spaces.recompute._block_planner.measured_options import live_bytes
 from memtune.technique import Target, Technique
 
 GRAIN = 8

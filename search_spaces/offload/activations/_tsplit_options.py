@@ -16,7 +16,7 @@ from memtune.activations.offload import Action, Copy, Problem, Tensor, claimable
 from memtune.activations.tiling import PositionWise, made_by, position_wise, rows_of_parts
 from memtune.hardware import Hardware
 from memtune.program import F64, FOREVER, I32, I64, OpAddress, Phase, Resource, Step, calls_of
-from memtune.search_spaces.recompute._block_planner import op_seconds
+from memtune.search_spaces.recompute._block_planner.measured_options import op_seconds
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from memtune.search_spaces.offload.activations._tsplit_options import (
     calls_in_parts,
     decisions,
 )
-from memtune.search_spaces.recompute._block_planner import apply_later_passes, live_bytes, windows
+from memtune.search_spaces.recompute._block_planner.budget import apply_later_passes
+from memtune.search_spaces.recompute._block_planner.measured_options import live_bytes, windows
 from memtune.technique import Plan, Technique
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from memtune.search_spaces.offload.activations._pipeline_ratio import (
     solve_ratios,
     stages_with_slots,
 )
-from memtune.search_spaces.recompute._block_planner import later_techniques
+from memtune.search_spaces.recompute._block_planner.budget import later_techniques
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_budget, format_bytes
 

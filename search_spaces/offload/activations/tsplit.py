@@ -22,7 +22,7 @@ from memtune.search_spaces.offload.activations._tsplit_plan import (
     rewrite_step,
     solve_tsplit,
 )
-from memtune.search_spaces.recompute._block_planner import later_techniques
+from memtune.search_spaces.recompute._block_planner.budget import later_techniques
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_budget, format_bytes, format_seconds
 

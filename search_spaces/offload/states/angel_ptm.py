@@ -12,15 +12,17 @@ from memtune.offload.core import ALIGNMENT
 from memtune.offload.parameters import sizes_in_blocks
 from memtune.program import Program
 from memtune.runtime import Context
-from memtune.search_spaces.offload.states._common import (
+from memtune.search_spaces.offload.states._common.chunk_technique import are_sharded
+from memtune.search_spaces.offload.states._common.layer_offload import (
     EAGER_ONLY,
+    cannot_run_on_ranks,
+    other_gathers,
+)
+from memtune.search_spaces.offload.states._common.page_technique import (
     OnSsd,
     PagesPlan,
     apply_pages,
-    are_sharded,
-    cannot_run_on_ranks,
     in_pages,
-    other_gathers,
     page_bytes_for,
     page_plan_from,
     page_plan_of,

@@ -13,7 +13,7 @@ from memtune.offload.core import pack
 from memtune.offload.parameters import sizes_in_blocks
 from memtune.program import Program
 from memtune.runtime import Context
-from memtune.search_spaces.offload.states._common import (
+from memtune.search_spaces.offload.states._common.chunk_technique import (
     ChunksPlan,
     apply_chunks,
     are_sharded,
@@ -24,9 +24,9 @@ from memtune.search_spaces.offload.states._common import (
     effects_of_chunks,
     in_chunks,
     non_chunk_bytes,
-    other_gathers,
-    split_cache,
 )
+from memtune.search_spaces.offload.states._common.layer_offload import other_gathers
+from memtune.search_spaces.offload.states._common.resident_chunks import split_cache
 from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
 
 

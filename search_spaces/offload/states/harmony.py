@@ -15,22 +15,24 @@ from memtune.offload.layer_major import Packs, Span, StageLayout, balanced, gree
 from memtune.offload.multiplexed import Partitions
 from memtune.program import F64, Program
 from memtune.runtime import Context
-from memtune.search_spaces.offload.states._common import (
-    EAGER_ONLY,
-    PacksPlan,
+from memtune.search_spaces.offload.states._common.block_sizes import block_bytes
+from memtune.search_spaces.offload.states._common.layer_offload import EAGER_ONLY
+from memtune.search_spaces.offload.states._common.multiplexed_technique import (
     StagesPlan,
-    apply_packs,
     apply_stages,
-    block_bytes,
-    cannot_run_packs,
     cannot_run_stages,
-    in_packs,
     on_ranks,
     partitions,
     solve_within,
     stages_plan_fields,
-    within_budget,
     wrong_ranks_error,
+)
+from memtune.search_spaces.offload.states._common.pack_technique import (
+    PacksPlan,
+    apply_packs,
+    cannot_run_packs,
+    in_packs,
+    within_budget,
 )
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_bytes

@@ -10,16 +10,18 @@ from memtune.effects import Effects
 from memtune.offload.layer_major import Packs, spans
 from memtune.program import Program
 from memtune.runtime import Context
-from memtune.search_spaces.offload.states._common import (
+from memtune.search_spaces.offload.states._common.layer_apply import apply_layers
+from memtune.search_spaces.offload.states._common.layer_offload import (
     EAGER_ONLY,
-    apply_layers,
-    apply_packs,
     cannot_run_on_ranks,
-    cannot_run_packs,
     in_layers,
-    in_packs,
     other_gathers,
     window_of,
+)
+from memtune.search_spaces.offload.states._common.pack_technique import (
+    apply_packs,
+    cannot_run_packs,
+    in_packs,
 )
 from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
 

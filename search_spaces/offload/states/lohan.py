@@ -16,7 +16,10 @@ from memtune.offload.ssd_states import (
 )
 from memtune.program import Kind, Program
 from memtune.runtime import Context
-from memtune.search_spaces.offload.states._common import cannot_offload_on_grad_ready, replicas_of
+from memtune.search_spaces.offload.states._common.grad_offload_technique import (
+    cannot_offload_on_grad_ready,
+    replicas_of,
+)
 from memtune.ssd import offload_dir
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 from memtune.units import MIB

@@ -19,23 +19,25 @@ from memtune.offload.multiplexed import StageCosts, fastest_stages, memory_bytes
 from memtune.offload.parameters import native_update_bytes
 from memtune.program import F64, Program, Step, columns_of, memoized
 from memtune.runtime import Context
-from memtune.search_spaces.offload.states._common import (
-    EAGER_ONLY,
-    PacksPlan,
+from memtune.search_spaces.offload.states._common.block_sizes import block_bytes
+from memtune.search_spaces.offload.states._common.layer_offload import EAGER_ONLY
+from memtune.search_spaces.offload.states._common.multiplexed_technique import (
     StagesPlan,
-    apply_packs,
     apply_stages,
-    block_bytes,
-    cannot_run_packs,
     cannot_run_stages,
     costs_of,
-    in_packs,
     on_ranks,
     partitions,
     solve_within,
     stages_plan_fields,
-    within_budget,
     wrong_ranks_error,
+)
+from memtune.search_spaces.offload.states._common.pack_technique import (
+    PacksPlan,
+    apply_packs,
+    cannot_run_packs,
+    in_packs,
+    within_budget,
 )
 from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
 from memtune.units import format_bytes

@@ -20,7 +20,11 @@ from memtune.offload.experts import (
 from memtune.program import Program, Rule, gathers_of, window_residency
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
-from memtune.search_spaces.offload.states._common import EAGER_ONLY, cannot_run_on_ranks, replicas
+from memtune.search_spaces.offload.states._common.layer_offload import (
+    EAGER_ONLY,
+    cannot_run_on_ranks,
+    replicas,
+)
 from memtune.ssd import offload_dir
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 from memtune.units import format_bytes

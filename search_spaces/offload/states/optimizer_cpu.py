@@ -19,7 +19,7 @@ from memtune.offload.optimizer import (
 )
 from memtune.program import Kind, Program
 from memtune.runtime import Context
-from memtune.search_spaces.offload.states._common import (
+from memtune.search_spaces.offload.states._common.grad_offload_technique import (
     apply_on_grad_ready,
     cannot_offload_on_grad_ready,
     native_of,

@@ -22,7 +22,7 @@ from memtune.offload.parameters import (
 from memtune.program import Kind, Program, RankClass, Step, window_residency
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
-from memtune.search_spaces.offload.states._common import EAGER_ONLY
+from memtune.search_spaces.offload.states._common.layer_offload import EAGER_ONLY
 from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
 from memtune.units import MIB
 

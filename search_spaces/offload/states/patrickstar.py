@@ -15,7 +15,7 @@ from memtune.offload.gradients import weights_are_free
 from memtune.offload.parameters import sizes_in_blocks
 from memtune.program import Program
 from memtune.runtime import Context
-from memtune.search_spaces.offload.states._common import (
+from memtune.search_spaces.offload.states._common.chunk_technique import (
     ChunksPlan,
     apply_chunks,
     are_sharded,
@@ -26,9 +26,9 @@ from memtune.search_spaces.offload.states._common import (
     effects_of_chunks,
     in_chunks,
     non_chunk_bytes,
-    other_gathers,
-    with_resident_chunks,
 )
+from memtune.search_spaces.offload.states._common.layer_offload import other_gathers
+from memtune.search_spaces.offload.states._common.resident_chunks import with_resident_chunks
 from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
 
 

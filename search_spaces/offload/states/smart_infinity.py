@@ -12,7 +12,10 @@ from memtune.offload.near_storage import Updaters, UpdatersSpec, optimizer_on_up
 from memtune.offload.optimizer import UPDATES, GradientOffload, no_native_update, not_contiguous
 from memtune.program import Kind, Program
 from memtune.runtime import Context
-from memtune.search_spaces.offload.states._common import cannot_offload_on_grad_ready, replicas_of
+from memtune.search_spaces.offload.states._common.grad_offload_technique import (
+    cannot_offload_on_grad_ready,
+    replicas_of,
+)
 from memtune.ssd import offload_dir
 from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique, no_directory
 from memtune.units import MIB

@@ -16,9 +16,9 @@ from memtune.offload.core import BlockTimes, deferred_blocks
 from memtune.offload.parameters import Overlap, native_update_bytes, not_in_layers
 from memtune.program import Program, Step, columns_of, gathers_of, smallest_window
 from memtune.runtime import Context
-from memtune.search_spaces.offload.states._common import (
+from memtune.search_spaces.offload.states._common.layer_apply import apply_layers
+from memtune.search_spaces.offload.states._common.layer_offload import (
     EAGER_ONLY,
-    apply_layers,
     cannot_run_on_ranks,
     compute_s_of_moments,
     in_layers,

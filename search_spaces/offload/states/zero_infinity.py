@@ -35,7 +35,7 @@ from memtune.offload.tiles import (
 from memtune.program import Kind, Program, gathers_of, is_in_expert, window_residency
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
-from memtune.search_spaces.offload.states._common import (
+from memtune.search_spaces.offload.states._common.layer_offload import (
     EAGER_ONLY,
     cannot_run_on_ranks,
     other_gathers,

@@ -23,14 +23,13 @@ from memtune.offload.optimizer import (
 from memtune.program import Kind, Program, Step
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
-from memtune.search_spaces.offload.states._common import (
-    RatioSolution,
+from memtune.search_spaces.offload.states._common.grad_offload_technique import (
     apply_on_grad_ready,
     cannot_offload_on_grad_ready,
     native_of,
     replicas_of,
-    smallest_ratio,
 )
+from memtune.search_spaces.offload.states._common.state_ratio import RatioSolution, smallest_ratio
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import MIB, format_bytes
 

@@ -36,7 +36,7 @@ from memtune.activations.schedules import (
     region_of,
 )
 from memtune.program import I32, OpGraph, Schedule, Step, build_schedule, find_schedule_error
-from memtune.search_spaces.recompute._block_planner import is_attention
+from memtune.search_spaces.recompute._block_planner.fits import is_attention
 from memtune.technique import Reason
 
 ALTERNATIVE = "recompute: {kind: attention_output}"

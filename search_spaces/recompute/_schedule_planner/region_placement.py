@@ -21,7 +21,7 @@ from memtune.program import Program, RankClass, Schedule, Step, Tier, memoized
 from memtune.search_spaces import active
 from memtune.search_spaces._plan_fields import ScheduleField
 from memtune.search_spaces._support import effects_conflict, needs_calls_of_blocks
-from memtune.search_spaces.recompute._block_planner import (
+from memtune.search_spaces.recompute._block_planner.budget import (
     NO_PASS_INPUTS,
     PassInputs,
     apply_later_passes,

@@ -21,7 +21,7 @@ from memtune.hardware import Hardware, op_costs
 from memtune.program import Program, Schedule, Step, find_schedule_error
 from memtune.runtime import Context
 from memtune.search_spaces._plan_fields import Bytes
-from memtune.search_spaces.recompute._block_planner import schedule_s
+from memtune.search_spaces.recompute._block_planner.host_costs import schedule_s
 from memtune.search_spaces.recompute._schedule_planner.checkmate_schedule import schedule_for
 from memtune.search_spaces.recompute._schedule_planner.policy_schedule import (
     check_schedule,
