@@ -57,7 +57,7 @@ def selected(view: SearchView, trial: TrialView | None, width: int) -> Text:
 
 
 def scatter(view: SearchView, width: int, height: int) -> Text:
-    """Return throughput over peak memory of the trials that fit; the dotted line is the budget."""
+    """Return throughput over peak memory of the settings that fit; the dotted line is the budget."""
     points = view.points
     if not points or width < 24 or height < 5:
         return _join(
@@ -131,7 +131,7 @@ def _frame(view: SearchView, points: list[Point], columns: int, rows: int) -> _F
 
 
 def _draw_front(frame: _Frame, points: list[Point], cells: list[list[tuple[str, str]]]) -> None:
-    """Draw the trials that no other beats in both rate and peak, as steps."""
+    """Draw the settings that no other beats in both rate and peak, as steps."""
     best = 0.0
     front = []
     for point in sorted(points, key=lambda point: (point.peak_bytes, -point.samples_per_s)):

@@ -114,7 +114,7 @@ class TrialView:
 
 
 class Point(NamedTuple):
-    """One finished trial in the scatter of throughput against memory."""
+    """One setting in the scatter of throughput against memory."""
 
     number: int
     peak_bytes: int
@@ -360,14 +360,24 @@ class SearchView:
 
     @property
     def points(self) -> list[Point]:
-        """Return the trials that fit, for the scatter."""
+        """Return a point per setting that fits: the number of its first trial, the median rate of all."""
+        rates: dict[str, list[float]] = {}
+        first: dict[str, Point] = {}
+        for trial in self.done:
+            peak_bytes, rate = (
+                (trial.result.peak_allocated_bytes, trial.result.samples_per_s)
+                if trial.result
+                else (None, None)
+            )
+            if trial.status == "ok" and peak_bytes and rate:
+                rates.setdefault(trial.summary, []).append(rate)
+                point = Point(trial.number, peak_bytes, rate, trial.role)
+                if trial.number == self.best_number:
+                    first[trial.summary] = point  # the star is at the number that the lines above name
+                first.setdefault(trial.summary, point)
         return [
-            Point(trial.number, trial.result.peak_allocated_bytes, trial.result.samples_per_s, trial.role)
-            for trial in self.done
-            if trial.result
-            and trial.status == "ok"
-            and trial.result.peak_allocated_bytes
-            and trial.result.samples_per_s
+            point._replace(samples_per_s=statistics.median(rates[summary]))
+            for summary, point in first.items()
         ]
 
     @property

@@ -67,6 +67,18 @@ def test_view_counts_trials_and_knows_best():
     assert view.finished.out == "tuned.yaml"
 
 
+def test_view_has_one_point_per_setting_at_its_median_rate():
+    number, _, name, status, peak, _, summary = stream.TRIALS[3]
+    again = [
+        event
+        for other, rate in ((10, 15.0), (11, 10.0))
+        for event in stream.trial_events((other, "repeat", name, status, peak, rate, summary))
+    ]
+    before, after = fold(stream.all_events()).points, fold([*stream.all_events(), *again]).points
+    assert [each.number for each in after] == [each.number for each in before]
+    assert {each.number: each.samples_per_s for each in after}[number] == 15.0  # of 16.4, 15 and 10
+
+
 def test_view_applies_progress_to_running_trial_only():
     view = fold(
         [
