@@ -1,4 +1,4 @@
-"""BatchNorm: a ResNet whose samples depend on each other, so that the micro-batch is not memtune's to change.
+"""BatchNorm: a ResNet whose samples depend on each other, so memtune must not change the micro-batch.
 
     memtune plan examples/cnn.py --gpus 1 --gpu-type a100-40g
     memtune search examples/cnn.py --device cpu --trials 4

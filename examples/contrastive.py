@@ -3,8 +3,8 @@
     memtune plan examples/contrastive.py --gpus 1 --gpu-type a100-40g
     memtune search examples/contrastive.py --device cpu --trials 4
 
-The mean of the parts is not the whole here. memtune checks that once and then leaves the micro-
-batch alone; memory comes from recomputation and offload.
+The mean of the parts' losses is not the loss of the batch. memtune checks that once and then leaves the
+micro-batch alone; recomputation and offload save memory.
 """
 
 import torch

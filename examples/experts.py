@@ -1,9 +1,9 @@
-"""Mixture of experts: most weights rest in experts that few tokens use, so they can live elsewhere.
+"""Mixture of experts: most weights belong to experts that few tokens use, so they can be offloaded.
 
     memtune plan examples/experts.py --gpus 1 --gpu-type a100-40g --freeze offload.states=moesys
     memtune search examples/experts.py --device cpu --trials 4
 
-memtune finds experts by themselves: equal modules in a list whose name has `experts`, in a repeated
+memtune finds experts automatically: equal modules in a list whose name has `experts`, in a repeated
 block. MEMTUNE_EXPERTS_DIM changes the width.
 """
 

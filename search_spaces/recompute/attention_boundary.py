@@ -77,9 +77,9 @@ class AttentionBoundary(Technique):
     DistFlashAttn moves the cuts of checkpointing from the edges of blocks to attention's outputs: a region is
     output projection, MLP, norm and the next block's q, k and v. `attention_output` keeps the residual stream
     as well as attention's output, two hidden states per block; this technique keeps the residual stream at
-    every k-th region only and recomputes it in between (`attention_boundaries.py`, Rules 1 to 3). Regions
-    cross the edges of blocks, so a schedule replaces the model's forward and backward. Where parameters are
-    loaded or unsharded block by block, each block has a schedule of its own and keeps its input (Rule 4).
+    every k-th region only and recomputes it in between. Regions cross the edges of blocks, so a schedule
+    replaces the model's forward and backward. Where parameters are loaded or unsharded block by block, each
+    block has a schedule of its own and keeps its input.
 
     Distinguishing test: attention's forward runs once per block and step; with k = L, all that L blocks keep
     is L outputs and log-sum-exps of attention, to the byte.
