@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from memtune.autotune.predict.simulation import Calibration, Prediction, simulate
     from memtune.autotune.predict.snapshot import Trace, read_trace
     from memtune.autotune.predict.tight_memory import TightSetting, rank_settings
-    from memtune.autotune.predict.timeline import StepTimeline, step_timeline
+    from memtune.autotune.predict.timeline import step_timeline
 else:
     __getattr__ = open_door(__name__)
 
@@ -38,7 +38,6 @@ __all__ = [
     "Prediction",
     "PythonWork",
     "SearchErrors",
-    "StepTimeline",
     "TightSetting",
     "Trace",
     "at_peak",

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
         Manifest,
         Piece,
         RecordSlots,
-        Slots,
         coded,
-        copy_to_slot,
-        tensors_of,
     )
     from memtune.ssd.offload_dir import RunFolder, allowed_dirs, flush
     from memtune.ssd.ssd_file import TENSORS, WRITE_PRIORITY, Extent, SsdFile, Ticket, cores_of_drive
@@ -37,15 +34,12 @@ __all__ = [
     "Piece",
     "RecordSlots",
     "RunFolder",
-    "Slots",
     "SsdFile",
     "Ticket",
     "allowed_dirs",
     "coded",
-    "copy_to_slot",
     "cores_of_drive",
     "flush",
     "offload_dir",
     "ssd_tensors",
-    "tensors_of",
 ]

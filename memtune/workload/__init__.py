@@ -12,7 +12,6 @@ if TYPE_CHECKING:
         Expert,
         experts_in,
         experts_of,
-        find_experts,
         frozen_expert_parameter,
     )
     from memtune.workload.linear_pairs import Pair, find_pairs, sharding_error, unsharded_in_blocks
@@ -51,7 +50,6 @@ __all__ = [
     "experts_in",
     "experts_of",
     "find_blocks",
-    "find_experts",
     "find_pairs",
     "frozen_expert_parameter",
     "load_user_file",

@@ -12,13 +12,12 @@ if TYPE_CHECKING:
     from memtune.parallel.replicas.grad_all_reduce import AllReduceGrads
     from memtune.parallel.replicas.grad_buckets import Buckets
     from memtune.parallel.replicas.gradient_reducer import GradientReducer, average_now, sum_now
-    from memtune.parallel.replicas.gradient_reducer_pass import AveragedGradients, average_in_buckets
+    from memtune.parallel.replicas.gradient_reducer_pass import average_in_buckets
 else:
     __getattr__ = open_door(__name__)
 
 __all__ = [
     "AllReduceGrads",
-    "AveragedGradients",
     "Buckets",
     "GradientReducer",
     "Replicas",

@@ -339,10 +339,9 @@ class ShardedBuckets:
         micro-batches.
         """
         rows = bucket.own_rows(taken)
-        earlier = [index for index, part in enumerate(bucket.parts) if part.sum is not None]
-        if earlier:
-            sums = [bucket.parts[index].sum for index in earlier]
-            torch._foreach_add_(locals_of(sums), [rows[index] for index in earlier])
+        sums = {index: part.sum for index, part in enumerate(bucket.parts) if part.sum is not None}
+        if sums:
+            torch._foreach_add_(locals_of(sums.values()), [rows[index] for index in sums])
         for index, part in enumerate(bucket.parts):
             part.parameter.grad = part.sharded(rows[index]) if part.sum is None else part.sum
             part.sum = None
