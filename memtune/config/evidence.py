@@ -83,7 +83,8 @@ def _round(figures: Mapping[str, Any], budget_bytes: object) -> dict[str, Any]:
     found: dict[str, Any] = {}
     rate, step_s, spread_s = (figures.get(name) for name in ("samples_per_s", "step_s", "spread_s"))
     if isinstance(rate, float):
-        found["samples_per_s"] = float(f"{rate:.3g}")
+        rounded = float(f"{rate:.3g}")
+        found["samples_per_s"] = int(rounded) if rounded >= 100 else rounded
     if isinstance(step_s, float):
         spread = f" ± {format_seconds(spread_s)}" if isinstance(spread_s, float) else ""
         found["step"] = format_seconds(step_s) + spread

@@ -61,6 +61,12 @@ def test_file_for_people_is_short_and_says_what_each_setting_does(written: Path)
     assert "slots" not in text
 
 
+def test_file_for_people_has_rates_of_three_digits(tmp_path: Path):
+    config = tuned(STRONGHOLD)
+    config = config.model_copy(update={"measured": {"samples_per_s": 29_712.345}})
+    assert "samples_per_s: 29700}" in save(config, tmp_path / "tuned.yaml").read_text()
+
+
 @pytest.mark.parametrize("confirmed", [True, False])
 def test_file_of_a_stopped_search_says_that_it_is_not_confirmed(confirmed: bool, tmp_path: Path):
     config = tuned(STRONGHOLD)
