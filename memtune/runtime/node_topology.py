@@ -84,12 +84,14 @@ def nodes_of(device_type: str, degree: int, local: int, parts: int = 1) -> Nodes
 
     Made once per process group.
     """
+    # A recorder that is active now must not see the tensors with which a mesh is made.
     with _disable_current_modes():
         return _nodes(device_type, degree, local, parts, id(dist.distributed_c10d._get_default_group()))
 
 
 @cache
 def _nodes(device_type: str, degree: int, local: int, parts: int, group: int) -> Nodes:
+    # `group` is only a part of the key: groups of a process group that was destroyed are of no use.
     copies = dist.get_world_size() // (degree * parts)
     shape, names = (copies, degree // local, local, parts), ("copies", "nodes", "places", "parts")
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)

@@ -57,7 +57,7 @@ class KeptParts(torch.autograd.Function):
             if out is None:
                 out = made.new_empty(len(rows), made.shape[-1])
             out[start : start + size].copy_(made.detach())
-            del part, made
+            del part, made  # the edges hold the part's graph, which holds what it has saved
         assert out is not None
         ctx.edges, ctx.parameters, ctx.size, ctx.shape, ctx.dtype = edges, parameters, size, x.shape, x.dtype
         return out.view(*x.shape[:-1], out.shape[-1])
@@ -78,7 +78,7 @@ class KeptParts(torch.autograd.Function):
             for i, each in enumerate(got):
                 so_far = sums[i]
                 sums[i] = each if so_far is None or each is None else so_far.add_(each)
-            del got, each
+            del got, each  # before the next part's gradients are made
         return (None if dx is None else dx.view(ctx.shape), None, *sums)
 
 

@@ -39,6 +39,7 @@ def rest_off_device(context: Context) -> AtRest:
 
 def _on_host(device: torch.device, name: str, values: Tensor) -> Tensor:
     locked = transfer.pins(device)
+    # As it is only with a storage of its own: a view would hold all of a larger one.
     if tier_of(values) == HOST and not locked and values.untyped_storage().nbytes() == values.nbytes:
         return values
     host = host_like(values, locked=locked).copy_(values)
@@ -84,6 +85,7 @@ def move_model(context: Context, at_rest: AtRest) -> None:
     for module in context.model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
+                # A buffer of several modules remains one tensor.
                 if buffer not in moved:
                     moved[buffer] = on_device(buffer)
                 module._buffers[key] = moved[buffer]
@@ -101,6 +103,7 @@ def host_values(context: Context, parameter: nn.Parameter) -> Tensor:
     else:
         host = memory_of(parameter)
         if tier_of(host) == SSD:
+            # In memory: a copy to the device from the file's mapping would read the drive each time.
             host = host_like(host, locked=transfer.pins(context.device)).copy_(host)
     mark(host, HOST)
     return host
