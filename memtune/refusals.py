@@ -345,6 +345,15 @@ def second_order(where: str) -> Reason:
     )
 
 
+def inside_torch_func(region: str) -> Reason:
+    """Return why claims on what `region` saves cannot be met in a call by `torch.func`."""
+    return Reason(
+        f"torch.func calls {region}, and allows no hooks on saved tensors",
+        "recompute: {kind: none} and offload.activations: {kind: none}, or torch.autograd.grad in the loss",
+        "MT326",
+    )
+
+
 def no_budget_to_plan(technique: Technique) -> ApplyError:
     """Return the error for a technique that is planned without a budget."""
     return ApplyError(

@@ -100,6 +100,7 @@ from memtune.activations.recompute.second_forward import (
 from memtune.activations.recompute.user_checkpoint import autograd_saves
 from memtune.errors import ApplyError
 from memtune.program import INPUTS, OFFLOAD, RECOMPUTE, OpAddress, SavedTensorPolicy
+from memtune.refusals import error_of, inside_torch_func
 from memtune.runtime import EagerRecorder, ForwardWrapper, OpRecorder, OpVisitor, RandomState
 
 
@@ -200,6 +201,8 @@ class ActivationTable:
             # use.
             if not autograd_saves():
                 return original(*args, **kwargs)
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                raise error_of(inside_torch_func(region.name))
             number = self._call = self._call + 1
             frame = _Frame(self, region, original, args, kwargs)
             del args, kwargs  # only the frame may hold them: offloaded ones as bytes on the host

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import jacrev, vmap
 
 from memtune.activations.recompute import activation_table
 from memtune.activations.recompute.activation_table import ActivationTable
@@ -66,6 +67,14 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     model.zero_grad()
     model(x).square().sum().backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
+def test_claims_are_refused_in_calls_by_torch_func(claim: Any) -> None:
+    model, x = make(), torch.randn(4, 16)
+    table_on(model, claim)
+    with pytest.raises(ApplyError, match=r"torch\.func calls [01], and allows no hooks"):
+        vmap(jacrev(model), randomness="different")(x)
 
 
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
