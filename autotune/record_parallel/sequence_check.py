@@ -137,7 +137,8 @@ def _same_outside(one: Recording, other: Recording) -> bool:
         step = recording.step
         blocks = np.flatnonzero((step.ops.block >= 0) & (step.ops.phase == Phase.FORWARD))
         found = forward_ops(recording, np.ones(len(step.modules), bool))
-        return [(op.name, op.arguments) for op in found if not blocks[0] <= op.index <= blocks[-1]]
+        inside = range(blocks[0], blocks[-1] + 1) if len(blocks) else ()
+        return [(op.name, op.arguments) for op in found if op.index not in inside]
 
     return ops(one) == ops(other)
 

@@ -74,6 +74,12 @@ def test_recompute_of_nothing_is_refused_before_a_trial(found: Case, tmp_path: P
     assert "autograd saves nothing" in Recorded(found.model, None, tmp_path).peak(found).text
 
 
+def test_attention_of_blocks_that_run_nothing_is_refused(tmp_path: Path) -> None:
+    found = case("unused", ranks=2, sharding__parallel="head_context")
+    outcome = Recorded(found.model, None, tmp_path, found.ranks).peak(found)
+    assert outcome.kind == "refused", outcome.text
+
+
 def test_recompute_leaves_the_storage_of_offloaded_weights_resizable(tmp_path: Path) -> None:
     """The check of the second forward reads values of saved tensors, among them views of weights."""
     found = case("experts", blocks=1, recompute="full", offload__states="moesys")
