@@ -104,6 +104,7 @@ class Case:
             {"batch": "fixed"},
             {"adam": False},
             {"buckets": False},
+            {"groups": False},
         ):
             model = replace(self.model, **simpler)
             if model != self.model:

@@ -46,10 +46,33 @@ PIECES: dict[str, tuple[str, str]] = {
     "bf16": ("self.{n} = nn.Linear(W, W)", "x = x + torch.tanh(self.{n}(x).to(torch.bfloat16)).float()"),
     "frozen": ("self.{n} = nn.Linear(W, W).requires_grad_(False)", "x = x + torch.tanh(self.{n}(x))"),
     "unused": ("self.{n} = nn.Linear(W, W)", "pass"),
+    "unfused": (
+        "self.{n}, self.{n}o = nn.Linear(W, 3 * W), nn.Linear(W, W)",
+        "q, k, v = self.{n}(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)\n"
+        "        x = x + self.{n}o(((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).flatten(2))",
+    ),
+    "conv": ("self.{n} = nn.Conv1d(W, W, 3, padding=1)", "x = x + self.{n}(x.mT).mT"),
+    "positions": ("self.{n} = nn.Parameter(torch.randn(TOKENS, W))", "x = x + self.{n}[: x.shape[1]]"),
+    "checkpoint": (
+        "self.{n} = nn.Sequential(nn.Linear(W, W), nn.Tanh(), nn.Linear(W, W))",
+        "x = x + torch.utils.checkpoint.checkpoint(self.{n}, x, use_reentrant=False)",
+    ),
+    "weight_norm": (
+        "self.{n} = nn.utils.parametrizations.weight_norm(nn.Linear(W, W))",
+        "x = x + torch.tanh(self.{n}(x))",
+    ),
+    "autocast": (
+        "self.{n} = nn.Linear(W, W)",
+        "with torch.autocast('cpu', torch.bfloat16): y = self.{n}(x)\n        x = x + torch.tanh(y.float())",
+    ),
+    "bank": (
+        "self.register_buffer('{n}', torch.zeros(4, W))",
+        "self.{n}.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)\n        x = x + self.{n}.mean(0)",
+    ),
 }
 """Name → the line of `__init__` and the lines of `forward`; `{n}` is the attribute."""
-STATISTICS = ("dropout", "batch_norm", "branch")
-"""Pieces whose result depends on the split of the batch, or on random numbers."""
+STATISTICS = ("dropout", "batch_norm", "branch", "bank", "autocast")
+"""Pieces whose result depends on the split of the batch or on random numbers, or is rounded to few bits."""
 LOSSES = {
     "mean": "return (out - y).pow(2).mean()",
     "twice": "return (out - y).pow(2).mean() + model(x * 0.5).mean()",
@@ -82,6 +105,8 @@ class ModelSpec:
     adam: bool
     buckets: bool = False
     """It declares length buckets, and trains on batches of each."""
+    groups: bool = False
+    """The optimizer has two parameter groups."""
 
     def text(self) -> str:
         """Return the `model.py`."""
@@ -95,6 +120,9 @@ class ModelSpec:
             "x = x.clone().requires_grad_(True)\n    p = x" if self.loss == "penalty" else "p = x"
         )
         optimizer = "AdamW(params, 1e-3" if self.adam else "SGD(params, 0.05, momentum=0.9"
+        given = (
+            "[{'params': list(params[::2])}, {'params': list(params[1::2]), 'weight_decay': 0.1, 'lr': 0.01}]"
+        )
         lengths = ", ".join(map(str, (*BUCKETS, TOKENS)))
         buckets = (
             f"def buckets(size):\n    return [batch_of(size, tokens) for tokens in ({lengths})]"
@@ -104,6 +132,7 @@ class ModelSpec:
         tie = "self.blocks[-1].load_state_dict(self.blocks[0].state_dict()); self.blocks[-1] = self.blocks[0]"
         return f"""import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 
 W, TOKENS = {WIDTH}, {TOKENS}
@@ -170,7 +199,8 @@ def loss(model, batch):
 
 
 def optimizer(params):
-    return torch.optim.{optimizer}, foreach=False)
+    params = {"list(params)" if self.groups else "params"}
+    return torch.optim.{optimizer.replace("params", given) if self.groups else optimizer}, foreach=False)
 """
 
 
@@ -190,4 +220,5 @@ def draw_model(random: Random, *, ranks: int, adam: bool) -> ModelSpec:
         nested=random.random() < 0.15,
         adam=adam,
         buckets="batch_norm" not in pieces and random.random() < 0.25,  # whose channels are the tokens
+        groups=random.random() < 0.2,
     )
