@@ -201,7 +201,8 @@ class ActivationTable:
             # use.
             if not autograd_saves():
                 return original(*args, **kwargs)
-            if torch._C._functorch.peek_interpreter_stack() is not None:
+            # Dynamo, which traces this too, takes the stack for a constant.
+            if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
                 raise error_of(inside_torch_func(region.name))
             number = self._call = self._call + 1
             frame = _Frame(self, region, original, args, kwargs)

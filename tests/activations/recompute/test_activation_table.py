@@ -77,6 +77,15 @@ def test_claims_are_refused_in_calls_by_torch_func(claim: Any) -> None:
         vmap(jacrev(model), randomness="different")(x)
 
 
+def test_recompute_is_exact_in_a_model_that_the_user_compiles() -> None:
+    x = torch.randn(4, 16)
+    wanted = gradients(make(), x)
+    model = make()
+    table_on(model, CLAIMS["recompute"])
+    model.compile(backend="eager")
+    assert all(torch.equal(one, two) for one, two in zip(gradients(model, x), wanted, strict=True))
+
+
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
 def test_recompute_is_bitwise_with_and_without_input_gradient(claim: Any) -> None:
     for requires_grad in (False, True):
