@@ -290,7 +290,7 @@ class _FoldingTable:
                     head.append(text)
                 elif text:
                     facts.append(Text(f"{column.header} ").append_text(text))
-            yield Text(" ").join(head)
+            yield Text(": ").join(head)
             if facts:
                 yield Text("  ").append_text(Text(" · ").join(facts))
 

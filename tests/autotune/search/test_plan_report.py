@@ -131,6 +131,7 @@ def test_plan_keeps_its_numbers_on_a_narrow_terminal(ranking: PlanReport):
     wide, narrow = shown(ranking), shown(ranking, width=40)
     assert all(len(line) <= 40 for line in narrow.splitlines())
     assert "…" not in narrow
+    assert "\nfull recompute: recomputes every" in narrow
     first = ranking.front[0]
     assert f"samples/s {formatting.rate(first.samples_per_s)}" in " ".join(narrow.split())
     assert "samples/s" in wide
