@@ -267,7 +267,10 @@ _BY_NUMBER = {
     "sub",
     "__sub__",
 }
-_CROSS_ENTROPY: Final = inspect.signature(F.cross_entropy)  # reading it costs as much as ten small ops
+# Reading the signature costs as much as ten small ops, binding arguments to it as much as three.
+_DEFAULTS: Final = {
+    name: each.default for name, each in inspect.signature(F.cross_entropy).parameters.items()
+}
 _ALONE = {"tanh", "sigmoid", "neg", "__neg__", "contiguous"}
 
 
@@ -349,9 +352,7 @@ def _swaps_classes(logits: Logits, name: str, args: tuple[Any, ...]) -> bool:
 def _tiled(*args: Any, **kwargs: Any) -> Tensor | None:
     """Return `F.cross_entropy(*args, **kwargs)` over parts of the rows; None if the result might differ."""
     # Callers pass arguments by position or by name.
-    given = _CROSS_ENTROPY.bind(*args, **kwargs)
-    given.apply_defaults()
-    asked = given.arguments
+    asked = {**_DEFAULTS, **dict(zip(_DEFAULTS, args, strict=False)), **kwargs}
     logits, target, class_weight = asked["input"], asked["target"], asked["weight"]
     others = [each for each in (target, class_weight) if each is not None]
     # A target that requires a gradient needs the whole logits' backward.

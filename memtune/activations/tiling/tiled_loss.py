@@ -56,6 +56,28 @@ class TiledLoss:
             label_smoothing=self.label_smoothing,
         )
 
+    def with_backward(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+        """Return the summed loss of some rows, under the current autocast state, and a function that computes
+        its gradient for their logits.
+        """
+        if self.steps or self.label_smoothing or self.dtype is not None or target.dtype is not torch.long:
+            # A leaf: the graph of one part reaches from its loss to its logits and is freed at once.
+            logits.requires_grad_()
+            with torch.enable_grad():
+                loss = self.sum_over(logits, target)
+            return loss.detach(), lambda: torch.autograd.grad(loss, logits)[0]
+        # The ops that autograd would run, without its graph, engine and checks for each part.
+        log_p = torch.log_softmax(logits, 1)
+        how = self.class_weight, _SUM, self.ignore_index
+        loss, total_weight = _aten.nll_loss_forward(log_p, target, *how)
+
+        def backward() -> Tensor:
+            gradient = _aten.nll_loss_backward(torch.ones_like(loss), log_p, target, *how, total_weight)
+            found: Tensor = _aten._log_softmax_backward_data(gradient, log_p, 1, log_p.dtype)
+            return found
+
+        return loss, backward
+
     def denominator(self, target: Tensor) -> Tensor | int | None:
         """Return the divisor of the sum, as `F.cross_entropy` counts it; None for a sum."""
         if not self.mean:
@@ -70,6 +92,10 @@ class TiledLoss:
     def cast(self, tensor: Tensor) -> Tensor:
         """Return `tensor` as autocast would cast it for the head."""
         return tensor if self.dtype is None else tensor.to(self.dtype)
+
+
+_aten: Any = torch.ops.aten
+_SUM = 2  # of `at::Reduction`
 
 
 class _Loss(torch.autograd.Function):
@@ -87,16 +113,14 @@ class _Loss(torch.autograd.Function):
         for start in range(0, len(x), size):
             rows = slice(start, start + size)
             with _no_autocast(how, x):
-                # A leaf: the graph of one part reaches from its loss to its logits and is freed at once.
-                logits = F.linear(x[rows], weight, bias).requires_grad_()
-            with torch.enable_grad():
-                loss = how.sum_over(logits, target[rows])
+                logits = F.linear(x[rows], weight, bias)
+            loss, backward = how.with_backward(logits, target[rows])
             # Sums of many parts in half precision would lose the small ones.
-            part = loss.detach().float()
+            part = loss.float()
             total = part if total is None else total.add_(part)
-            (gradient,) = torch.autograd.grad(loss, logits)
+            gradient = backward()
             dtype = loss.dtype
-            del loss, logits, part
+            del loss, logits, part, backward
             with _no_autocast(how, x):
                 gradients.add(gradient, x[rows], weight, rows)
             del gradient

@@ -209,3 +209,14 @@ def test_hooks_are_registered_on_plain_logits() -> None:
     head.weight.grad = None
     head(x).square().sum().backward()
     assert torch.equal(doubled, 2 * head.weight.grad)
+
+
+@pytest.mark.parametrize("name", ["flatten", "ignored", "weighted", "sum"])
+def test_parts_of_a_plain_cross_entropy_run_no_autograd_engine(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = nn.Linear(WIDTH, CLASSES)
+    head.forward = lazy_head(head, chunks=4, count=Count())
+    monkeypatch.setattr(torch.autograd, "grad", None)
+    IN_PARTS[name](head(torch.randn(2, 8, WIDTH)), torch.randint(CLASSES, (2, 8))).backward()
+    assert head.weight.grad is not None
