@@ -11,7 +11,8 @@ medians over rounds of pairs within a round, with quartiles. Counts are of one s
 
 Peers: `torch.utils.checkpoint`, selective checkpointing, `save_on_cpu`, which moves nothing of a model on a
 CPU, and hooks by hand that move what `copy_out` moves, a cross-entropy in parts by hand, a
-host AdamW by hand (torchao's `CPUOffloadOptimizer`, which runs on GPUs only, in its order of copies), weights
+host AdamW by hand (torchao's `CPUOffloadOptimizer`, which runs on GPUs only, in its order of copies and with
+gradients that stay on the host, which memtune frees in every step), weights
 fetched per block by module hooks by hand, and accelerate's `cpu_offload` in forward where it is installed;
 DDP, `ZeroRedundancyOptimizer`, FSDP2, `parallelize_module` and `torch.distributed.pipelining` on ranks. All
 ways of a pipeline run four micro-batches; under memtune each of the two ranks brings two of them.
@@ -34,6 +35,7 @@ from overhead_peers import block_fetching, chunked_loss, forward_alone, host_ada
 
 from memtune.hardware.cpu_cores import cpu_threads
 from memtune.search_spaces import find
+from memtune.search_spaces.offload.activations.copy_out import CopyOut
 
 GROUPS = ("recompute", "activations", "loss", "states", "ranks")
 
@@ -88,16 +90,23 @@ def recompute(case: Case) -> Group:
 
 
 def activations(case: Case) -> Group:
-    """Return activation offload; all saved tensors move."""
+    """Return activation offload of the tensors that `copy_out` moves by default, and of all."""
+    least_bytes = CopyOut(kind="copy_out").min_bytes
     ways = {
         "plain": case.step(case.build()),
         "torch save_on_cpu": saved_on_cpu(case),
-        "by hand: saved tensors copied by hooks": saved_copied(case),
+        "by hand: saved tensors copied by hooks": saved_copied(case, least_bytes),
+        "by hand: all saved tensors copied by hooks": saved_copied(case, 0),
         "copy_out": case.tuned("offload.activations", "copy_out"),
-        "copy_out, prefetch": case.tuned("offload.activations", "copy_out", prefetch=2),
+        "copy_out, two prefetched": case.tuned("offload.activations", "copy_out", prefetch=2),
+        "copy_out, all tensors": case.tuned("offload.activations", "copy_out", min_bytes=0),
     }
-    peers = ("by hand: saved tensors copied by hooks", "torch save_on_cpu")
-    return ways, [(name, peer, "plain") for name in ways if name.startswith("copy_out") for peer in peers]
+    return ways, [
+        ("copy_out", "by hand: saved tensors copied by hooks", "plain"),
+        ("copy_out", "torch save_on_cpu", "plain"),
+        ("copy_out, two prefetched", "by hand: saved tensors copied by hooks", "plain"),
+        ("copy_out, all tensors", "by hand: all saved tensors copied by hooks", "plain"),
+    ]
 
 
 def loss(case: Case) -> Group:

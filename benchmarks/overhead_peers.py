@@ -27,8 +27,9 @@ def saved_on_cpu(case: Case) -> Step:
     return run
 
 
-def saved_copied(case: Case) -> Step:
-    """Return the step whose saved activations are copied out and back by hooks by hand.
+def saved_copied(case: Case, min_bytes: int) -> Step:
+    """Return the step whose saved activations of at least `min_bytes` are copied out and back by hooks by
+    hand.
 
     `save_on_cpu` copies no tensor that is on the CPU already, so on a CPU it moves nothing; this moves the
     bytes that `copy_out` moves, those of the blocks' saved tensors, each storage once, without weights.
@@ -36,22 +37,25 @@ def saved_copied(case: Case) -> Step:
     model, loss, batch = case.build(), case.source.loss, case.batch
     parameters = list(model.parameters())
     weights = {each.untyped_storage()._cdata for each in parameters}
-    copies: dict[int, tuple[Tensor, Tensor]] = {}
+    copies: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
     def pack(tensor: Tensor) -> Any:
-        key = tensor.untyped_storage()._cdata
-        if key in weights:
-            return tensor
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in weights or storage.nbytes() < min_bytes:
+            return tensor.detach()  # a node that holds its own output would be a reference cycle
         if key not in copies:
-            n = tensor.untyped_storage().nbytes() // tensor.itemsize
-            copies[key] = tensor.detach(), tensor.detach().as_strided((n,), (1,), 0).clone()
+            n = storage.nbytes() // tensor.itemsize
+            copies[key] = tensor.detach(), [tensor.detach().as_strided((n,), (1,), 0).clone()]
         return copies[key][1], tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        host, size, stride, offset = packed
-        return host.clone().as_strided(size, stride, offset)
+        copy, size, stride, offset = packed
+        if len(copy) == 1:  # the first view brings it back for all
+            copy += (copy[0].clone(),)
+        return copy[1].as_strided(size, stride, offset)
 
     def hooked(forward: Any) -> Any:
         def run(*args: Any) -> Any:

@@ -10,6 +10,7 @@ one keeps a tensor, the other drops it and runs the region's forward again
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -99,7 +100,7 @@ class SavedTensorPolicy:
     """Nothing is packed: the region's forward runs again."""
     is_exact: bool = True
 
-    @property
+    @cached_property
     def spills(self) -> bool:
         """True if a storage leaves host memory for SSD."""
         return any(hop.tier is Tier.SSD for hop in self.hops)

@@ -225,7 +225,8 @@ class OffloadedTensor:
 
 def id_of(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage, valid while the storage lives."""
-    return int(tensor.untyped_storage()._cdata)
+    found: int = tensor.untyped_storage()._cdata
+    return found
 
 
 def is_written_part(tensor: Tensor) -> bool:

@@ -247,15 +247,15 @@ class ActivationTable:
         share: ByteShare[SavedStorage],
         least_bytes: int,
         *,
+        key: int,
         may_move: bool = True,
     ) -> SavedStorage:
         """Return the entry of `tensor`'s storage; make one that `region`'s claim keeps or packs (Rule 10) if
         there is none.
 
-        `share` counts the claimable bytes of the current call, storages below `least_bytes` are kept. Each
-        storage has one entry: the first region that saves it decides.
+        `key` is its `id_of`, `share` counts the claimable bytes of the current call, storages below
+        `least_bytes` are kept. Each storage has one entry: the first region that saves it decides.
         """
-        key = id_of(tensor)
         found = self._entries.get(key)
         # The address of a storage may be that of an earlier one, so a hit is checked.
         if found is not None and found.is_of(tensor):
@@ -287,11 +287,17 @@ class ActivationTable:
         if not entry.policy.spills:
             self.prefetcher.note_offload(entry, self._call, runs_again=region.recompute)
 
-    def lasts(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` must be kept on the device: parameters, buffers of any module, and parts
-        being written.
+    def lasts(self, tensor: Tensor, key: int) -> bool:
+        """Return whether `tensor` (`key`: its `id_of`) must be kept on the device: parameters, buffers of any
+        module, and parts being written.
         """
-        return isinstance(tensor, nn.Parameter) or id_of(tensor) in self._lasting or is_written_part(tensor)
+        # Most are of the class itself, which asking `nn.Parameter`'s metaclass costs more than to compare.
+        is_parameter = type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)
+        return is_parameter or key in self._lasting or is_written_part(tensor)
+
+    def has_entry(self, key: int) -> bool:
+        """Return whether there may be an entry of the storage with the `id_of` `key`."""
+        return key in self._entries
 
     def complete_offloads(self) -> None:
         """Complete the copies to the host in flight (Rule 6), and start the SSD writes of those that spill
@@ -360,6 +366,7 @@ class _Frame:
             frozenset(self.inputs) if region.only is not None and INPUTS in region.only else frozenset()
         )
         self._share = ByteShare[SavedStorage](region.move)
+        self._runs_again = region.recompute
         self._least_bytes = least_bytes(region, self.inputs.values())
         self._shapes = frozenset[torch.Size]() if region.policy.is_exact else region.contract.shapes()
         self._decided: dict[int, SavedStorage] = {}
@@ -462,11 +469,17 @@ class _Frame:
 
     def claim(self, tensor: Tensor) -> Tensor | OffloadedTensor:
         """Return `tensor`, or a handle to its offloaded storage (Rule 2)."""
-        if not self.region.move or self.table.lasts(tensor):
+        if not self.region.move:
+            return tensor
+        # Most saved tensors are small ones, which no call offloads.
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if storage.nbytes() < self._least_bytes and not self.table.has_entry(key):
+            return tensor
+        if self.table.lasts(tensor, key):
             return tensor
         if not self.region.policy.is_exact and is_cast_weight(tensor, self._shapes):
             return tensor
-        key = id_of(tensor)
         if key in self._foreign:
             return tensor
         entry = self._decided.get(key)
@@ -474,7 +487,9 @@ class _Frame:
         if entry is None or not entry.is_of(tensor):
             may_move = self._named is None or self._named.is_output(tensor) or key in self._entered
             may_move = may_move and accepts(self.region.policy, tensor)
-            entry = self.table.entry(tensor, self.region, self._share, self._least_bytes, may_move=may_move)
+            entry = self.table.entry(
+                tensor, self.region, self._share, self._least_bytes, key=key, may_move=may_move
+            )
             self._decided[key] = entry
         return OffloadedTensor(entry, View.describe(tensor)) if entry.serves(tensor) else tensor
 
@@ -489,7 +504,7 @@ class _Frame:
         if not is_plain(tensor):
             return tensor
         # The inputs exist in any case, since the second run starts from them.
-        if not self.region.recompute or key in self.inputs:
+        if not self._runs_again or key in self.inputs:
             return _detached(self.claim(tensor))
         kept = self.kept.find(key, tensor)
         if kept is not None:

@@ -15,14 +15,12 @@ import torch
 from torch import Generator, Tensor, nn
 
 from memtune import refusals
-from memtune.activations.offload import id_of
 from memtune.runtime import (
     NoteGenerators,
     RandomState,
     autocast_now,
     generators_of,
     is_autocast_on,
-    local,
     no_autocast_contexts,
 )
 
@@ -61,9 +59,7 @@ class RegionContract:
     def refresh(self) -> None:
         """Walk the modules again if one of them has other children."""
         for _, each, children in self._modules:
-            if len(children) != len(each._modules) or any(
-                one is not other for one, other in zip(children, each._modules.values(), strict=True)
-            ):
+            if children != list(each._modules.values()):
                 self._walk()
                 return
 
@@ -74,7 +70,8 @@ class RegionContract:
             for tensors in (each._parameters, each._buffers):
                 for name, tensor in tensors.items():
                     if tensor is not None:
-                        found.setdefault(id_of(local(tensor)), prefix + name)
+                        key = getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
+                        found.setdefault(key, prefix + name)
         return found
 
     def shapes(self) -> frozenset[torch.Size]:

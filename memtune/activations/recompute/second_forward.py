@@ -96,6 +96,8 @@ class StopReplay(Exception):
 
 def is_plain(value: Any) -> bool:
     """Return whether `value` is a strided tensor and no DTensor."""
+    if type(value) is Tensor:  # most are
+        return value.layout is torch.strided
     return isinstance(value, Tensor) and value.layout is torch.strided and not hasattr(value, "to_local")
 
 

@@ -480,3 +480,19 @@ def test_divergent_second_run_raises_with_the_op(what: str) -> None:
     table_on(model, CLAIMS["recompute"])
     with pytest.raises(ApplyError, match=why):
         model(torch.randn(4, 16)).sum().backward()
+
+
+def test_tensors_below_the_least_bytes_get_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    kind = activation_table.SavedStorage
+    monkeypatch.setattr(
+        activation_table,
+        "SavedStorage",
+        lambda *args: made.append(args[1].untyped_storage().nbytes()) or kind(*args),
+    )
+    least_bytes = 64 * 64 * 4  # of the wide activations of 64 rows
+    model = make()
+    table_on(model, lambda table, i: table.claim_move(i, 1.0, least_bytes))
+    gradients(model, torch.randn(64, 16))
+    assert made
+    assert min(made) >= least_bytes
