@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import memtune.ssd.ssd_tensors  # noqa: F401  (defines the ops)
 from memtune.runtime import HOST, SSD, seam, tier_of
 
 
