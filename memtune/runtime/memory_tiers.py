@@ -48,13 +48,6 @@ def current_tier() -> Tier:
     return found
 
 
-def _switch(to: Tier) -> None:
-    _local.tier = to
-    # The allocator runs below Python, so it needs its own copy of the thread's tier.
-    if _tell_native is not None:
-        _tell_native(TIERS.index(to))
-
-
 class tier:
     """Context in which storages that this thread makes belong to tier `name`; nests, and restores the
     previous tier.
@@ -67,12 +60,18 @@ class tier:
             raise ValueError(f"tier must be one of {', '.join(TIERS)}, not {name!r}")
         self._name = name
 
+    # Entered for every copy: no further calls. The allocator runs below Python, so it needs its own copy of
+    # the thread's tier.
     def __enter__(self) -> None:
-        self._before = current_tier()
-        _switch(self._name)
+        self._before: Tier = getattr(_local, "tier", DEVICE)
+        _local.tier = self._name
+        if _tell_native is not None:
+            _tell_native(TIERS.index(self._name))
 
     def __exit__(self, *_: object) -> None:
-        _switch(self._before)
+        _local.tier = self._before
+        if _tell_native is not None:
+            _tell_native(TIERS.index(self._before))
 
 
 def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
@@ -163,4 +162,6 @@ def memory_of(tensor: Tensor) -> Tensor:
 
 def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return `local` of each of `tensors`."""
-    return [local(each) for each in tensors]
+    if torch.is_grad_enabled():
+        return [local(each) for each in tensors]
+    return [getattr(each, "_local_tensor", each) for each in tensors]

@@ -177,13 +177,14 @@ def weakly(method: Callable[P, None]) -> Callable[P, None]:
 
     Another object, such as a hook of the optimizer, must keep the owner alive.
     """
-    # Tensors hold their hooks in C++, where Python's cycle collector cannot follow them.
-    found = weakref.WeakMethod(method)
+    # Tensors hold their hooks in C++, where Python's cycle collector cannot follow them. Not `WeakMethod`,
+    # which calls Python code and makes a method each time: these run for every gradient.
+    owner, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 
     def hook(*args: P.args, **kwargs: P.kwargs) -> None:
-        there = found()
+        there = owner()
         if there is not None:
-            there(*args, **kwargs)
+            function(there, *args, **kwargs)
 
     return hook
 
@@ -380,7 +381,7 @@ class EarlyUpdates:
         Raises:
             ApplyError: Backward ran twice in the last micro-batch, or reentrant checkpoints ran in it.
         """
-        if parameter in self._used:
+        if self._used and parameter in self._used:
             raise ApplyError(
                 f"A gradient {tuple(parameter.shape)} was ready again after its weight had been updated.",
                 evidence=(

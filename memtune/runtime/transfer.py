@@ -212,6 +212,10 @@ def to_host_together(xs: Sequence[Tensor]) -> list[Tensor]:
         _start_on_side_stream(hosts, xs)
         return hosts
     new, largest = torch.empty_strided, max(sizes)
+    # In backward, for every gradient.
+    if largest <= _INLINE_BYTES and xs[0].is_cpu and not torch.is_grad_enabled():
+        with tier(HOST):
+            return [x.clone() for x in xs]
     with tier(HOST):
         hosts = [new(x.size(), x.stride(), dtype=x.dtype, device="cpu") for x in xs]
     if largest >= PAGE_BYTES:
@@ -229,7 +233,10 @@ def to_host_together(xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _copy_together(to: Sequence[Tensor], of: Sequence[Tensor]) -> None:
-    with without_grad():
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            torch._foreach_copy_(list(to), list(of), non_blocking=True)
+    else:  # in backward, for every gradient
         torch._foreach_copy_(list(to), list(of), non_blocking=True)
 
 
@@ -250,6 +257,9 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Return a new tensor on `device` with the values of `x`."""
     # The host copy may still be filled by a D2H copy or an SSD read.
     wait(x)
+    if device.type == "cpu" and x.nbytes <= _INLINE_BYTES and not torch.is_grad_enabled():
+        COUNTERS.add("host_to_device", x.nbytes)
+        return x.clone()  # in backward, for every tensor
     out = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
     _fill(out, x)
     return out
@@ -317,7 +327,10 @@ def prefetching_separately(device: torch.device) -> Iterator[None]:
     global _is_separate
     _is_separate = True
     try:
-        with prefetching(device):
+        if accelerator.has_streams(device):
+            with prefetching(device):
+                yield
+        else:
             yield
     finally:
         _is_separate = False

@@ -19,6 +19,7 @@ from memtune.offload.core import (
     OffloadedParameter,
     Pages,
     Piece,
+    adopt_together,
     host_values,
     place_in,
     put_back,
@@ -88,7 +89,7 @@ class PagedOffloader(ParameterOffloader):
         return iter(self._owners.values())
 
     def _adopt(self, parameters: Iterable[OffloadedParameter]) -> None:
-        self._written.update([each for each in parameters if each.adopt()])
+        self._written.update(adopt_together(parameters))
 
     def _take(self, found: InFrames) -> None:
         self._in_frames, self._hosts = found, found.hosts

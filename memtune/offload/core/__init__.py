@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from memtune.offload.core.offloaded_parameter import (
         OffloadedParameter,
         Piece,
+        adopt_together,
         allocate_together,
         free_together,
         in_chunks,
         place_in,
         put_back,
+        restore_together,
         set_data,
     )
     from memtune.offload.core.optimizer_param import (
@@ -78,6 +80,7 @@ __all__ = [
     "PendingUpdates",
     "Piece",
     "Trigger",
+    "adopt_together",
     "aligned",
     "allocate_together",
     "bucket_ends",
@@ -102,6 +105,7 @@ __all__ = [
     "put_back",
     "resident_count",
     "rest_off_device",
+    "restore_together",
     "room_bytes",
     "runs",
     "sentinel_index",

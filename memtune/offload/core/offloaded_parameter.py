@@ -105,21 +105,11 @@ class OffloadedParameter:
 
     def free(self) -> None:
         """Show the host's memory, which gets what the user has written on the device since the load."""
-        if self.is_resident:
-            if self.adopt():
-                self._copy_to(self.host)
-            self.is_resident = False
-            if not self._keeps:
-                self._show(self.host)
+        _show_hosts((self,))
 
     def restore(self) -> None:
         """Show the device's memory, which has the host's values now."""
-        if self._class is not None:
-            self.settle()
-        if not self.is_resident:
-            if not self._keeps:
-                self._show(self.device)
-            self.is_resident, self._writes = True, self._count_writes()
+        restore_together((self,))
 
     def adopt(self) -> bool:
         """Copy what the user has assigned to `data` to the memory of this state.
@@ -165,20 +155,22 @@ class OffloadedParameter:
 
     def show_gradient(self, gradient: Tensor) -> None:
         """Have the parameter's `grad` be `gradient`, on the host as its values, until `take_gradient`."""
-        shown = gradient
-        if isinstance(self.parameter, DTensor):
-            # Of the mesh's device, as the parameter, and with memory of the host's, as that too.
-            shown = DTensor(self.device, self.parameter._spec, requires_grad=False)
-            shown._local_tensor = gradient
-            count_changes(shown)
-        self.parameter.grad = shown
-        self._grad_version = _version_of(shown)
+        if not self._is_shard:
+            self.parameter.grad, self._grad_version = gradient, gradient._version
+            return
+        # Of the mesh's device, as the parameter, and with memory of the host's, as that too.
+        shown = DTensor(self.device, self.parameter._spec, requires_grad=False)  # type: ignore[attr-defined]
+        shown._local_tensor = gradient
+        count_changes(shown)
+        self.parameter.grad, self._grad_version = shown, _version_of(shown)
 
     def take_gradient(self) -> tuple[Tensor | None, bool]:
         """Hide the gradient; return it, or what the user has put in its place, and whether it was changed."""
         shown, self.parameter.grad = self.parameter.grad, None
         if shown is None:
             return None, False
+        if not self._is_shard:
+            return shown, shown._version != self._grad_version
         # Not `local`, which returns another tensor of the same memory.
         own = shown._local_tensor if isinstance(shown, DTensor) else shown
         return own, _version_of(shown) != self._grad_version
@@ -324,11 +316,58 @@ def allocate_together(pieces: Iterable[Piece]) -> None:
 
 def free_together(pieces: Iterable[Piece]) -> None:
     """Free all of `pieces`, whose parameters are on the host from here on."""
-    for piece in pieces:
-        if not piece.in_frame:
-            for each in piece.of:
-                each.free()
-            piece.memory.untyped_storage().resize_(0)
+    freed = [piece for piece in pieces if not piece.in_frame]
+    _show_hosts([each for piece in freed for each in piece.of])
+    for piece in freed:
+        piece.memory.untyped_storage().resize_(0)
+
+
+# These run for every parameter at each load and at each release: one loop instead of a call for each state.
+def adopt_together(parameters: Iterable[OffloadedParameter]) -> list[OffloadedParameter]:
+    """Call `adopt` of each of `parameters`; return those that the user has written."""
+    written, is_tracked = [], is_data_used()
+    for each in parameters:
+        if each._class is not None:  # an access would have settled it
+            continue
+        shown: Any = each.parameter
+        if not is_tracked and not each._is_shard and shown._version == each._writes:
+            memory, at = each._device_at if each.is_resident else each._host_at
+            if _is_alias_of(shown, memory) and shown.storage_offset() == at:
+                continue
+        if each.adopt():
+            written.append(each)
+    return written
+
+
+def restore_together(parameters: Iterable[OffloadedParameter]) -> None:
+    """Have `parameters` show the device's memory, which has the host's values now."""
+    is_tracked = is_data_used()
+    for each in parameters:
+        if each._class is not None:
+            each.settle()
+        if not each.is_resident:
+            if each._keeps:
+                pass
+            elif each._is_shard:
+                each._show(each.device)
+            else:
+                set_data(each.parameter, each.device)
+            each.is_resident = True
+            each._writes = each._count_writes() if is_tracked else each.parameter._version
+
+
+def _show_hosts(parameters: Sequence[OffloadedParameter]) -> None:
+    resident = [each for each in parameters if each.is_resident]
+    for each in adopt_together(resident):
+        each._copy_to(each.host)
+    for each in resident:
+        each.is_resident = False
+        if each._keeps:
+            continue
+        if each._is_shard:
+            each._show(each.host)
+        else:
+            set_data(each.parameter, each.host)
 
 
 def in_chunks(

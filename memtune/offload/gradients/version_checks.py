@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from memtune import refusals
 from memtune.errors import ApplyError
-from memtune.offload.core import OptimizerParameter, count_changes
+from memtune.offload.core import OptimizerParameter, count_changes, own_grad
 from memtune.runtime import (
     Context,
     UncopiedHook,
@@ -74,7 +74,9 @@ class WatchedGradients:
                 # Foreach kernels, which clipping uses, do not count changes of DTensors.
                 count_changes(each.grad)
         self._versions = {
-            each: each.grad._version for each in (*self._resident, *self._offloaded) if each.grad is not None
+            each: gradient._version
+            for each in (*self._resident, *self._offloaded)
+            if (gradient := each.grad) is not None
         }
 
     @property
@@ -114,9 +116,8 @@ class WatchedGradients:
                 fix="optimizer.zero_grad() or model.zero_grad()  instead of  parameter.grad = None",
                 code="MT364",
             )
-        replaced = [
-            each for each in self._offloaded if isinstance(each, OptimizerParameter) and each.is_replaced
-        ]
+        held = [each for each in self._offloaded if own_grad(each) is not None]  # in every step
+        replaced = [each for each in held if isinstance(each, OptimizerParameter) and each.is_replaced]
         if replaced:
             raise ApplyError(
                 f"{len(replaced)} gradients were assigned after a backward whose own are offloaded.",

@@ -276,12 +276,12 @@ class HostOptimizer:
             host = pair[1]
             if pair[0].grad is not None:
                 here.append(pair)
-            elif (gradient := host.grad) is not None:  # offloaded during backward
+            elif (gradient := own_grad(host)) is not None:  # offloaded during backward
                 self._gradients[host] = gradient
                 if self._native is not None:
                     # The native step reads `_gradients`; `host.grad` would be a second reference that
                     # outlives the update.
-                    host.grad = None
+                    set_own_grad(host, None)
         in_flight: list[tuple[nn.Parameter, nn.Parameter]] = []
         for part in groups(locals_of(parameter.grad for parameter, _ in here if parameter.grad is not None)):
             # Frees the previous group before the next copies start, so one group at a time exists twice.
@@ -636,8 +636,9 @@ def write_during_update_error(n_written: int) -> ApplyError:
 
 def add_gradient(held: nn.Parameter, arrived: Tensor) -> None:
     """Add a micro-batch's gradient on the host to the sum of those before it."""
-    if held.grad is None:
-        held.grad = arrived
+    earlier = own_grad(held)
+    if earlier is None:
+        set_own_grad(held, arrived)
     else:
         with tier(HOST):
-            held.grad.add_(arrived)
+            earlier.add_(arrived)

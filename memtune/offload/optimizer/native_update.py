@@ -12,10 +12,10 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -113,20 +113,13 @@ register(
 )
 
 
-class _Job(NamedTuple):
-    """Update of one dense parameter."""
+_Optional = Tensor | None
+_Job = tuple[int, list[float], bool, _Optional, Tensor, Tensor, _Optional, _Optional, tuple[_Optional, ...]]
+"""Update of one dense parameter: seed, settings (one list for all of a group), whether to maximize, step,
+weight, gradient, first and second moment, and the scales of these if they have any.
 
-    seed: int
-    settings: list[float]
-    """Those of its group; jobs of one group share the list."""
-    maximize: bool
-    step: Tensor | None
-    weight: Tensor
-    gradient: Tensor
-    moments: list[Tensor | None]
-    """First, second, and their scales."""
-
-
+A tuple: every step makes one for each parameter.
+"""
 _Given = tuple[int, dict[str, Any], nn.Parameter, Tensor]
 """Seed, group, weight and gradient."""
 _update_all: Any = getattr(_native, "optimizer_update_all", None)  # builds of older sources lack it
@@ -137,31 +130,38 @@ def _update_together(rule: str, moments: str, jobs: list[_Job]) -> None:
     threads = torch.get_num_threads()
 
     def update() -> None:
-        steps = [job.step for job in jobs if job.step is not None]
+        steps = [job[3] for job in jobs if job[3] is not None]
         counts = [1.0] * len(jobs)
         if steps:
-            torch._foreach_add_(steps, 1)
-            counts = torch.stack(steps).tolist()
+            # Of a tensor: a number would become one for each of them, as without `alpha`.
+            torch._foreach_add_(steps, torch.ones((), dtype=steps[0].dtype), alpha=1.0)
+            counts = [each.item() for each in steps]
         numbers: dict[tuple[int, float, int], tuple[int, Any]] = {}
-        rows = []
-        for job, count in zip(jobs, counts, strict=True):
-            seed = 0 if moments == "float32" else _seed(job.seed, int(count), moments)
-            key = id(job.settings), count, seed
-            if key not in numbers:
-                sign = -1.0 if job.maximize else 1.0
-                own = _native.OptimizerNumbers(**_NUMBERS[rule](count, *job.settings), sign=sign, seed=seed)
-                numbers[key] = len(numbers), own
-            at, narrow = job.gradient.data_ptr(), job.gradient.dtype is torch.bfloat16
-            of_moments = [0 if each is None else each.data_ptr() for each in job.moments]
+        rows, is_rounded, before = [], moments != "float32", (-1, -1.0, -1)
+        for (number, settings, maximize, _, weight, gradient, first, second, scales), count in zip(
+            jobs, counts, strict=True
+        ):
+            seed = _seed(number, int(count), moments) if is_rounded else 0
+            key = id(settings), count, seed
+            if key != before:
+                before = key
+                if key not in numbers:
+                    sign = -1.0 if maximize else 1.0
+                    own = _native.OptimizerNumbers(**_NUMBERS[rule](count, *settings), sign=sign, seed=seed)
+                    numbers[key] = len(numbers), own
+                place = numbers[key][0]
+            at, narrow = gradient.data_ptr(), gradient.dtype is torch.bfloat16
             rows.append(
                 (
-                    job.weight.numel(),
-                    job.weight.data_ptr(),
+                    weight.numel(),
+                    weight.data_ptr(),
                     at,
                     at if narrow else 0,
-                    *of_moments,
+                    0 if first is None else first.data_ptr(),
+                    0 if second is None else second.data_ptr(),
+                    *([0 if each is None else each.data_ptr() for each in scales] if scales else (0, 0)),
                     int(narrow),
-                    numbers[key][0],
+                    place,
                 )
             )
         _update_all(rule, moments, rows, [own for _, own in numbers.values()], threads)
@@ -332,7 +332,9 @@ class NativeUpdate:
         self.rule, self._moments = _rule_of(optimizer), moments
         self._complete: dict[nn.Parameter, int] = {}
         """Number of moments in the complete state of each parameter."""
-        optimizer.register_load_state_dict_post_hook(lambda _: self._complete.clear())
+        self._dense: dict[nn.Parameter, tuple[Tensor | None, Tensor | None, bool]] = {}
+        """Moments by parameter, and whether they and the weight are dense."""
+        optimizer.register_load_state_dict_post_hook(lambda _: (self._complete.clear(), self._dense.clear()))
         for group in optimizer.param_groups:
             _refuse_settings(optimizer, group)
 
@@ -350,37 +352,48 @@ class NativeUpdate:
                     given.append((seed, group, parameter, gradient))
                 seed += 1
         if given and _update_all is not None and not is_observed(given[0][2]):
-            given = self._step_together(optimizer, given)
+            # Or every access to a subclass of `Parameter` asks its class for `__torch_function__`.
+            with torch._C.DisableTorchFunctionSubclass():
+                given = self._step_together(optimizer, given)
         for seed, group, parameter, gradient in given:
             self.one(group, parameter.detach(), gradient, optimizer.state[parameter], seed)
 
     def _step_together(self, optimizer: Optimizer, given: list[_Given]) -> list[_Given]:
         """Update all dense parameters of `given` in one native call; return the others."""
         first, second = _FIRST.get(self.rule, ""), _SECOND.get(self.rule, "")
-        names, dtype = (first, second, f"{first}_scale", f"{second}_scale"), DTYPES[self._moments]
+        scales = (f"{first}_scale", f"{second}_scale") if self._moments == "int8" else ()
+        counts, dense = self.counts_steps, self._dense
         settings: dict[int, tuple[list[float], bool]] = {}
         jobs: list[_Job] = []
         others: list[_Given] = []
+        states = optimizer.state
         for each in given:
             seed, group, weight, gradient = each
-            state, n = optimizer.state[weight], weight.numel()
-            of_moments = [state.get(name) for name in names]
-            is_dense = weight.is_contiguous() and gradient.is_contiguous() and gradient.numel() == n
-            for moment in of_moments[:2] if is_dense else ():
-                if moment is not None and not (
-                    moment.is_contiguous() and moment.dtype is dtype and moment.numel() == n
-                ):
-                    is_dense = False
-            if not is_dense:
+            state = states[weight]
+            moments = state.get(first), state.get(second)
+            known = dense.get(weight)
+            if known is None or known[0] is not moments[0] or known[1] is not moments[1]:
+                known = dense[weight] = *moments, self._are_dense(weight, moments)
+            if not (known[2] and weight.is_contiguous() and gradient.is_contiguous()):
                 others.append(each)
                 continue
-            if id(group) not in settings:
-                settings[id(group)] = self._settings(group), bool(group.get("maximize", False))
-            step = state["step"] if self.counts_steps else None
-            jobs.append(_Job(seed, *settings[id(group)], step, weight, gradient, of_moments))
+            own = settings.get(id(group))
+            if own is None:
+                own = settings[id(group)] = self._settings(group), bool(group.get("maximize", False))
+            of_moments = tuple(map(state.get, scales))
+            step = state["step"] if counts else None
+            jobs.append((seed, *own, step, weight, gradient, *moments, of_moments))
         if jobs:
             _update_together(self.rule, self._moments, jobs)
         return others
+
+    def _are_dense(self, weight: Tensor, moments: Iterable[Tensor | None]) -> bool:
+        """Return whether the native call can read and write these by their addresses."""
+        dtype = DTYPES[self._moments]
+        return weight.is_contiguous() and all(
+            each is None or (each.is_contiguous() and each.dtype is dtype and each.numel() == weight.numel())
+            for each in moments
+        )
 
     def make_state(self, optimizer: Optimizer, gradient_of: Callable[[nn.Parameter], Tensor | None]) -> None:
         """Create the missing state of every parameter that has a gradient."""

@@ -46,6 +46,7 @@ from memtune.offload.core import (
     Pages,
     PendingUpdates,
     Piece,
+    adopt_together,
     allocate_together,
     free_together,
     freed_memory,
@@ -53,6 +54,7 @@ from memtune.offload.core import (
     in_chunks,
     is_gathered,
     own_grad,
+    restore_together,
     set_own_grad,
     sharded_like,
     to_host_now,
@@ -259,8 +261,7 @@ class HostParameters:
 
     def _load_pieces(self, pieces: Iterable[Piece]) -> None:
         every = list(pieces)
-        for piece in every:
-            self._adopt(piece.of)
+        self._adopt([each for piece in every for each in piece.of])
         hosts = [piece.host for piece in every]
         for part in groups(hosts):
             mine = every[part]
@@ -273,15 +274,12 @@ class HostParameters:
                 else:
                     for memory, host in zip(memories, hosts[part], strict=True):
                         self._copy(memory.detach(), host)
-        for piece in every:
-            for each in piece.of:
-                each.restore()
+        restore_together([each for piece in every for each in piece.of])
         self.loaded_bytes += sum([host.nbytes for host in hosts])
 
     def _adopt(self, parameters: Iterable[OffloadedParameter]) -> None:
         """Copy what the user has assigned to parameters between uses to their host copies."""
-        for each in parameters:
-            each.adopt()
+        adopt_together(parameters)
 
     def _offloaded(self) -> Iterator[OffloadedParameter]:
         return (each for unit in self._units for piece in unit for each in piece.of)
@@ -311,8 +309,11 @@ class HostParameters:
 
     def _on_grad_ready(self, parameter: Any) -> None:
         """Offload the gradient, of replicas when its bucket is averaged; grad-ready hook."""
-        with without_grad():
-            if parameter in self._shown:
+        if torch.is_grad_enabled():  # backward with `create_graph`
+            with torch.no_grad():
+                self._on_grad_ready(parameter)
+        else:
+            if self._shown and parameter in self._shown:
                 # A penalty on weights between uses, on the host: autograd has added to the sum itself.
                 self._take_gradient(parameter, self._shown.pop(parameter))
             elif parameter.grad is None:

@@ -30,6 +30,7 @@ from memtune.api import apply
 from memtune.autotune.record_parallel.fake_process_group import fake_ranks
 from memtune.errors import ApplyError
 from memtune.offload.core.offloaded_parameter import OffloadedParameter
+from memtune.runtime import data_alias
 from memtune.ssd import offload_dir
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -302,3 +303,18 @@ def test_part_of_a_block_is_loaded_under_harmony() -> None:
     for net in (model, other):
         loaded_in_part(net)
     assert_equal(weights(model), weights(other))
+
+
+def test_untouched_parameters_change_states_without_a_call_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, _ = made("l2l")
+    asked: list[nn.Parameter] = []
+    adopt = OffloadedParameter.adopt
+    monkeypatch.setattr(data_alias, "_used", False)  # as in a process that reads no weight's `data`
+    monkeypatch.setattr(OffloadedParameter, "adopt", lambda self: asked.append(self.parameter) or adopt(self))
+    step(model, optimizer, 0)
+    assert asked == []
+    with torch.no_grad():
+        weight_of(model).mul_(2)
+    step(model, optimizer, 1)
+    assert asked
+    assert all(each is weight_of(model) for each in asked)
