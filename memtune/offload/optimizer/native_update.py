@@ -334,9 +334,14 @@ class NativeUpdate:
         """Number of moments in the complete state of each parameter."""
         self._dense: dict[nn.Parameter, tuple[Tensor | None, Tensor | None, bool]] = {}
         """Moments by parameter, and whether they and the weight are dense."""
-        optimizer.register_load_state_dict_post_hook(lambda _: (self._complete.clear(), self._dense.clear()))
+        optimizer.register_load_state_dict_post_hook(self._forget)
         for group in optimizer.param_groups:
             _refuse_settings(optimizer, group)
+
+    def _forget(self, optimizer: Optimizer) -> None:
+        """Drop what is known of a state that has been replaced."""
+        self._complete.clear()
+        self._dense.clear()
 
     def step(self, optimizer: Optimizer, gradient_of: Callable[[nn.Parameter], Tensor | None]) -> None:
         """Update every parameter that has a gradient; a bfloat16 gradient's memory takes the new weight."""
