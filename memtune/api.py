@@ -421,6 +421,9 @@ def _require_fitting(context: Context, config: TunedConfig) -> None:
         ApplyError: A technique does not work with the others, with torch.compile or without blocks.
     """
     execution = config.settings.execution
+    if not execution.autocast_cache:
+        context.undo.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)  # read by each autocast context when it is made
     facts = Facts(
         config.settings.chosen,
         context.placement.world_size,

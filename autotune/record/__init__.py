@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         takes_too_long,
     )
     from memtune.autotune.record.compiled import CompiledRecordings
-    from memtune.autotune.record.mixed_precision import PrecisionRecordings
+    from memtune.autotune.record.mixed_precision import PrecisionRecordings, most_casts_of_a_parameter
     from memtune.autotune.record.recorder import (
         SEED,
         Session,
@@ -38,6 +38,7 @@ __all__ = [
     "coupled_samples",
     "error_line",
     "fake_errors_unlogged",
+    "most_casts_of_a_parameter",
     "parameter_bytes",
     "record",
     "start_session",

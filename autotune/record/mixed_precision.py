@@ -116,3 +116,12 @@ def _wide(step: Step, own: Mapping[str, int]) -> Step:
         step.with_storages(bytes=n_bytes).with_ops(traffic_bytes=traffic),
         parameters=replace(columns, itemsize=(columns.itemsize * factor).astype(columns.itemsize.dtype)),
     )
+
+
+def most_casts_of_a_parameter(step: Step) -> int:
+    """Return how often forward casts the parameter that it casts most often; 0 if it casts none."""
+    is_cast = np.asarray([name == "aten._to_copy.default" for name in step.names], bool)
+    rows = is_cast[step.ops.name] & (step.ops.phase == Phase.FORWARD)
+    read = step.uses.storage[rows[step.uses.op]]
+    parameters = read[step.storages.kind[read] == Kind.PARAMETER]
+    return int(np.bincount(parameters).max(initial=0))

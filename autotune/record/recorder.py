@@ -338,6 +338,7 @@ def record(
         checked=frozenset({small, large} if same else {small}),
         hints={small: small_trace.hints, large: large_trace.hints} if same else {small: small_trace.hints},
         keeps_gradients=not workload.zero_grad_to_none,
+        autocast_cache=workload.autocast_cache,
         optimizer=OptimizerFacts(no_native_update_for(session.optimizer), not_one_by_one(session.optimizer)),
     )
     wanted = sorted(

@@ -25,7 +25,7 @@ from memtune.config import MadeFor, TunedConfig
 from memtune.memory import WorkspaceTable
 from memtune.program import Edit, Kind, Step
 from memtune.technique import Reason, Target
-from memtune.workload import Workload
+from memtune.workload import Workload, autocast_cache
 
 _MICRO_BATCHES = 2
 """Most micro-batches to trace: later ones start in the same state as the second."""
@@ -131,6 +131,13 @@ def traced_under(
     session: Session, config: TunedConfig, micro_batch: int, *, micro_batches: int = 1
 ) -> Trace | Reason:
     """Apply `config` to the model of `session`, which is not usable afterwards, and trace its steady step."""
+    with autocast_cache(config.settings.execution.autocast_cache):  # `apply` sets it for the whole process
+        return _traced_under(session, config, micro_batch, micro_batches)
+
+
+def _traced_under(
+    session: Session, config: TunedConfig, micro_batch: int, micro_batches: int
+) -> Trace | Reason:
     settings = config.settings.with_execution(compile=False)
     config = TunedConfig(settings=settings, plan=config.plan, made_for=MadeFor(blocks=list(session.blocks)))
     with session.entered():

@@ -218,9 +218,9 @@ def _same_samples(setup: Setup, winner: Execution) -> set[Execution]:
     """Return the executions with the winner's samples, even if the search itself does not split batches."""
     samples = (winner.micro_batch or 1) * winner.accumulate
     found = {each for each in setup.space.executions if (each.micro_batch or 1) * each.accumulate == samples}
-    found.add(Execution(micro_batch=winner.micro_batch, accumulate=winner.accumulate))
+    found.add(winner.of_size(winner.micro_batch, winner.accumulate))
     return (
-        found.union(executions(samples, 1))
+        found.union(executions(samples, 1, winner))
         if setup.batch_adds_up and samples * setup.ranks == setup.global_batch
         else found
     )

@@ -20,6 +20,7 @@ from memtune.autotune.record import (
     PrecisionRecordings,
     batch_is_lossless,
     coupled_samples,
+    most_casts_of_a_parameter,
     parameter_bytes,
     record,
     start_session,
@@ -162,7 +163,11 @@ def prepare(
     sizes = {max(used), *(used & {1})}
     # Rates measured while others used the cores would be too low; the search reports the load.
     meter = LoadMeter()
-    recorded = record(workload, sizes=sizes, between=used, workspace=workspace, target=device)
+    workload, recorded = _recorded(
+        workload,
+        only,
+        lambda each: record(each, sizes=sizes, between=used, workspace=workspace, target=device),
+    )
     other_load = max(meter.others(), 0.0)
     scratch = _device_workspaces(recorded) if device != "cpu" and options.gpu_type is None else None
 
@@ -217,6 +222,25 @@ def prepare(
         other_load,
         adds_up,
     )
+
+
+def _recorded(
+    workload: Workload, only: Choice | None, make: Callable[[Workload], Recording]
+) -> tuple[Workload, Recording]:
+    """Return the recording, and the workload with autocast's cache of weights off if that changes no result.
+
+    With the cache off a weight is cast by each op that uses it; if one op does, the values are the same, and
+    the copies need not live until forward has ended.
+    """
+    if only is not None:
+        workload = replace(workload, autocast_cache=only.execution.autocast_cache)
+        return workload, make(workload)
+    without = replace(workload, autocast_cache=False)
+    recorded = make(without)
+    casts = most_casts_of_a_parameter(recorded.step)
+    if casts == 1:
+        return without, recorded
+    return workload, make(workload) if casts else replace(recorded, autocast_cache=True)
 
 
 def _scorer(

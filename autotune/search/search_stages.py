@@ -39,7 +39,6 @@ from memtune.autotune.space import (
 from memtune.config import save_text
 from memtune.errors import MemtuneError, NothingFits, UsageError
 from memtune.hardware import BUSY
-from memtune.search_spaces.execution import Execution
 from memtune.technique import Reason
 
 _DRIFT = 0.05
@@ -345,7 +344,7 @@ class Stages:
             high = self._smallest_that_fails(choice, low)
             if high - low <= max(1, low // 32):
                 return None
-            middle = Choice(Execution(micro_batch=(low + high) // 2), choice.techniques)
+            middle = Choice(choice.execution.of_size((low + high) // 2), choice.techniques)
             scored = driver.setup.scorer.score(middle)
             return (
                 None
@@ -368,7 +367,7 @@ class Stages:
         size = above + 1
         # Doubling: activations grow with the batch, so some size does not fit.
         while not high:
-            scored = driver.setup.scorer.score(Choice(Execution(micro_batch=size), choice.techniques))
+            scored = driver.setup.scorer.score(Choice(choice.execution.of_size(size), choice.techniques))
             if isinstance(scored, Reason) or driver.pruner.reason(scored.prediction) is not None:
                 high = size
             size *= 2

@@ -35,7 +35,9 @@ def baselines(scorer: Scorer, global_batch: int) -> tuple[list[Baseline], dict[s
     for name, kind_by_slot in wanted:
         if ranks > 1:  # ranks must at least average their gradients
             kind_by_slot = {"sharding.states": "ddp"} | kind_by_slot
-        scored = first_that_fits(scorer, Execution(micro_batch=max(1, global_batch // ranks)), kind_by_slot)
+        scored = first_that_fits(
+            scorer, scorer.rewriter.execution.of_size(max(1, global_batch // ranks)), kind_by_slot
+        )
         if isinstance(scored, Reason):
             refused[name] = scored
         else:

@@ -193,6 +193,11 @@ class Rewriter:
         self.n_passes = 0
         """Passes that were run rather than memoised."""
 
+    @property
+    def execution(self) -> Execution:
+        """Return the execution that was recorded, with the training script's micro-batches."""
+        return Execution(autocast_cache=self.recording.autocast_cache)
+
     def candidate(self, choice: Choice) -> Candidate | Reason:
         """Return `choice` with its program and plans, or why it does not fit."""
         result, plans = self._walk(choice)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from memtune.autotune.space.candidates import Choice
 from memtune.autotune.space.pruning import Pruner
 from memtune.autotune.space.scoring import Scored, Scorer
-from memtune.search_spaces.execution import Execution
 from memtune.technique import Reason
 
 _MOST_SAMPLES = 2**16
@@ -81,7 +80,7 @@ def largest_micro_batch(scorer: Scorer, choice: Choice, pruner: Pruner) -> int |
         return None
 
     def fits(size: int) -> bool:
-        scored = scorer.score(Choice(Execution(micro_batch=size), choice.techniques))
+        scored = scorer.score(Choice(choice.execution.of_size(size), choice.techniques))
         return not isinstance(scored, Reason) and scored.prediction.peak_allocated_bytes <= budget
 
     low, high = 0, max(choice.execution.micro_batch or 1, 1)

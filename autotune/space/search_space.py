@@ -180,8 +180,13 @@ def variants(technique: type[Technique], target: Target) -> tuple[Technique, ...
     return tuple(found)
 
 
-def executions(global_batch: int, ranks: int) -> tuple[Execution, ...]:
-    """Return every micro-batch × accumulation of `global_batch` over `ranks`, the largest micro-batch first.
+def executions(
+    global_batch: int,
+    ranks: int,
+    like: Execution = Execution(),  # noqa: B008  # frozen
+) -> tuple[Execution, ...]:
+    """Return `like` with every micro-batch × accumulation of `global_batch` over `ranks`, the largest
+    micro-batch first.
 
     Raises:
         UsageError: The ranks do not divide the global batch.
@@ -196,7 +201,7 @@ def executions(global_batch: int, ranks: int) -> tuple[Execution, ...]:
         )
     each = global_batch // ranks
     return tuple(
-        Execution(micro_batch=size, accumulate=each // size)
+        like.of_size(size, each // size)
         # Largest first: the plain micro-batch, which has the fewest launches, is the default.
         for size in range(each, 0, -1)
         if each % size == 0
@@ -237,7 +242,7 @@ def build_space(
     frozen = {_slot_named(name): value for name, value in (freeze or {}).items()}
     searched = {slot for axis in axes for slot in _slots_of(axis)} if axes else {*SLOTS, EXECUTION}
     notes = [f"micro-batch: frozen, {batch_frozen}"] if batch_frozen else []
-    all_executions = executions(global_batch, ranks)
+    all_executions = executions(global_batch, ranks, rewriter.execution)
     chosen_executions = _executions(all_executions, frozen, EXECUTION in searched and batch_frozen is None)
     chosen_executions = tuple(_compiled(each, frozen) for each in chosen_executions)
 

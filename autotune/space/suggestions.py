@@ -182,7 +182,7 @@ def _one_change(scorer: Scorer, closest: Scored) -> Iterator[Remedy]:
     size = choice.execution.micro_batch or 1
     while size > 1:
         size //= 2
-        smaller = Choice(Execution(micro_batch=size), choice.techniques)
+        smaller = Choice(choice.execution.of_size(size), choice.techniques)
         yield from _remedy(scorer, smaller, closest, f"a micro-batch of {size} (a smaller global batch)")
     for other, name in _other_kinds(choice):
         yield from _remedy(scorer, other, closest, name)

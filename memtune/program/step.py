@@ -604,6 +604,8 @@ class Recording:
     optimizer: OptimizerFacts = OptimizerFacts()
     keeps_gradients: bool = False
     """Gradients are zeroed in place at the end of a step, so that every backward adds to them."""
+    autocast_cache: bool = True
+    """Casts of weights live until the end of the autocast context."""
 
     def at(self, micro_batch: int) -> Step:
         """Return the step with all sizes evaluated at `micro_batch` samples."""

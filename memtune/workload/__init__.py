@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         wrap_tensor,
     )
     from memtune.workload.repeated_blocks import compress, expand, find_blocks
-    from memtune.workload.workload import Workload
+    from memtune.workload.workload import Workload, autocast_cache
 else:
     __getattr__ = open_door(__name__)
 
@@ -44,6 +44,7 @@ __all__ = [
     "Expert",
     "Pair",
     "Workload",
+    "autocast_cache",
     "check_source",
     "compress",
     "expand",

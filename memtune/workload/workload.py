@@ -61,6 +61,8 @@ class Workload:
     _found: list[bool] = field(default_factory=list, repr=False, compare=False)
     """True if batches vary in size; empty until it is known."""
     zero_grad_to_none: bool = True
+    autocast_cache: bool = True
+    """False: `loss` runs as under `execution: {autocast_cache: false}`."""
     bucket: int | None = None
     """The length bucket whose batches `make_batch` returns; None: those of `batch(size)`."""
 
@@ -242,9 +244,10 @@ class Workload:
         Raises:
             WorkloadError: It raised, or returned anything else.
         """
-        loss = self._call(
-            "loss", model, batch, fix="make model, batch and loss agree at that line", code="MT118"
-        )
+        with contextlib.nullcontext() if self.autocast_cache else autocast_cache(False):
+            loss = self._call(
+                "loss", model, batch, fix="make model, batch and loss agree at that line", code="MT118"
+            )
         if not isinstance(loss, Tensor):
             raise self._error(
                 f"loss() returned {_described(loss)}, not a scalar tensor.",
@@ -422,6 +425,17 @@ def _described(value: object) -> str:
 
 def _listed(shapes: list[tuple[int, ...]], limit: int = 6) -> str:
     return ", ".join(map(str, shapes[:limit])) + (", …" if len(shapes) > limit else "")
+
+
+@contextmanager
+def autocast_cache(enabled: bool) -> Iterator[None]:
+    """Let autocast contexts that are made meanwhile keep casts of weights, or cast them anew for each op."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 @contextmanager

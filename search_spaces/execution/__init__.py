@@ -37,6 +37,11 @@ class Execution(BaseModel):
     tensors, op by op.
     """
 
+    autocast_cache: bool = True
+    """False: under autocast each op casts its weight anew; otherwise a cast of every weight is kept until the
+    context ends. Equal results where one op uses a weight; blocks that recompute free the casts.
+    """
+
     @field_validator("compile", mode="before")
     @classmethod
     def _true_is_model(cls, value: Any) -> Any:
@@ -47,6 +52,10 @@ class Execution(BaseModel):
         if self.compile is False and self.compile_backend != "inductor":
             raise ValueError("compile_backend without compile: set compile to blocks or model")
         return self
+
+    def of_size(self, micro_batch: int | None, accumulate: int = 1) -> Execution:
+        """Return the same eager execution with other micro-batches."""
+        return Execution(micro_batch=micro_batch, accumulate=accumulate, autocast_cache=self.autocast_cache)
 
     def sentence(self) -> str:
         """Return the micro-batches and compilation as one plain clause; empty if the script decides them."""
