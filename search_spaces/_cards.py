@@ -71,10 +71,12 @@ def _with_bases(path: Path, name: str) -> Iterator[tuple[dict[str, Any], dict[st
 def _homes(path: Path, base: str) -> Iterable[Path]:
     """Yield the files that may define a base which `path` imports: a module, or any file of a package."""
     for module, names in re.findall(
-        r"^from memtune\.search_spaces\.([\w.]+) import (\([^)]*\)|.*)$", path.read_text(), re.MULTILINE
+        r"^from memtune\.(search_spaces[\w.]*|technique) import (\([^)]*\)|.*)$",
+        path.read_text(),
+        re.MULTILINE,
     ):
         if re.search(rf"\b{base}\b", names):
-            place = _ROOT / module.replace(".", "/")
+            place = _ROOT.parent / module.replace(".", "/")
             yield from [place.with_suffix(".py")] if not place.is_dir() else sorted(place.glob("*.py"))
 
 
