@@ -96,7 +96,8 @@ def _heads(path: Path) -> dict[str, tuple[str, dict[str, Any], dict[str, str]]]:
                 values[node.target.id] = node.value.value
             elif isinstance(node.value, ast.Attribute):
                 values[node.target.id] = node.value.attr.lower()
-            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            is_knob = not ast.unparse(node.annotation).startswith("ClassVar")
+            if is_knob and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 texts[node.target.id] = " ".join(str(after.value.value).split())
         found[match[1]] = (match[2], values, texts)
     return found

@@ -429,7 +429,7 @@ def _listed(shapes: list[tuple[int, ...]], limit: int = 6) -> str:
 
 @contextmanager
 def autocast_cache(enabled: bool) -> Iterator[None]:
-    """Let autocast contexts that are made meanwhile keep casts of weights, or cast them anew for each op."""
+    """Let autocast contexts that are made meanwhile keep casts of weights, or make one for each op."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(enabled)
     try:

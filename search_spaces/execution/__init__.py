@@ -38,8 +38,9 @@ class Execution(BaseModel):
     """
 
     autocast_cache: bool = True
-    """False: under autocast each op casts its weight anew; otherwise a cast of every weight is kept until the
-    context ends. Equal results where one op uses a weight; blocks that recompute free the casts.
+    """False: under autocast each op makes its own cast of its weight; otherwise one cast of every weight is
+    kept until the context ends. Equal results where one op uses a weight; blocks that recompute free the
+    casts.
     """
 
     @field_validator("compile", mode="before")
