@@ -171,7 +171,8 @@ class Bucket:
         """Copy the weights of all ranks out of their (ranks, size) messages."""
         pieces = self._pieces if self.keeps_views else self._pieces_now()
         sources: list[Tensor] = list(messages.split_with_sizes(self._lengths, 1))
-        if any(place is not None for _, place, _ in pieces):
+        # A part without rows on this rank has no piece.
+        if len(pieces) < len(sources) or any(place is not None for _, place, _ in pieces):
             sources = [
                 sources[part] if place is None else _piece(sources[part][place], weight)
                 for weight, place, part in pieces
