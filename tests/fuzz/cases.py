@@ -39,8 +39,12 @@ BEHAVIOURS = (
     "evaluate",
     "larger",
     "closure",
+    "halve_grads",
+    "decay_weights",
+    "save",
 )
-
+OF_OWN_LOOP = {"clip", "clip_value", "closure", "halve_grads"}
+"""Behaviours between backward and the optimizer's step."""
 
 Settings = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
 """(slot, (field, value) pairs, the kind first) pairs."""
@@ -63,8 +67,8 @@ class Case:
 
     @property
     def loops(self) -> bool:
-        """True if the user calls backward and the optimizer; clipping and closures need it."""
-        return self.own_loop or not {"clip", "clip_value", "closure"}.isdisjoint(self.behaviours)
+        """True if the user calls backward and the optimizer."""
+        return self.own_loop or not OF_OWN_LOOP.isdisjoint(self.behaviours)
 
     @property
     def document(self) -> dict[str, Any]:

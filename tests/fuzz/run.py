@@ -37,7 +37,7 @@ from memtune.workload import Workload
 
 STEPS, SIZE = 3, 2
 BUGS = ("MT900",)
-OF_THE_LOOP = {"MT364": {"clip", "clip_value"}, "MT311": {"own loop", "evaluate", "raise"}}
+OF_THE_LOOP = {"MT364": {"clip", "clip_value", "halve_grads"}, "MT311": {"own loop", "evaluate", "raise"}}
 """Refusals of training that planning cannot know → what a loop must do for them to be true."""
 REORDERED = 1e-3
 """Largest difference of weights after `STEPS` steps, relative to the largest value, in another order."""
@@ -251,7 +251,7 @@ def trained(case: Case, path: Path, config: dict[str, Any] | None) -> dict[str, 
     tuned = (
         apply(model, optimizer, config, loss=workload.loss, strict=False, device=device) if config else None
     )
-    loop = _Loop(case, workload, tuned.model if tuned else model, optimizer, tuned)
+    loop = _Loop(case, workload, tuned.model if tuned else model, optimizer, tuned, path.parent)
     found: dict[str, Tensor] = {}
     for step in range(STEPS):
         torch.manual_seed(100 + step)
@@ -282,9 +282,15 @@ class _Loop:
     """The user's training loop and behaviour."""
 
     def __init__(
-        self, case: Case, workload: Workload, model: nn.Module, optimizer: Any, tuned: Tuned | None
+        self,
+        case: Case,
+        workload: Workload,
+        model: nn.Module,
+        optimizer: Any,
+        tuned: Tuned | None,
+        folder: Path,
     ) -> None:
-        self._case, self._workload, self._tuned = case, workload, tuned
+        self._case, self._workload, self._tuned, self._folder = case, workload, tuned, folder
         self._model, self._optimizer = model, optimizer
         self._does = case.behaviours
         self._scheduler = None
@@ -307,6 +313,13 @@ class _Loop:
                 mine.copy_(mine * 0.5 + value * 0.5)
         if "load" in self._does and step == 1:
             self._loaded()
+        if "decay_weights" in self._does:
+            with torch.no_grad():
+                for parameter in self._model.parameters():
+                    parameter.mul_(0.99)
+        if "save" in self._does and step == 1 and self._tuned is not None:
+            self._tuned.save(self._folder / "checkpoint")
+            self._tuned.load(self._folder / "checkpoint")
         if "copy" in self._does and step == 0 and self._case.ranks == 1:
             copy.deepcopy(self._model.state_dict())
         return loss
@@ -355,6 +368,10 @@ class _Loop:
             self._optimizer.zero_grad()
             return found[0]
         loss = self._backward(batches)
+        if "halve_grads" in self._does:
+            for parameter in self._model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
         if "clip" in self._does:
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), 0.1, foreach=False)
         if "clip_value" in self._does:
