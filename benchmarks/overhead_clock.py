@@ -8,6 +8,7 @@ share. Counts are of one step of a warmed-up way, on this thread.
 from __future__ import annotations
 
 import gc
+import inspect
 import random
 import sys
 import time
@@ -57,6 +58,13 @@ class _Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _dispatches(owner: object, frame: FrameType) -> bool:
+    """Return whether `frame` is the function, of whatever name, by which the mode `owner` sees an op."""
+    if not isinstance(owner, TorchDispatchMode):
+        return False
+    return inspect.unwrap(type(owner).__torch_dispatch__).__code__ is frame.f_code
+
+
 def counts_of(way: Way) -> Counts:
     """Return the counts of one step; ops are counted in a step of their own, under a mode."""
     found: Counter[str] = Counter()
@@ -67,10 +75,10 @@ def counts_of(way: Way) -> Counts:
             found["calls"] += 1
             if inside_c and inside_c[-1] is frame.f_back:
                 found["callbacks"] += 1
-            name = frame.f_code.co_name
-            if name == "__torch_dispatch__":
+            name, owner = frame.f_code.co_name, frame.f_locals.get("self")
+            if name == "__torch_dispatch__" or _dispatches(owner, frame):
                 found["dispatches"] += 1
-            elif name == "__enter__" and isinstance(frame.f_locals.get("self"), TorchDispatchMode):
+            elif name == "__enter__" and isinstance(owner, TorchDispatchMode):
                 found["modes"] += 1
         elif event == "c_call":
             inside_c.append(frame)
