@@ -167,8 +167,9 @@ def reduced_among(step: Step, mine: Rows) -> Reduced:
     gradient = columns_of(step.parameters).gradient[mine]
     written = np.full(step.storages.n, -1, np.int32)
     writes = np.flatnonzero((step.uses.mode == 1) & (step.use_phase < Phase.OPTIMIZER))
-    # The last write completes a gradient.
+    # The last write completes a gradient, or the cast that makes it where narrow gradients are reduced.
     np.maximum.at(written, step.uses.storage[writes], step.uses.op[writes])
+    written[gradient] = np.maximum(written[gradient], step.storages.producer[gradient])
     is_sum = np.zeros(step.storages.n, bool)
     is_sum[gradient[step.storages.producer[gradient] < 0]] = True
     adds = np.unique(step.uses.op[writes[is_sum[step.uses.storage[writes]]]]).astype(np.int32)

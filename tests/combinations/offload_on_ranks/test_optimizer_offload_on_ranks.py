@@ -80,6 +80,23 @@ def test_zero_offload_offloads_reduced_gradients(tmp_path: Path) -> None:
     check_on_ranks(tmp_path, BUCKETS, FSDP, NATIVE, model="tied", host_rel=0.02, parts=2)
 
 
+@pytest.mark.parametrize(
+    ("technique", "parts"),
+    [
+        (BUCKETS, 2),
+        *(pytest.param(each, parts, marks=pytest.mark.slow) for each in WHEN_READY for parts in (1, 3)),
+    ],
+)
+@pytest.mark.usefixtures("ssd")
+def test_offloaded_gradients_are_those_reduced_in_bfloat16(
+    tmp_path: Path, technique: Technique, parts: int
+) -> None:
+    """FSDP2 casts narrow gradients to the parameters' type after it has reduced them."""
+    narrow = FSDP.model_copy(update={"param_dtype": "bfloat16"})
+    # The recording has no scratch of kernels, which oneDNN's products in bfloat16 take.
+    check_on_ranks(tmp_path, technique, narrow, NATIVE, model="tied", parts=parts, peak_rel=0.15)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("ssd")
 @pytest.mark.parametrize(("sharding", "parts"), REDUCING, ids=str)

@@ -18,6 +18,7 @@ from support.zoo_paths import ZOO
 
 from memtune import hardware
 from memtune.api import apply
+from memtune.autotune.record import CompiledRecordings, PrecisionRecordings
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
@@ -28,6 +29,7 @@ from memtune.ssd import offload_dir
 from memtune.technique import Target, Technique
 from memtune.testing.drift_check import recording_of
 from memtune.testing.training import Run, build, differences, settings_of, train_under
+from memtune.workload import Workload
 
 RANKS, STEPS = 2, 3
 LINKS = {
@@ -104,7 +106,9 @@ def check_on_ranks(
     """
     path = ZOO[model]
     rewriter = Rewriter(
-        recording_of(path), Target(hardware.detect("cpu"), RANKS, budget_bytes), validate=False
+        recording_of(path),
+        Target(hardware.detect("cpu"), RANKS, budget_bytes),
+        in_precision=PrecisionRecordings(CompiledRecordings(Workload.load(path))),
     )
     execution = {"micro_batch": 2, "accumulate": parts}
     found = rewriter.candidate(
