@@ -1,6 +1,6 @@
 """Image classifiers with random weights, as in the papers: NAME is vgg16, vgg19, resnet18 to resnet152,
-wide_resnet50_2, resnext101_32x4d, mobilenet_v2, convnext_tiny, convnext_small or convnext_base; CLS the
-classes. OPT is the optimizer, with MOMENTUM, as a loop over parameters with LOOP. AMP is the type of
+wide_resnet50_2, resnext101_32x4d, mobilenet_v2, convnext_tiny, convnext_small, convnext_base or
+convnextv2_huge, whose MLPs are recomputed with CHECKPOINT; CLS the classes. OPT is the optimizer, with MOMENTUM, as a loop over parameters with LOOP. AMP is the type of
 autocast, LAST puts channels last, KEEPS_GRADS is zero_grad of torch before 2.0, DROP the share of samples
 whose deepest block ConvNeXt skips. With READY the images are on the device before the step.
 """
@@ -11,9 +11,10 @@ from collections.abc import Iterator
 
 import torch
 from case_sizes import real, whole, word
-from images import CLASSES, FORMAT, batch, loss, optimizer_of
+from images import CLASSES, DTYPE, FORMAT, batch, loss, optimizer_of
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 NAME = word("NAME", "resnet50")
 global_batch = whole("B", 8)
@@ -114,6 +115,44 @@ class NextBlock(nn.Module):
         return x + found
 
 
+class ResponseMlp(nn.Sequential):
+    """An MLP whose inner activations are weighed by the norm of their channel (ConvNeXt V2, Woo et al. 2023)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.weight, self.bias = (nn.Parameter(torch.zeros(4 * width)) for _ in range(2))
+
+    def body(self, x: Tensor) -> Tensor:
+        """Return the output of the MLP."""
+        up, activation, down = self
+        x = activation(up(x))
+        norms = x.norm(p=2, dim=(1, 2), keepdim=True)
+        shares = norms / (norms.mean(dim=-1, keepdim=True) + 1e-6)
+        found: Tensor = down(x + torch.addcmul(self.bias, self.weight, x * shares))
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the MLP, recomputed if the case asks for it."""
+        if not whole("CHECKPOINT", 0):
+            return self.body(x)
+        kept: Tensor = checkpoint(self.body, x, use_reentrant=False, preserve_rng_state=False)
+        return kept
+
+
+class NextBlock2(nn.Module):
+    """A depthwise 7 × 7 convolution and an MLP with a norm of responses (ConvNeXt V2)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(width, width, 7, padding=3, groups=width)
+        self.norm, self.mlp = nn.LayerNorm(width, eps=1e-6), ResponseMlp(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the block."""
+        found: Tensor = self.mlp(self.norm(self.depthwise(x).permute(0, 2, 3, 1)))
+        return x + found.permute(0, 3, 1, 2)
+
+
 def _vgg(convolutions: tuple[int, ...]) -> Iterator[nn.Module]:
     inputs = 3
     for count, width in zip(convolutions, (64, 128, 256, 512, 512), strict=True):
@@ -152,12 +191,13 @@ def _mobilenet() -> Iterator[nn.Module]:
     yield from (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(1280, CLASSES))
 
 
-def _convnext(depths: tuple[int, ...], width: int, drop: float) -> Iterator[nn.Module]:
+def _convnext(depths: tuple[int, ...], width: int, drop: float | None) -> Iterator[nn.Module]:
     yield from (nn.Conv2d(3, width, 4, 4), ChannelNorm(width, eps=1e-6))
     place = 0
     for stage, depth in enumerate(depths):
         for _ in range(depth):
-            yield NextBlock(width << stage, drop * place / (sum(depths) - 1))
+            size = width << stage
+            yield NextBlock2(size) if drop is None else NextBlock(size, drop * place / (sum(depths) - 1))
             place += 1
         if stage < 3:
             size = width << stage
@@ -189,13 +229,15 @@ def _layers() -> Iterator[nn.Module]:
             yield from _convnext((3, 3, 27, 3), 96, real("DROP", 0.4))
         case "convnext_base":
             yield from _convnext((3, 3, 27, 3), 128, real("DROP", 0.5))
+        case "convnextv2_huge":
+            yield from _convnext((3, 3, 27, 3), 352, None)
         case other:
             raise ValueError(other)
 
 
 def model() -> nn.Module:
     """Return the classifier."""
-    return nn.Sequential(*_layers()).to(memory_format=FORMAT)  # type: ignore[call-overload,no-any-return]
+    return nn.Sequential(*_layers()).to(DTYPE, memory_format=FORMAT)  # type: ignore[call-overload,no-any-return]
 
 
 def optimizer(params: list[Tensor]) -> torch.optim.Optimizer:

@@ -1,7 +1,8 @@
 """Vision transformers and an MLP mixer (Dosovitskiy et al. 2021; Tolstikhin et al. 2021), as timm has them.
 
 D, L, H and FF are width, blocks, heads and inner width, PATCH the side of a patch. ATTN=manual computes
-attention in parts. With GATED the MLP has a gate, with SCALED each branch a learned scale (DINOv2).
+attention in parts. With GATED the MLP has a gate, with SCALED each branch a learned scale (DINOv2), with PRE
+patches a norm before the first block (CLIP).
 NAME=mixer mixes patches by an MLP of TOKENS units. AMP is the type of autocast, TRUE that of all weights
 instead. OPT is the optimizer, with MOMENTUM, as a loop over parameters with LOOP, fused with FUSED. With
 READY the images are on the device before the step.
@@ -105,6 +106,7 @@ class Classifier(nn.Module):
         if not MIXES:
             self.token = nn.Parameter(torch.zeros(1, 1, WIDTH))
             self.positions = nn.Parameter(torch.zeros(1, PATCHES + 1, WIDTH))
+        self.pre = nn.LayerNorm(WIDTH) if whole("PRE", 0) else nn.Identity()
         self.blocks = nn.ModuleList(Block() for _ in range(whole("L", 2)))
         self.norm, self.head = nn.LayerNorm(WIDTH, eps=1e-6), nn.Linear(WIDTH, CLASSES)
 
@@ -113,6 +115,7 @@ class Classifier(nn.Module):
         x = self.patches(images).flatten(2).transpose(1, 2)
         if not MIXES:
             x = torch.cat((self.token.expand(x.shape[0], -1, -1), x), 1) + self.positions
+        x = self.pre(x)
         for block in self.blocks:
             x = block(x)
         x = self.norm(x)
