@@ -64,6 +64,8 @@ KINDS = {
 }
 ACTIVATIONS = "activations"
 """Temporaries that autograd saves for backward."""
+UNSPLIT = "unsplit"
+"""Ends of blocks that torch's allocator does not split off; its counters have them as allocated."""
 
 # Ranges of true over predicted values without any trial behind them. Bytes: derived from published
 # measurements, and tried on sources that they were not derived from, by `benchmarks/published_ranges.py`.
@@ -329,7 +331,8 @@ def simulate(
     Peak reserved on CUDA: at the events level, with the settings of an `allocator`, its replay of several
     steps without memory pressure; otherwise small and large requests each keep the segments of their own
     peak, since cached blocks never change pools, and fragmentation within a pool is not modelled. On CPU
-    reserved equals allocated, except for memtune's own allocator, which is replayed.
+    reserved equals allocated, except for memtune's own allocator, which is replayed. A replay of torch's own
+    allocator also gives allocated bytes as torch counts them: blocks as large as they are, not as asked for.
 
     Raises:
         ValueError: A column of a step is malformed.
@@ -347,8 +350,7 @@ def simulate(
     slowest = max(runs, key=lambda run: run.time.step_s)
     calibration = calibration or Calibration()
     step_s = slowest.time.step_s * calibration.step_correction
-    reserved = _reserved_bytes(heaviest, hardware, allocator if level == "events" else None)
-    peak = heaviest.live.peak_bytes[Tier.DEVICE]
+    peak, reserved = _peak_bytes(heaviest, hardware, allocator if level == "events" else None)
     op = heaviest.live.peak_op[Tier.DEVICE]
     step = heaviest.step
     groups = _communicators(step)
@@ -356,6 +358,7 @@ def simulate(
     # Once trials have measured peaks, the calibrated range has the error of workspaces too.
     estimated = 0 if calibration.is_calibrated else _estimated_bytes(step)
     by_kind = dict(zip((*KINDS.values(), ACTIVATIONS), heaviest.live.bytes_by_kind, strict=True))
+    by_kind[UNSPLIT] = peak - heaviest.live.peak_bytes[Tier.DEVICE]
     return Prediction(
         level=level,
         step_s=step_s,
@@ -685,13 +688,17 @@ def _estimated_bytes(step: Step) -> int:
     return int(scratch.max(initial=0) + reserves.sum() // 2)
 
 
-def _reserved_bytes(run: _Run, hardware: Hardware, allocator: AllocatorSettings | None) -> int:
+def _peak_bytes(run: _Run, hardware: Hardware, allocator: AllocatorSettings | None) -> tuple[int, int]:
+    """Return the peaks of allocated and reserved bytes."""
+    live = run.live.peak_bytes[Tier.DEVICE]
     if hardware.device == "cpu" and (allocator is None or allocator.arena is None):
-        return run.live.peak_bytes[Tier.DEVICE]
+        return live, live
     if allocator is not None:
-        return replay(event_stream(run.step, _ALLOCATOR_STEPS), allocator, None).peak_reserved_bytes
+        found = replay(event_stream(run.step, _ALLOCATOR_STEPS), allocator, None)
+        allocated = live if allocator.arena else max(live, found.peak_allocated_bytes)
+        return allocated, found.peak_reserved_bytes
     # Each pool in whole segments of 2 MiB, torch's kSmallBuffer and kRoundLarge.
-    return sum(-(-peak // _SEGMENT_BYTES) * _SEGMENT_BYTES for peak in run.live.pool_peak_bytes)
+    return live, sum(-(-peak // _SEGMENT_BYTES) * _SEGMENT_BYTES for peak in run.live.pool_peak_bytes)
 
 
 def _by_resource(values: Iterable[float], busy: Iterable[float]) -> dict[str, float]:

@@ -37,11 +37,11 @@ class Mended:
 _BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
 _HELD = (
     "Stone-ResearchLife/xMem perf_estimator/trainer/train_loop.py: `outputs` keeps logits, keys and values"
-    " until the next forward has returned; transformers before 4.46 copies the shifted logits (the source"
-    " has 4.4x); the card is an RTX 3060"
+    " until the next forward has returned; transformers before 4.46 copies the shifted logits, and keeps keys"
+    " and values as they are made (the source has 4.4x); the card is an RTX 3060"
 )
 MENDED = (
-    Mended("xmem-", _HELD, {"HOLDS": 1, "SHIFTS": 1}, gpu_type="rtx-3060"),
+    Mended("xmem-", _HELD, {"HOLDS": 1, "SHIFTS": 1, "VERSION": "4.46"}, gpu_type="rtx-3060"),
     Mended("xmem-t5", _HELD, {"SHIFTS": 0}),
     Mended(
         "hf-bert-large-v100",
@@ -110,7 +110,14 @@ _VGG = (
     " ones by 93; the rest is six outputs of the first convolution, more than copies of all operands, and a"
     " Winograd algorithm that is not fused would need as much; no source says which one ran"
 )
+_BUCKETS = (
+    "torch sums the gradients of one embedded index one after the other (EmbeddingBackwardKernel.cu"
+    " `sum_and_scatter`): T5 embeds the distances of 2,048 × 2,048 positions, of which 44 % share one of its"
+    " 32 buckets; a recording has no values, and so not how often each occurs"
+)
 CAUSES: dict[str, str] = {
+    "mre-t5-large-b1-2048-hp-ac": _BUCKETS,
+    "mre-t5-large-b1-2048-mp-ac": _BUCKETS,
     "litgpt-lora-llama2-7b-mb1": _LONGER,
     "litgpt-lora-llama2-7b-mb2": _LONGER,
     "litgpt-lora-llama2-13b-mb1": _LONGER,
@@ -126,6 +133,8 @@ RESERVED = (
     "torchtitan's runs on H100 set expandable_segments:True (run_llama_train.sh @9dec370). Under the default"
     " allocator reserved bytes are predicted at 1.2 to 1.3 of allocated ones, as in its rows on A100, which"
     " state no bytes; under expandable segments at 1.12 to 1.14.",
+    "sanketpurandare/mem-run-estimator states allocated and reserved bytes of 44 runs with torch's optimizers"
+    " on H100, without any division: the replay of the allocator starts from an empty one, as they did.",
     "Convolutions without channels last take workspaces whose sizes differ from layer to layer and fit into"
     " no freed block: a reserved peak of twice the allocated one was predicted, and measured, for"
     " gpumemnet-cnn-pyramid-4-61-32-102.",

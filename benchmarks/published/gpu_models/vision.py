@@ -1,7 +1,8 @@
 """Image classifiers with random weights, as in the papers: NAME is vgg16, vgg19, resnet18 to resnet152,
 wide_resnet50_2, resnext101_32x4d, mobilenet_v2, convnext_tiny, convnext_small, convnext_base or
-convnextv2_huge, whose MLPs are recomputed with CHECKPOINT; CLS the classes. OPT is the optimizer, with MOMENTUM, as a loop over parameters with LOOP. AMP is the type of
-autocast, LAST puts channels last, KEEPS_GRADS is zero_grad of torch before 2.0, DROP the share of samples
+convnextv2_huge, whose MLPs are recomputed with CHECKPOINT; CLS the classes. OPT is the optimizer, with
+MOMENTUM, as a loop over parameters with LOOP. AMP is the type of autocast, TRUE that of all weights
+instead, LAST puts channels last, KEEPS_GRADS is zero_grad of torch before 2.0, DROP the share of samples
 whose deepest block ConvNeXt skips. With READY the images are on the device before the step.
 """
 
@@ -116,7 +117,7 @@ class NextBlock(nn.Module):
 
 
 class ResponseMlp(nn.Sequential):
-    """An MLP whose inner activations are weighed by the norm of their channel (ConvNeXt V2, Woo et al. 2023)."""
+    """An MLP that weighs inner activations by the norm of their channel (ConvNeXt V2, Woo et al. 2023)."""
 
     def __init__(self, width: int) -> None:
         super().__init__(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))

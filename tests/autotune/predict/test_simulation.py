@@ -14,7 +14,13 @@ from support.synthetic_steps import columns_of, make_step
 
 from memtune import _native, hardware
 from memtune.autotune.predict.caching_allocator import AllocatorSettings, event_stream, replay
-from memtune.autotune.predict.simulation import ACTIVATIONS, UNCALIBRATED_PEAK, Calibration, simulate
+from memtune.autotune.predict.simulation import (
+    ACTIVATIONS,
+    UNCALIBRATED_PEAK,
+    UNSPLIT,
+    Calibration,
+    simulate,
+)
 from memtune.hardware.roofline import matmul_dtype, op_costs
 from memtune.memory.arena_settings import ArenaSettings
 from memtune.program.step import FOREVER, Kind, Parameter, Phase, Program, RankClass, Resource, Step, Tier
@@ -261,6 +267,27 @@ def test_prediction_to_dict_is_plain_and_marked_uncalibrated() -> None:
     )
     assert document["interval"]["step_low_s"] < document["step_s"] < document["interval"]["step_high_s"]
     assert str(found).endswith(", uncalibrated")
+
+
+def test_allocated_bytes_have_ends_of_blocks_that_torch_does_not_split() -> None:
+    """A reused block of 21 MiB holds 20.5: its end is below the 1 MiB that torch splits off."""
+    half = 2**19
+    step = make_step(
+        3,
+        3,
+        storages_bytes=[42 * half, 41 * half, 43 * half],
+        storages_producer=[0, 1, 2],
+        storages_held_until=[0, 2, 2],
+    )
+    program = program_of((1, step))
+    split = AllocatorSettings(expandable_segments=True)
+    plain, exact = (
+        simulate(program, GPU, level="events", allocator=each) for each in (AllocatorSettings(), split)
+    )
+    assert exact.peak_allocated_bytes == 84 * half
+    assert plain.peak_allocated_bytes == 85 * half == sum(plain.peak_by_kind.values())
+    assert plain.peak_by_kind[UNSPLIT] == half
+    assert UNSPLIT not in exact.peak_by_kind
 
 
 def test_bytes_that_only_cudnn_knows_widen_the_range() -> None:
