@@ -305,8 +305,12 @@ class SearchView:
 
     @property
     def baselines(self) -> list[TrialView]:
-        """Return the baselines in the order in which they were started."""
-        return [trial for trial in self.trials.values() if trial.role == "baseline"]
+        """Return the baselines in the order in which they were started, each by its last trial that ended."""
+        found: dict[str, TrialView] = {}
+        for trial in self.trials.values():
+            if trial.role == "baseline" and (trial.result is not None or trial.name not in found):
+                found[trial.name] = trial
+        return [*found.values()]
 
     @property
     def best(self) -> TrialView | None:

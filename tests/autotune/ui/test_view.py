@@ -79,6 +79,13 @@ def test_view_has_one_point_per_setting_at_its_median_rate():
     assert {each.number: each.samples_per_s for each in after}[number] == 15.0  # of 16.4, 15 and 10
 
 
+def test_view_has_a_baseline_that_ran_again_once():
+    again = (10, *stream.TRIALS[1][1:5], 15.5, stream.TRIALS[1][6])
+    view = fold([*stream.all_events(), *stream.trial_events(again)])
+    assert [each.name for each in view.baselines] == ["plain", "full recompute", "plain fsdp"]
+    assert formatting.outcome(view.baselines[1]) == "15.5 samples/s"
+
+
 def test_view_applies_progress_to_running_trial_only():
     view = fold(
         [
