@@ -273,7 +273,7 @@ def _gain(view: SearchView, width: int) -> str:
     if not view.best_rate or not rates:
         return ""
     baseline_rate, baseline = max(rates, key=lambda pair: pair[0])
-    if baseline.number == view.best_number:
+    if view.best is not None and baseline.summary == view.best.summary:
         return ""
     faster = view.best_rate / baseline_rate - 1
     if abs(faster) <= view.noise(view.best_number) + view.noise(baseline.number):

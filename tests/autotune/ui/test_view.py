@@ -86,6 +86,18 @@ def test_view_has_a_baseline_that_ran_again_once():
     assert formatting.outcome(view.baselines[1]) == "15.5 samples/s"
 
 
+def test_own_setting_that_ran_again_is_not_compared_with_itself():
+    rows = [
+        (0, "baseline", "plain", "ok", 388, 12.1, "mb 8"),
+        (1, "baseline", "plain", "ok", 388, 15.5, "mb 8"),
+    ]
+    trials = [event for row in rows for event in stream.trial_events(row)]
+    end = SearchFinished(status="done", out="tuned.yaml", best_number=0, confirmed=True)
+    view = fold([*stream.opening(), *trials, end])
+    assert "(plain:" not in summary_lines(view)[0]
+    assert tui_panels._gain(view, 140) == ""
+
+
 def test_view_applies_progress_to_running_trial_only():
     view = fold(
         [
