@@ -80,6 +80,12 @@ def test_attention_of_blocks_that_run_nothing_is_refused(tmp_path: Path) -> None
     assert outcome.kind == "refused", outcome.text
 
 
+def test_batch_norm_that_is_kept_finds_its_statistics_as_saved(tmp_path: Path) -> None:
+    found = case("unfused", "batch_norm", loss="penalty", recompute="balanced")
+    outcome = Recorded(found.model, None, tmp_path).outcome(found)
+    assert outcome.kind == "equal", outcome.text
+
+
 def test_recompute_leaves_the_storage_of_offloaded_weights_resizable(tmp_path: Path) -> None:
     """The check of the second forward reads values of saved tensors, among them views of weights."""
     found = case("experts", blocks=1, recompute="full", offload__states="moesys")

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from memtune import refusals
 from memtune.runtime import (
@@ -175,15 +176,18 @@ class RegionRun:
     @contextmanager
     def _buffers_as_found(self) -> Iterator[None]:
         buffers = self._contract.buffers()
-        with torch.no_grad():
-            # The values after the first run are those of plain training; they are restored after the second.
-            copies = [(buffers[name], buffers[name].clone()) for name in self._written]
-            for name, before in self._before.items():
-                buffers[name].copy_(before)
-        yield
-        with torch.no_grad():
-            for buffer, copy in copies:
-                buffer.copy_(copy)
+        written = tuple(buffers[name] for name in self._written)
+        # The values after the first run are those of plain training. They are restored after the second, and
+        # the versions with them: ops that do not run again have saved these buffers.
+        with _unsafe_preserve_version_counter(written):
+            with torch.no_grad():
+                copies = [(buffer, buffer.clone()) for buffer in written]
+                for name, before in self._before.items():
+                    buffers[name].copy_(before)
+            yield
+            with torch.no_grad():
+                for buffer, copy in copies:
+                    buffer.copy_(copy)
 
 
 def _prefix(name: str) -> str:
