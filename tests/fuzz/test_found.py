@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,13 @@ def test_attention_of_blocks_that_run_nothing_is_refused(tmp_path: Path) -> None
 
 def test_batch_norm_that_is_kept_finds_its_statistics_as_saved(tmp_path: Path) -> None:
     found = case("unfused", "batch_norm", loss="penalty", recompute="balanced")
+    outcome = Recorded(found.model, None, tmp_path).outcome(found)
+    assert outcome.kind == "equal", outcome.text
+
+
+def test_state_dict_has_weights_of_experts_that_the_user_wrote(tmp_path: Path) -> None:
+    """The last write, after which no step follows, reaches the records and their checksums."""
+    found = replace(case("experts", offload__states="moesys"), behaviours=("decay_weights",))
     outcome = Recorded(found.model, None, tmp_path).outcome(found)
     assert outcome.kind == "equal", outcome.text
 

@@ -67,6 +67,7 @@ class ExpertOptimizer(SsdOptimizer):
 
     Attributes:
         before_reload: Adopts weights that a load has written, before the state that it has loaded.
+        before_verify: Adopts weights that the user has written through the file's mapping.
 
     Raises:
         ApplyError: The native update does not support the optimizer or a parameter's type.
@@ -113,6 +114,7 @@ class ExpertOptimizer(SsdOptimizer):
         self.moment = 0
         self.caught_up = 0
         self.before_reload: Callable[[], None] = lambda: None
+        self.before_verify: Callable[[], None] = lambda: None
         self._compute_device = context.device
         # Before the optimizer's own step, which would skip experts: their device gradients are None.
         before_step(self._optimizer, lambda *_: self._update_rest())
@@ -162,6 +164,8 @@ class ExpertOptimizer(SsdOptimizer):
     @torch.no_grad()
     def verify(self, only: Container[nn.Parameter] | None = None) -> None:
         """Check state on SSD as `SsdOptimizer.verify` does, after all changed experts are written."""
+        if only is None:
+            self.before_verify()
         self.flush()
         super().verify(only)
 
@@ -337,7 +341,7 @@ class ExpertOffloader(ParameterOffloader):
         self._places: dict[nn.Parameter, Place] = {}
         self._accessed: set[int] = set()  # by the user, since the last moment or step
         super().__init__(context, residency, optimizer, members=members)
-        optimizer.before_reload = self._write_accessed
+        optimizer.before_reload, optimizer.before_verify = self._write_accessed, self._adopt_accessed
         if self._gathered is not None:  # Rule 7: a gather reads all experts' rows
             # One list for both: it never changes.
             self._last = self._used = [set(mine) for mine in self._members]
@@ -494,12 +498,15 @@ class ExpertOffloader(ParameterOffloader):
 
     def _write_accessed(self) -> None:
         """Write experts that the user has changed through the file's mapping, with their checksums."""
+        self._adopt_accessed()
         while self._accessed:
-            expert = self._accessed.pop()
+            self._show_mapping(self._accessed.pop())
+
+    def _adopt_accessed(self) -> None:
+        for expert in self._accessed:
             written = [place.of[0].adopt() for place, _ in self._places_of(expert)]
             if any(written):
                 self._expert_optimizer.adopt(expert)
-            self._show_mapping(expert)
 
     def check(self) -> dict[str, Any]:
         """Return facts about the experts, for the audit.
