@@ -37,7 +37,7 @@ from memtune.errors import MemtuneError, WorkloadError
 from memtune.hardware import Device
 from memtune.memory import RealOutputs, WorkspaceTable
 from memtune.offload.core import not_one_by_one
-from memtune.offload.optimizer import no_native_update_for
+from memtune.offload.optimizer import available_bytes, no_native_update_for
 from memtune.program import I64, Edit, Hints, Kind, OptimizerFacts, Recording, Step, at_micro_batch
 from memtune.runtime import (
     HOST,
@@ -49,6 +49,7 @@ from memtune.runtime import (
     tier,
     train_step,
 )
+from memtune.units import format_bytes
 from memtune.workload import Workload, map_tensors, summary, user_line
 
 RUNGS = {
@@ -529,6 +530,7 @@ def open_session(
                 fix = "make it train without memtune first"
                 raise WorkloadError(f"One training step fails: {error}", fix=fix, code="MT118") from error
             notes.append(f"rung {rung}: {error_line(error, workload)}")
+            _require_memory_for_weights(workload, rung, notes[0])
         else:
             if session.compiled is not None:
                 session.compiled.check()
@@ -566,6 +568,37 @@ def _with_compile(session: Session, compiling: Compiling) -> Session:
     )
     compiled.install()
     return replace(session, compiled=compiled, blocks=session.blocks if compiling.scope == "blocks" else [])
+
+
+def _require_memory_for_weights(workload: Workload, failed: str, why: str) -> None:
+    """Refuse to build weights for real that this machine's memory does not hold; the kernel would end this
+    process without a message.
+
+    Args:
+        workload: The model.
+        failed: Rung that failed, the one before.
+        why: Error of the first rung.
+
+    Raises:
+        WorkloadError: There is too little memory for the weights, or on the last rung for weights, gradients
+            and AdamW's state.
+    """
+    copies = {"meta": 1, "real-init": 4}.get(failed)
+    if copies is None or (free_bytes := available_bytes()) is None:
+        return
+    try:
+        model = start_session(workload, "fake").model
+    except Exception:  # nothing is known of its size
+        return
+    needed_bytes = copies * sum(each.nbytes for each in model.parameters())
+    if needed_bytes > free_bytes:
+        raise WorkloadError(
+            f"one training step runs on real tensors only, which takes {format_bytes(needed_bytes)} of host"
+            f" memory; {format_bytes(free_bytes)} are free.",
+            evidence=why,
+            fix="take out what reads values of tensors in model() or loss(), or plan for fewer layers",
+            code="MT118",
+        )
 
 
 def start_session(workload: Workload, rung: str) -> Session:

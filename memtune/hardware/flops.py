@@ -1,8 +1,8 @@
 """FLOPs of one ATen call: torch's formulas for matrix products, one per output element for other ops.
 
-torch's formulas cover the attention kernels of CUDA, but not those of the CPU, nor recurrent layers, and
-count the weight gradient of a convolution in groups as if it had none; these are here. A multiply and an add
-count as two FLOPs, as in torch.
+torch's formulas cover the attention kernels of CUDA, but not those of the CPU, nor recurrent layers and
+products in groups (experts), and count the weight gradient of a convolution in groups as if it had none;
+these are here. A multiply and an add count as two FLOPs, as in torch.
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ def _convolution_backward(slope: Tensor, image: Tensor, weight: Tensor, *more: A
     return float(each * sum(map(bool, wanted[:2])))
 
 
+def _grouped_product(left: Tensor, right: Tensor, *_: Any, **__: Any) -> float:
+    """Return the FLOPs of products in groups, which are a batch dimension or divide another one."""
+    groups = left.shape[0] if left.dim() == right.dim() == 3 else 1
+    return float(2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1])
+
+
 def _numel(sizes: list[int]) -> int:
     product = 1
     for size in sizes:
@@ -50,6 +56,7 @@ _HERE: dict[str, Callable[..., float]] = {
         _attention(q, k, v, (3, 2))
     ),
     "aten.convolution_backward.default": _convolution_backward,
+    "aten._grouped_mm.default": _grouped_product,
     "aten.mkldnn_rnn_layer.default": lambda x, w1, w2, *_, **__: _recurrent(x, (w1, w2), 1),
     "aten.mkldnn_rnn_layer_backward.default": lambda x, w1, w2, *_, **__: _recurrent(x, (w1, w2), 2),
 }

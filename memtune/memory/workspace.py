@@ -353,6 +353,18 @@ FAKE_DEVICE = torch.ops.prim.device.default
 """Called on a fake tensor for each `tensor.device`, more often than all other ops together."""
 
 
+_GROUPED_PRODUCT = "aten._grouped_mm.default"
+
+
+def _wide_grouped_product(func: Any, left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return the fake output of a grouped product in another type than bfloat16, the only one that the fake
+    implementation takes.
+    """
+    narrow = (torch.empty_like(each, dtype=torch.bfloat16) for each in (left, right))
+    out: Tensor = func(*narrow, *args, **kwargs)
+    return left.new_empty(out.shape)
+
+
 class RealOutputs(WatchingMode):
     """Gives fake outputs the sizes of the real op on CPU, for ops whose fake implementation differs.
 
@@ -401,10 +413,12 @@ class RealOutputs(WatchingMode):
         # A subclass dispatches again on its inner tensors, each of which arrives here again.
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented
+        name = str(func)
+        if name == _GROUPED_PRODUCT and args[0].dtype != torch.bfloat16 and isinstance(args[0], FakeTensor):
+            return _wide_grouped_product(func, *args, **kwargs)
         out = func(*args, **kwargs)
         if func.namespace != "aten":
             return out
-        name = str(func)
         if name in self.SHRUNK:
             return _in_memory_of(args, out)
         if name in self.CONTIGUOUS:

@@ -18,3 +18,14 @@ def test_backward_of_a_convolution_takes_two_forwards_in_groups_too(groups: int)
     backward = flops.count(torch.ops.aten.convolution_backward.default, arguments, {}, (image, weight, None))
     assert forward == 2 * out.numel() * 8 // groups * 9
     assert backward == 2 * forward
+
+
+def test_products_in_groups_count_each_row_once() -> None:
+    rows, offsets = torch.empty(24, 16), torch.tensor([8, 16, 24], dtype=torch.int32)
+    product = torch.ops.aten._grouped_mm.default
+    forward = flops.count(product, (rows, torch.empty(3, 16, 8), offsets), {}, torch.empty(24, 8))
+    of_weights = flops.count(product, (rows.t(), torch.empty(24, 8), offsets), {}, torch.empty(3, 16, 8))
+    assert forward == of_weights == 2 * 24 * 16 * 8
+    assert (
+        flops.count(product, (torch.empty(3, 4, 16), torch.empty(3, 16, 8)), {}, None) == 2 * 3 * 4 * 16 * 8
+    )

@@ -187,6 +187,62 @@ def test_record_raises_users_error_if_no_rung_works() -> None:
     assert not logged.disabled
 
 
+@pytest.mark.parametrize(("copies", "refused"), [(3.9, True), (4.1, False)])
+def test_record_refuses_real_steps_that_memory_does_not_hold(
+    copies: float, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = Workload.load(ZOO["moe"])
+    weights_bytes = sum(each.nbytes for each in workload.build_model().parameters())
+    monkeypatch.setattr(
+        "memtune.autotune.record.recorder.available_bytes", lambda: int(copies * weights_bytes)
+    )
+    if not refused:
+        assert record(workload).rung == "real-step"
+        return
+    with pytest.raises(WorkloadError, match="runs on real tensors only") as caught:
+        record(workload)
+    assert "rung fake" in caught.value.evidence
+
+
+def test_record_makes_fake_outputs_of_products_in_groups_of_float32(tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(GROUPED)
+    recording = record(Workload.load(file))
+    assert recording.rung == "fake"
+    step = recording.at(4)
+    rows = np.flatnonzero(step.ops.name == step.names.index("aten._grouped_mm.default"))
+    assert (
+        step.ops.flops[rows].tolist() == [2 * 4 * 8 * 8 * 16] * 2
+    )  # forward, and the gradient of the weights
+    made = np.flatnonzero(np.isin(step.storages.producer, rows))
+    assert sorted(step.storages.bytes[made].tolist()) == [4 * 2 * 8 * 16, 4 * 4 * 8 * 16]
+
+
+GROUPED = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 8, 16))
+
+    def forward(self, x):
+        ends = torch.full((2,), x.shape[0] // 2, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return F.grouped_mm(x, self.weight, offs=ends)
+
+def model():
+    return Experts()
+
+def batch(size):
+    return torch.randn(size * 8, 8)
+
+def loss(model, batch):
+    return model(batch).pow(2).mean()
+"""
+
+
 def test_record_reports_batch_that_ignores_its_size() -> None:
     with pytest.raises(WorkloadError, match="ignores its size"):
         record(Workload.load(BAD["batch_ignores_size"]))
