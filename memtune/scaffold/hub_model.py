@@ -38,6 +38,8 @@ _HEADS: dict[str, tuple[str, str]] = {
         '"input_values": sound, "labels": torch.randint(LABELS, (size,))',
     ),
 }
+_HEARD = '"input_ids": tokens', '"input_features": torch.randn(size, MEL, FRAMES)'
+"""The entry of models that read text, and that of models that read spectrograms."""
 _TASKS = ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION")
 """Tasks to look for a head in, if neither target nor config names one."""
 _LONGEST = 2048
@@ -111,6 +113,8 @@ def hub_draft(target: str) -> Draft:
             code="MT151",
         )
     prepare, entries = _HEADS[head]
+    if getattr(transformers, name).main_input_name == "input_features" and hasattr(config, "num_mel_bins"):
+        entries = entries.replace(*_HEARD)
     settings = _sizes(config, prepare + entries)
     values = {key: value for key, value in _differences(config).items() if key not in _OMIT}
     if getattr(config, "is_encoder_decoder", False) and not hasattr(config, "decoder_start_token_id"):
@@ -208,7 +212,11 @@ def _architecture(transformers: Any, config: Any, target: str) -> tuple[str, boo
 def _sizes(config: Any, used: str) -> tuple[str, ...]:
     """Return the definitions of the sizes that a batch uses, from the config."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 512
+    limits = (
+        getattr(text, name, None)
+        for name in ("max_position_embeddings", "n_positions", "max_target_positions")
+    )
+    longest = next((each for each in limits if each), 512)
     labels = max(getattr(config, "num_labels", 2) or 2, 2)
     lines = {
         "VOCAB": f"VOCAB = {getattr(text, 'vocab_size', 0)}",
@@ -216,6 +224,8 @@ def _sizes(config: Any, used: str) -> tuple[str, ...]:
         "LABELS": f"LABELS = {labels}",
         "CHANNELS": f"CHANNELS = {getattr(config, 'num_channels', 3)}",
         "IMAGE": f"IMAGE = {_image_size(config)}",
+        "MEL": f"MEL = {getattr(config, 'num_mel_bins', 0)}",
+        "FRAMES": f"FRAMES = {2 * getattr(config, 'max_source_positions', 0)}",
         "SAMPLES": f"SAMPLES = 16000  {MARK} sound samples",
     }
     return tuple(line for name, line in lines.items() if name in used)

@@ -203,6 +203,22 @@ SMALL = {
             {**SMALL, "model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 32},
             ["IMAGE = 32", '"pixel_values": images'],
         ),
+        (
+            {
+                "model_type": "whisper",
+                "architectures": ["WhisperForConditionalGeneration"],
+                **{"vocab_size": 60, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1},
+                **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_mel_bins": 8},
+                **{"max_source_positions": 20, "max_target_positions": 12, "pad_token_id": 0},
+                **{"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3},
+            },
+            [
+                "SEQ = 12  # CHECK",
+                "MEL = 8",
+                "FRAMES = 40",
+                '"input_features": torch.randn(size, MEL, FRAMES)',
+            ],
+        ),
     ],
     ids=lambda each: each["model_type"] if isinstance(each, dict) else "",
 )
