@@ -9,6 +9,7 @@ root where torch takes it from MKL.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import threading
@@ -125,6 +126,12 @@ _Given = tuple[int, dict[str, Any], nn.Parameter, Tensor]
 _update_all: Any = getattr(_native, "optimizer_update_all", None)  # builds of older sources lack it
 
 
+@functools.cache
+def _one(dtype: torch.dtype) -> Tensor:
+    # Made once: this thread would free it at some time after the step.
+    return torch.ones((), dtype=dtype)
+
+
 def _update_together(rule: str, moments: str, jobs: list[_Job]) -> None:
     """Do the same as `update_` for each of `jobs`, in one native call."""
     threads = torch.get_num_threads()
@@ -134,7 +141,7 @@ def _update_together(rule: str, moments: str, jobs: list[_Job]) -> None:
         counts = [1.0] * len(jobs)
         if steps:
             # Of a tensor: a number would become one for each of them, as without `alpha`.
-            torch._foreach_add_(steps, torch.ones((), dtype=steps[0].dtype), alpha=1.0)
+            torch._foreach_add_(steps, _one(steps[0].dtype), alpha=1.0)
             counts = [each.item() for each in steps]
         numbers: dict[tuple[int, float, int], tuple[int, Any]] = {}
         rows, is_rounded, before = [], moments != "float32", (-1, -1.0, -1)

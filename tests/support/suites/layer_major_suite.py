@@ -134,7 +134,7 @@ class PacksSuite(TechniqueSuite):
         with Ledger.open("cpu", budget_bytes=empty + budget) as ledger:
             seen = [step_under(workload, tuned, ledger, 3) for _ in range(5)]
         assert max(peak for peak, *_ in seen[2:]) - empty == pytest.approx(predicted, rel=0.02)
-        assert seen[2][1:] == seen[3][1:] == seen[4][1:]
+        assert seen[2][1:] == seen[3][1:] == seen[4][1:], seen
         del tuned, model, optimizer
         workload, model, optimizer = build(CHAIN)
         plainly = apply(model, optimizer, {"settings": {}}, loss=workload.loss, strict=False)
