@@ -215,7 +215,7 @@ def to_host_together(xs: Sequence[Tensor]) -> list[Tensor]:
     # In backward, for every gradient.
     if largest <= _INLINE_BYTES and xs[0].is_cpu and not torch.is_grad_enabled():
         with tier(HOST):
-            return [x.clone() for x in xs]
+            return [x.clone() if x.is_contiguous() else _with_strides(x) for x in xs]
     with tier(HOST):
         hosts = [new(x.size(), x.stride(), dtype=x.dtype, device="cpu") for x in xs]
     if largest >= PAGE_BYTES:
@@ -230,6 +230,10 @@ def to_host_together(xs: Sequence[Tensor]) -> list[Tensor]:
         else:
             _copy_together([host], [x])
     return hosts
+
+
+def _with_strides(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype).copy_(x)
 
 
 def _copy_together(to: Sequence[Tensor], of: Sequence[Tensor]) -> None:
@@ -257,7 +261,13 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Return a new tensor on `device` with the values of `x`."""
     # The host copy may still be filled by a D2H copy or an SSD read.
     wait(x)
-    if device.type == "cpu" and x.nbytes <= _INLINE_BYTES and not torch.is_grad_enabled():
+    # Contiguous: a clone would close the gaps of another.
+    if (
+        device.type == "cpu"
+        and x.nbytes <= _INLINE_BYTES
+        and x.is_contiguous()
+        and not torch.is_grad_enabled()
+    ):
         COUNTERS.add("host_to_device", x.nbytes)
         return x.clone()  # in backward, for every tensor
     out = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
