@@ -4,7 +4,6 @@ peaks.
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.gloo import run_ranks
+from support.suites.sharded_suite import freed_to
 from support.zoo_paths import ZOO
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -100,11 +100,12 @@ def differences(path: str, cases: list[Case]) -> list[tuple[str, int, dict[str, 
     """
     found, plain = [], {}
     ledger = Ledger.open("cpu") if cpu_allocator.available() is None else None
+    first_bytes = ledger.live_bytes() if ledger else 0
     for case in cases:
         key = (str(case.states), case.accumulate, case.clip)
         if key not in plain:
-            plain[key] = trained(Path(path), {"settings": case.states, "plan": case.plan}, case, None)
-        wanted, got = plain[key], trained(Path(path), case.config, case, ledger)
+            plain[key] = trained(Path(path), {"settings": case.states, "plan": case.plan}, case, None, 0)
+        wanted, got = plain[key], trained(Path(path), case.config, case, ledger, first_bytes)
         pairs = zip(got.tensors, wanted.tensors, strict=True)
         odd = [number for number, (one, other) in enumerate(pairs) if not torch.equal(one, other)]
         why = f"{case.name}: tensors {odd[:5]} of {len(wanted.tensors)} differ" if odd else ""
@@ -114,12 +115,11 @@ def differences(path: str, cases: list[Case]) -> list[tuple[str, int, dict[str, 
     return found
 
 
-def trained(path: Path, config: dict[str, Any], case: Case, ledger: Ledger | None) -> Ran:
+def trained(path: Path, config: dict[str, Any], case: Case, ledger: Ledger | None, first_bytes: int) -> Ran:
     """Return losses, gradients as the optimizer sees them and final weights of a few steps on this rank's
-    samples.
+    samples; `first_bytes` were live before the first model.
     """
-    gc.collect()  # the model before is in cycles
-    empty = ledger.live_bytes() if ledger else 0
+    empty = freed_to(ledger, first_bytes + 64) if ledger else 0
     COUNTERS.take()
     workload, model, optimizer = build(path)
     tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)

@@ -53,7 +53,7 @@ def peaks(
     ledger, found = Ledger.open("cpu"), {}
     first = ledger.live_bytes()
     for name, chosen in settings.items():
-        empty = _freed_to(ledger, first + 64)
+        empty = freed_to(ledger, first + 64)
         workload, model, optimizer = build(Path(path))
         tuned = apply(
             model,
@@ -74,7 +74,7 @@ def peaks(
     return found
 
 
-def _freed_to(ledger: Ledger, most_bytes: int, limit_s: float = 10.0) -> int:
+def freed_to(ledger: Ledger, most_bytes: int, limit_s: float = 10.0) -> int:
     """Free the models before, wait until at most `most_bytes` are live, and return the live bytes.
 
     gloo's threads hold the message of a finished collective until they next take the lock of their queue.
