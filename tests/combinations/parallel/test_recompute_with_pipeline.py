@@ -15,6 +15,7 @@ from memtune.api import apply
 from memtune.autotune.space.candidates import Candidate, Choice
 from memtune.testing.training import build
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # as on the ranks: more threads add in another order
 BY_CALLS: dict[str, dict[str, Any]] = {
     "every_second": {"kind": "selective", "matmuls": "every_second"},
     "core_attention": {"kind": "selective", "scope": "core_attention"},
