@@ -581,16 +581,19 @@ def _require_memory_for_weights(workload: Workload, failed: str, why: str) -> No
 
     Raises:
         WorkloadError: There is too little memory for the weights, or on the last rung for weights, gradients
-            and AdamW's state.
+            and Adam's moments.
     """
-    copies = {"meta": 1, "real-init": 4}.get(failed)
-    if copies is None or (free_bytes := available_bytes()) is None:
+    if failed not in ("meta", "real-init") or (free_bytes := available_bytes()) is None:
         return
     try:
-        model = start_session(workload, "fake").model
+        session = start_session(workload, "fake")
     except Exception:  # nothing is known of its size
         return
-    needed_bytes = copies * sum(each.nbytes for each in model.parameters())
+    parameters = list(session.model.parameters())
+    needed_bytes = sum(each.nbytes for each in parameters)
+    if failed == "real-init":
+        copies = 3 if "betas" in session.optimizer.defaults else 1
+        needed_bytes += copies * sum(each.nbytes for each in parameters if each.requires_grad)
     if needed_bytes > free_bytes:
         raise WorkloadError(
             f"one training step runs on real tensors only, which takes {format_bytes(needed_bytes)} of host"

@@ -273,8 +273,9 @@ def _host_memory_bytes(options: TargetOptions, target: Target) -> int | None:
         return available_bytes()
     if isinstance(options, PlanOptions) and options.config is not None:
         return None
-    hardware = target.hardware
-    return hardware.host_memory_bytes * hardware.local_ranks(target.ranks) // hardware.gpus_per_node
+    typical = hardware.find(options.gpu_type)  # not as `--nodes` divides it
+    ranks = min(target.hardware.local_ranks(target.ranks), typical.gpus_per_node)
+    return typical.host_memory_bytes * ranks // typical.gpus_per_node
 
 
 def _check_batch(
