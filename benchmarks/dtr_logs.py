@@ -25,8 +25,8 @@ gradients).
 """
 
 WORK_LIMIT, LEAST_WORK = 800_000_000, 20_000_000
-"""Work (`Replay.work`) of all options together, some 3 s; each may take half of what is left, and this
-little.
+"""Limit of the work (`Replay.work`) of all options together, about 3 s. Each option may take half of the work
+that is left, and always `LEAST_WORK`.
 """
 
 

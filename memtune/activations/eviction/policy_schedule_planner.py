@@ -34,7 +34,8 @@ COST_LIMIT = 6.0
 """Ratio of all runs' costs to the first runs' above which a policy counts as thrashing."""
 _WORK_LIMIT, _LEAST_WORK = 200_000_000, 20_000_000
 """Work (`Replay.work`) of all options and tries together, some 2 s: a search asks for thousands of settings,
-and one that takes longer thrashes. Each try may take half of what is left, and this little.
+and one that takes longer thrashes. Each try may take half of the work that is left, and always
+`_LEAST_WORK`.
 """
 
 
