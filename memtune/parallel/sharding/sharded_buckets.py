@@ -19,11 +19,10 @@ Subclasses decide when a bucket is reduced. Five rules:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +34,8 @@ from torch.distributed.tensor import DTensor, Shard
 from memtune.device import streams
 from memtune.parallel.ranks import PARTS, FullParameter, allow_nested_collectives
 from memtune.runtime import Context, GradReady, local, locals_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,26 @@ class Part:
         return pieces
 
 
+class _KeptViews(Generic[T]):
+    """Views of tensors, made again when user code has given a tensor other memory (`parameter.data = …`).
+
+    Args:
+        make: Makes the views.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._at: list[tuple[Any, Any]] | None = None
+
+    def of(self, tensors: list[Tensor]) -> T:
+        """Return the views of the memory that `tensors` have now."""
+        # The views hold their storages, so no other storage has the address of one.
+        at = [(each.untyped_storage()._cdata, each.storage_offset()) for each in tensors]
+        if at != self._at:
+            self._at, self._views = at, self._make()
+        return self._views
+
+
 @dataclass(eq=False)
 class Bucket:
     """Inputs whose gradients are reduced in one message."""
@@ -148,6 +169,7 @@ class Bucket:
         """All gradients are missing."""
         self._lengths = [part.numel for part in self.parts]
         self.size, self.missing = sum(self._lengths), set(self.parts)
+        self._rows, self._weights = _KeptViews(self._flat_rows), _KeptViews(self._pieces)
 
     def own_rows(self, message: Tensor) -> list[Tensor]:
         """Return this rank's rows of each input in its part of a reduced message."""
@@ -157,7 +179,11 @@ class Bucket:
 
     def copy_in(self, message: Tensor) -> None:
         """Copy this rank's rows of the weights into its part of a message."""
-        flat = self._flat_rows if self.keeps_views else self._flat_rows_now()
+        flat = (
+            self._rows.of([local(part.shard) for part in self.parts])
+            if self.keeps_views
+            else self._flat_rows()
+        )
         places = list(message.split_with_sizes(self._lengths))
         rows = list[Tensor]()
         for index, (part, each) in enumerate(zip(self.parts, flat, strict=True)):
@@ -169,7 +195,10 @@ class Bucket:
 
     def copy_out(self, messages: Tensor) -> None:
         """Copy the weights of all ranks out of their (ranks, size) messages."""
-        pieces = self._pieces if self.keeps_views else self._pieces_now()
+        if self.keeps_views:
+            pieces = self._weights.of([local(part.parameter) for part in self.parts])
+        else:
+            pieces = self._pieces()
         sources: list[Tensor] = list(messages.split_with_sizes(self._lengths, 1))
         # A part without rows on this rank has no piece.
         if len(pieces) < len(sources) or any(place is not None for _, place, _ in pieces):
@@ -181,18 +210,10 @@ class Bucket:
         if weights:
             torch._foreach_copy_(weights, sources)
 
-    @cached_property
     def _flat_rows(self) -> list[Tensor | None]:
-        return self._flat_rows_now()
-
-    def _flat_rows_now(self) -> list[Tensor | None]:
         return [part.flat_rows() for part in self.parts]
 
-    @cached_property
     def _pieces(self) -> list[tuple[Tensor, slice | int | None, int]]:
-        return self._pieces_now()
-
-    def _pieces_now(self) -> list[tuple[Tensor, slice | int | None, int]]:
         return [(*piece, index) for index, part in enumerate(self.parts) for piece in part.pieces(self.ranks)]
 
 

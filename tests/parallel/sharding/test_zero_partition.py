@@ -87,6 +87,20 @@ def gradients(kind: str, how: str) -> dict[str, Tensor]:
     return {name: p.grad.full_tensor().clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def losses(kind: str, assigned: bool) -> list[float]:
+    """Losses of four steps; `assigned`: the user gives the weights other memory after two of them."""
+    model, optimizer = build()
+    settings = {"sharding": {"states": {"kind": kind}}}
+    tuned = apply(model, optimizer, {"settings": settings}, loss=loss, strict=False)
+    found = []
+    for step in range(4):
+        if assigned and step == 2:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone()
+        found.append(float(tuned.step([torch.cat(batches(step)[8:])])))
+    return found
+
+
 def after_model_move() -> str:
     model, optimizer = build()
     tuned = apply(
@@ -105,6 +119,7 @@ def everything() -> dict[str, Any]:
     return {
         "trained": {case: trained(*case) for case in CASES},
         "gradients": {(kind, how): gradients(kind, how) for kind in KINDS for how in ways},
+        "losses": {(kind, how): losses(kind, how) for kind in KINDS for how in (False, True)},
         "moved": after_model_move(),
     }
 
@@ -158,6 +173,12 @@ def test_zero_partition_sums_gradients_until_zeroed(ranks: list[Any], kind: str,
         assert got.keys() == wanted.keys()
         for name, gradient in wanted.items():
             assert torch.allclose(got[name], gradient, rtol=0, atol=1e-6), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zero_partition_gathers_into_memory_that_the_user_assigned(ranks: list[Any], kind: str) -> None:
+    for rank in ranks:
+        assert rank["losses"][kind, True] == rank["losses"][kind, False]
 
 
 def test_zero_partition_audit_detects_moved_model(ranks: list[Any]) -> None:
