@@ -99,6 +99,12 @@ class Events:
     Emitted by `grad_scaler`, which wraps `zero_grad` of the optimizer, of the model and of its modules.
     Subscribers: mechanisms that keep gradients off the device or compare their versions.
     """
+    before_grads_rescaled: Event[[]] = field(default_factory=Event)
+    """(): torch's functions that clip gradients are about to change them.
+
+    Emitted by `grad_clipping`. Subscriber: the gradient version check, which would not find earlier changes
+    after the clip.
+    """
     grads_rescaled: Event[[]] = field(default_factory=Event)
     """(): torch's functions that clip gradients have changed those that the step will use, on every tier.
 

@@ -42,7 +42,8 @@ class ClippedGradients:
     def __init__(self, context: Context, gradients: Gradients) -> None:
         placement = context.placement
         self._gradients, self._device, self._ranks = gradients, context.device, placement.world_size
-        self._rescaled, self._effects = context.events.grads_rescaled, placement.offload
+        self._before, self._rescaled = context.events.before_grads_rescaled, context.events.grads_rescaled
+        self._effects = placement.offload
         trained = [parameter for parameter in context.model.parameters() if parameter.requires_grad]
         chains = [placement.param_chain(parameter) for parameter in trained]
         self.chains = {each: chain for chain in chains for each in chain}
@@ -82,6 +83,7 @@ class ClippedGradients:
         """
         chains = [self.chains.get(each, [each]) for each in given]
         self._gradients.require_unused([chain[0] for chain in chains], "clip")
+        self._before.emit()
         if self._ranks > 1 and self._effects.averages == "experts":
             raise ApplyError(
                 "clipping needs averaged gradients; ranks average those of experts in the step.",

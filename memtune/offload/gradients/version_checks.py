@@ -64,6 +64,7 @@ class WatchedGradients:
         self._context, self._used = context, set[nn.Parameter]()
         context.events.before_grad_use.subscribe(lambda parameter, _: self._used.add(parameter))
         context.events.grads_cleared.subscribe(self._cleared)
+        context.events.before_grads_rescaled.subscribe(self._require_whole_changes)
         context.events.grads_rescaled.subscribe(lambda: self.note() if self._versions else None)
 
     @torch.no_grad()
@@ -95,24 +96,16 @@ class WatchedGradients:
         Raises:
             ApplyError: Gradients were changed, replaced or freed.
         """
-        now = [None if (gradient := each.grad) is None else gradient._version for each in self._versions]
-        changed: list[nn.Parameter] = []
-        resident: list[nn.Parameter] = []
-        n_offloaded = 0
-        if now != list(self._versions.values()):
-            changed = [
-                each
-                for (each, noted), version in zip(self._versions.items(), now, strict=True)
-                if version is not None and version != noted
-            ]
-            resident = [each for each in self._resident if each in self._versions]
-            n_offloaded = len(self._versions) - len(resident)
-        if resident and all(each.grad is None for each in resident):
+        changed, n_resident, is_freed = self._changes()
+        if is_freed:
             # The next backward would add to the host sums of this one.
             raise ApplyError(
-                f"{len(resident)} gradients were freed after a backward, and optimizer.step() has not used"
+                f"{n_resident} gradients were freed after a backward, and optimizer.step() has not used"
                 " them.",
-                evidence=f"They are those on the device; {n_offloaded} others are offloaded and still exist.",
+                evidence=(
+                    f"They are those on the device; {len(self._versions) - n_resident} others are offloaded"
+                    " and still exist."
+                ),
                 fix="optimizer.zero_grad() or model.zero_grad()  instead of  parameter.grad = None",
                 code="MT364",
             )
@@ -128,11 +121,34 @@ class WatchedGradients:
                 fix="change the gradients of the parameters in optimizer.param_groups, which the step uses",
                 code="MT364",
             )
+        self._require_all(changed, n_resident)
+
+    def _changes(self) -> tuple[list[nn.Parameter], int, bool]:
+        """Return the gradients with other versions than noted, the number of those on the device, and whether
+        all of these were freed.
+        """
+        now = [None if (gradient := each.grad) is None else gradient._version for each in self._versions]
+        if now == list(self._versions.values()):
+            return [], 0, False
+        changed = [
+            each
+            for (each, noted), version in zip(self._versions.items(), now, strict=True)
+            if version is not None and version != noted
+        ]
+        resident = [each for each in self._resident if each in self._versions]
+        return changed, len(resident), bool(resident) and all(each.grad is None for each in resident)
+
+    def _require_whole_changes(self) -> None:
+        """Check that no part of the gradients was changed, before a clip changes all of them."""
+        changed, n_resident, _ = self._changes()
+        self._require_all(changed, n_resident)
+
+    def _require_all(self, changed: list[nn.Parameter], n_resident: int) -> None:
         if changed and not self._are_all(changed):
             raise refusals.error_of(
                 refusals.gradients_changed(self._fix),
-                f"{len(changed)} were; {n_offloaded} are offloaded by then and {len(resident)} are on the"
-                " device, so neither are all.",
+                f"{len(changed)} were; {len(self._versions) - n_resident} are offloaded by then and"
+                f" {n_resident} are on the device, so neither are all.",
             )
 
     def _are_all(self, changed: list[nn.Parameter]) -> bool:

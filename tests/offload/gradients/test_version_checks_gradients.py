@@ -71,6 +71,18 @@ def test_zero_grad_of_the_model_frees_gradients_of_a_skipped_step(name: str, how
 
 
 @pytest.mark.parametrize("name", DOWN)
+def test_gradients_changed_in_part_before_a_clip_raise(name: str) -> None:
+    model, _, _ = made(name)
+    loss(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+    resident = [each for each in model.parameters() if each.grad is not None]
+    assert 0 < len(resident) < len(list(model.parameters()))
+    for each in resident:
+        each.grad.mul_(0.5)
+    with pytest.raises(ApplyError, match="changed between backward and the optimizer's step"):
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("name", DOWN)
 def test_gradients_set_to_none_after_a_skipped_step_raise(name: str) -> None:
     model, optimizer, _ = made(name)
     with pytest.raises(
