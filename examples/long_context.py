@@ -1,6 +1,6 @@
 """Long sequences: activations grow with the tokens, the logits of a large vocabulary most of all.
 
-    memtune plan examples/long_context.py --gpus 8 --gpu-type h100-80g --axes recompute,split
+    memtune plan examples/long_context.py --gpus 4 --gpu-type h100-80g --axes recompute,split
     memtune search examples/long_context.py --device cpu --axes recompute,split --trials 4
 
 `split: {kind: tiled}` computes logits and loss in tiles, so that they never exist at once;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import re
 from pathlib import Path
@@ -91,3 +93,20 @@ def test_systems_page_names_every_technique_and_existing_tests(monkeypatch: pyte
 def test_architecture_lists_the_decisions() -> None:
     listed = re.findall(r"\]\(decisions/([\w-]+\.md)\)", (ROOT / "docs" / "architecture.md").read_text())
     assert listed == sorted(path.name for path in (ROOT / "docs" / "decisions").glob("*.md"))
+
+
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda each: each.name)
+def test_imports_in_documents_resolve(page: Path) -> None:
+    text, missing = page.read_text(encoding="utf-8"), []
+    of_page = {f"memtune.{each[:-3].replace('/', '.')}" for each in re.findall(r'title="([\w/]+\.py)"', text)}
+    for block in re.findall(r"^```python.*?\n(.*?)^```", text, re.M | re.S):
+        for statement in ast.walk(ast.parse(block)):
+            if not isinstance(statement, ast.ImportFrom) or statement.module in of_page:
+                continue
+            if (statement.module or "").startswith("memtune"):
+                found = importlib.import_module(statement.module or "")
+                missing += [each.name for each in statement.names if not hasattr(found, each.name)]
+    assert missing == []

@@ -262,12 +262,14 @@ def build_space(
             # A slot that is not searched has one choice, its default.
             kept = (*kept[:1], *_null_if_partitioned(slot, rewriter.target))
         if not kept:
+            refused = {name: reason for name, reason in unfit.items() if name.startswith(slot)}
+            ways = dict.fromkeys(each.fix for each in refused.values() if each.fix)
             raise UsageError(
                 f"No technique for {slot} can be used here.",
-                evidence="; ".join(
-                    f"{name}: {reason}" for name, reason in unfit.items() if name.startswith(slot)
+                evidence="; ".join(f"{name}: {reason.text}" for name, reason in refused.items()),
+                fix="; or ".join(
+                    [*ways, f"drop --freeze {slot}" if slot in frozen else "add the axis to --axes"]
                 ),
-                fix=f"drop --freeze {slot}" if slot in frozen else "add the axis to --axes",
                 code="MT209",
             )
         slots[slot] = kept

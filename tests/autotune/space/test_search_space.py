@@ -101,6 +101,14 @@ def test_space_reports_invalid_requests(
         build_space(rewriter(), 8, axes=axes, freeze=freeze)
 
 
+def test_refused_freeze_offers_the_way_out_of_its_reason():
+    with pytest.raises(UsageError) as caught:
+        build_space(rewriter(), 8, freeze={"offload.states": "moesys"})
+    way, _, drop = caught.value.fix.partition("; or ")  # this model has no experts, which moesys moves
+    assert "zero_infinity" in way
+    assert drop == "drop --freeze offload.states"
+
+
 def test_lossy_batch_split_freezes_execution_with_note():
     space = build_space(rewriter(), 8, batch_frozen=Reason("BatchNorm"))
     assert [one.accumulate for one in space.executions] == [1]
