@@ -6,7 +6,9 @@ Deep code calls `advance` without knowing who listens; without a listener it cos
 from __future__ import annotations
 
 import contextlib
+import io
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -124,7 +126,7 @@ class StatusLine:
             self._write(f"\r{f'{subject}{detail}'[: width - 1]:<{width - 1}}")  # blanks need no escapes
             self._open = True
         elif subject != self._subject or not self._open:
-            self._end_line()
+            self.close()
             self._write(subject)
             self._open, self._written_s, self._detail = True, now_s, ""
             self._opened_s = self._reported_s = now_s
@@ -148,14 +150,11 @@ class StatusLine:
 
     def print(self, line: str) -> None:
         """Print a line that stays."""
-        self._end_line()
+        self.close()
         self._write(line + "\n")
 
     def close(self) -> None:
-        """Remove the line from a terminal, end it elsewhere."""
-        self._end_line()
-
-    def _end_line(self) -> None:
+        """Remove the line from a terminal, end it elsewhere; the next `show` begins another."""
         if self._open:
             self._write(f"\r{' ' * (columns(self._stream) - 1)}\r" if self.redraws else "\n")
             self._open = False
@@ -165,6 +164,52 @@ class StatusLine:
         with contextlib.suppress(BrokenPipeError):
             self._stream.write(text)
             self._stream.flush()
+
+
+class _PrintedOnce(io.TextIOBase):
+    """Stdout of user code while a status line is shown: whole lines, each once, since `model()` and `loss()`
+    are called several times.
+    """
+
+    def __init__(self, status: StatusLine, stream: TextIO) -> None:
+        self._status, self._stream = status, stream
+        self._rest, self._seen = "", set[str]()
+
+    def write(self, text: str) -> int:
+        """Write the lines that `text` completes and that were not written before."""
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            if line not in self._seen:
+                self._seen.add(line)
+                self._status.close()
+                self._stream.write(line + "\n")
+                self._stream.flush()
+        return len(text)
+
+    def fileno(self) -> int:
+        """Return the file descriptor of stdout itself."""
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """Encoding of stdout itself."""
+        return self._stream.encoding
+
+    def finish(self) -> None:
+        """Write a last line without an end."""
+        if self._rest:
+            self.write("\n")
+
+
+@contextlib.contextmanager
+def prints_kept_apart(status: StatusLine) -> Iterator[None]:
+    """Keep lines that user code prints apart from the line of `status`, and print repeated ones once."""
+    printed = _PrintedOnce(status, sys.stdout)
+    with contextlib.redirect_stdout(printed):
+        try:
+            yield
+        finally:
+            printed.finish()
 
 
 def columns(stream: TextIO) -> int:
@@ -195,7 +240,7 @@ def shown(progress: Progress, stream: TextIO) -> Iterator[None]:
     thread = threading.Thread(target=follow, name="memtune-progress", daemon=True)
     thread.start()
     try:
-        with reported_to(progress):
+        with reported_to(progress), prints_kept_apart(status):
             yield
     finally:
         over.set()

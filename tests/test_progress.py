@@ -8,7 +8,7 @@ import io
 import pytest
 
 from memtune import progress as module
-from memtune.progress import Progress, StatusLine, advance, reported_to, shown
+from memtune.progress import Progress, StatusLine, advance, prints_kept_apart, reported_to, shown
 
 
 class Terminal(io.StringIO):
@@ -105,3 +105,16 @@ def test_shown_progress_ends_with_the_work():
         raise ValueError("wrong")
     assert out.getvalue().startswith("recording · 3 ops · ")
     assert out.getvalue().count("\n") == 1
+
+
+def test_prints_of_user_code_are_kept_apart_and_written_once(capsys: pytest.CaptureFixture[str]):
+    status = io.StringIO()
+    line = StatusLine(status)
+    line.show("recording", "")
+    with prints_kept_apart(line):
+        for _ in range(3):
+            print("parameters:", 3)
+        print("unended", end="")
+    line.show("recording", "")
+    assert capsys.readouterr().out == "parameters: 3\nunended\n"
+    assert status.getvalue() == "recording\nrecording"  # not `recordingparameters: 3`

@@ -596,10 +596,11 @@ def _require_memory_for_weights(workload: Workload, failed: str, why: str) -> No
         needed_bytes += copies * sum(each.nbytes for each in parameters if each.requires_grad)
     if needed_bytes > free_bytes:
         raise WorkloadError(
-            f"one training step runs on real tensors only, which takes {format_bytes(needed_bytes)} of host"
-            f" memory; {format_bytes(free_bytes)} are free.",
+            f"one training step failed on tensors without data, and real ones take"
+            f" {format_bytes(needed_bytes)} of host memory; {format_bytes(free_bytes)} are free.",
             evidence=why,
-            fix="take out what reads values of tensors in model() or loss(), or plan for fewer layers",
+            fix="look whether this error is the model's own (try it with fewer layers: it runs for real then);"
+            " else take out what reads values of tensors in model() or loss()",
             code="MT118",
         )
 

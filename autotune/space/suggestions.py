@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from memtune import hardware
 from memtune.autotune.predict import HostShortage, Prediction
 from memtune.autotune.space.candidates import Choice, Rewriter
 from memtune.autotune.space.scoring import Scored, Scorer
@@ -108,9 +109,8 @@ def improvements(
 
 def _more_memory(scorer: Scorer, others: Iterable[Scored]) -> Iterator[tuple[str, Prediction]]:
     target = scorer.rewriter.target
-    larger = [
-        each for each in others if each.prediction.peak_allocated_bytes > (target.budget_bytes or math.inf)
-    ]
+    least, most = target.budget_bytes or math.inf, _largest_card_bytes(target.hardware, target.ranks)
+    larger = [each for each in others if least < each.prediction.peak_allocated_bytes <= most]
     if larger:
         fastest = scorer.refined(min(larger, key=lambda each: each.rank_among_levels("throughput")))
         needs = more_memory(target.hardware, fastest.prediction.peak_allocated_bytes)
@@ -146,13 +146,20 @@ def more_host_memory(shortage: HostShortage) -> Remedy:
     return Remedy(f"--host-memory {rounded_up(shortage.needed_bytes)}", shortage.peak_bytes)
 
 
-def more_memory(hardware: Hardware, n_bytes: int) -> str:
+def _largest_card_bytes(now: Hardware, ranks: int) -> float:
+    """Return what the largest known card has for tensors; a CPU has no limit here."""
+    if now.device == "cpu":
+        return math.inf
+    return max(hardware.find(each).usable_bytes(ranks) for each in hardware.names())
+
+
+def more_memory(now: Hardware, n_bytes: int) -> str:
     """Return the advice for a need of `n_bytes`: no limit helps above the GPU's memory."""
-    if hardware.device != "cpu" and n_bytes > hardware.memory_bytes:
+    if now.device != "cpu" and n_bytes > now.memory_bytes:
         return f"a card with {rounded_up(n_bytes)} of memory"
-    if hardware.device == "cpu":
+    if now.device == "cpu":
         return f"--max-memory {rounded_up(n_bytes)}"
-    return f"--max-memory {rounded_up(n_bytes, hardware.memory_bytes)} or a card with more memory"
+    return f"--max-memory {rounded_up(n_bytes, now.memory_bytes)} or a card with more memory"
 
 
 def rounded_up(n_bytes: int, most_bytes: int | None = None) -> str:

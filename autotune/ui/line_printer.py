@@ -5,6 +5,7 @@ One line per trial, and a heartbeat at most once a minute.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -30,7 +31,7 @@ from memtune.autotune.search import (
 )
 from memtune.autotune.ui import formatting
 from memtune.autotune.ui.view import STATUS_TEXT, SearchView, TrialView
-from memtune.progress import SILENT_S, Progress, StatusLine, columns, drain, reported_to
+from memtune.progress import SILENT_S, Progress, StatusLine, columns, drain, prints_kept_apart, reported_to
 from memtune.units import format_bytes, format_count, format_seconds
 
 T = TypeVar("T")
@@ -160,6 +161,10 @@ class LinePrinter:
             facts.append(f"~{formatting.clock(eta_s)} left")
         self._print(f"… {formatting.clock(elapsed_s)}  {' · '.join(facts)}", "dim", elapsed_s)
 
+    def prints_kept_apart(self) -> contextlib.AbstractContextManager[None]:
+        """Keep lines that user code prints apart from the status line."""
+        return prints_kept_apart(self._status)
+
     def close(self) -> None:
         """Print pending lines."""
         self._flush_pruned()
@@ -262,7 +267,7 @@ def with_lines(
     thread = threading.Thread(target=follow, name="memtune-lines", daemon=True)
     thread.start()
     try:
-        with control.catch_signals(), reported_to(progress):
+        with control.catch_signals(), reported_to(progress), printer.prints_kept_apart():
             return search()
     finally:
         progress.end()

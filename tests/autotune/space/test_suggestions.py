@@ -4,11 +4,14 @@ one.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fixed_cpu import CPU
 from support.zoo_paths import ZOO
 
 from memtune import hardware
+from memtune.autotune.predict import Prediction
 from memtune.autotune.space.candidates import Choice, Rewriter
 from memtune.autotune.space.scoring import Scored, Scorer
 from memtune.autotune.space.suggestions import (
@@ -16,6 +19,7 @@ from memtune.autotune.space.suggestions import (
     _one_change,
     _wider,
     describe,
+    improvements,
     more_memory,
     remedies,
     rounded_up,
@@ -68,6 +72,29 @@ def test_suggestions_never_exceed_device_memory() -> None:
     assert more_memory(gpu, 70 * 2**30) == "--max-memory 70GiB or a card with more memory"
     assert more_memory(gpu, 90 * 2**30) == "a card with 90GiB of memory"
     assert more_memory(CPU, 70 * 2**30) == "--max-memory 70GiB"  # no card on a CPU
+
+
+@pytest.mark.parametrize(("gib", "suggested"), [(100, True), (400, False)])
+def test_faster_setting_is_suggested_only_where_a_card_holds_it(
+    monkeypatch: pytest.MonkeyPatch, rewriter: Rewriter, gib: int, suggested: bool
+) -> None:
+    """Before, a setting that needs more than any card has suggested `a card with 1523GiB of memory`."""
+    best, scorer = closest(rewriter, 2), Scorer(replace_budget(rewriter, 70 * 2**30))
+    faster = replace(closest(rewriter, 8), prediction=larger_and_faster(best, gib * 2**30))
+    monkeypatch.setattr(Scorer, "refined", lambda self, each: each)
+    changes = [each.change for each in improvements(scorer, best, [faster])]
+    assert [each for each in changes if "a card with" in each] == (
+        [f"a card with {gib}GiB of memory, then {faster.choice.sentence}"] if suggested else []
+    )
+
+
+def replace_budget(rewriter: Rewriter, budget_bytes: int) -> Rewriter:
+    return Rewriter(rewriter.recording, replace(rewriter.target, budget_bytes=budget_bytes))
+
+
+def larger_and_faster(than: Scored, peak_bytes: int) -> Prediction:
+    now = than.prediction
+    return replace(now, peak_allocated_bytes=peak_bytes, samples_per_s=2 * now.samples_per_s)
 
 
 def test_suggested_limit_is_rounded_up() -> None:
