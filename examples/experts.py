@@ -1,6 +1,6 @@
 """Mixture of experts: most weights belong to experts that few tokens use, so they can be offloaded.
 
-    memtune plan examples/experts.py --gpus 1 --gpu-type a100-40g --freeze offload.states=moesys --offload-dir .
+    memtune plan examples/experts.py --gpu-type a100-40g --freeze offload.states=moesys --offload-dir .
     memtune search examples/experts.py --device cpu --trials 4
 
 memtune finds experts automatically: equal modules in a list whose name has `experts`, in a repeated

@@ -599,7 +599,7 @@ def _require_memory_for_weights(workload: Workload, failed: str, why: str) -> No
             f"one training step failed on tensors without data, and real ones take"
             f" {format_bytes(needed_bytes)} of host memory; {format_bytes(free_bytes)} are free.",
             evidence=why,
-            fix="look whether this error is the model's own (try it with fewer layers: it runs for real then);"
+            fix="look whether this error is the model's own (fewer layers run for real);"
             " else take out what reads values of tensors in model() or loss()",
             code="MT118",
         )

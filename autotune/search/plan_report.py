@@ -291,7 +291,12 @@ def _simulated(setup: Setup, scored: list[Scored]) -> list[Scored]:
     with ParallelMap(
         setup.scorer.refined, lambda each: same_passes(each.choice), processes(), worth_s=0.0
     ) as side_by_side:
-        return refined_front(scored, lambda each: side_by_side.over(each, _simulated_so_far), MOST_SIMULATED)
+        return refined_front(
+            scored,
+            lambda each: side_by_side.over(each, _simulated_so_far),
+            MOST_SIMULATED,
+            setup.budget_bytes,
+        )
 
 
 def _simulated_so_far(done: int) -> None:

@@ -14,6 +14,10 @@ _NOTICEABLE = 0.005
 """Relative saving of memory below which a slower candidate is not worth a row, and of time below which one
 that needs more memory is not.
 """
+_TELLABLE = 0.03
+"""Relative gain of time below which a candidate is not worth retries of the allocator: half of the median
+error of predicted steps (docs/measurements.md, published GPUs).
+"""
 
 
 def pareto_front(scored: Iterable[Scored]) -> list[Scored]:
@@ -34,9 +38,14 @@ def pareto_front(scored: Iterable[Scored]) -> list[Scored]:
 
 
 def refined_front(
-    scored: Iterable[Scored], refine: Callable[[list[Scored]], list[Scored]], most: int
+    scored: Iterable[Scored],
+    refine: Callable[[list[Scored]], list[Scored]],
+    most: int,
+    budget_bytes: int | None = None,
 ) -> list[Scored]:
     """Return the front among candidates simulated op by op: those that were, and about `most` others.
+
+    One that PyTorch's allocator holds within `budget_bytes` by retries alone must gain more than others.
 
     The coarse level is a lower bound of the step time, so a candidate of the coarse front may be beaten once
     it is simulated; the ones that it had beaten are then simulated in turn.
@@ -49,19 +58,21 @@ def refined_front(
         most -= len(coarse)
         best.update({each.key: each for each in refine(coarse)})
     return _worth_their_memory(
-        pareto_front(each for each in best.values() if each.prediction.level == "events")
+        pareto_front(each for each in best.values() if each.prediction.level == "events"), budget_bytes
     )
 
 
-def _worth_their_memory(front: list[Scored]) -> list[Scored]:
+def _worth_their_memory(front: list[Scored], budget_bytes: int | None) -> list[Scored]:
     """Return `front` without candidates to which one as simple and as fast, but for a part that no prediction
     can tell, needs less memory.
     """
     kept: list[Scored] = []
     for each in reversed(front):  # from the least memory
         least = kept[-1] if kept else None
+        is_tight = budget_bytes is not None and each.prediction.peak_reserved_bytes > budget_bytes
+        gain = _TELLABLE if is_tight else _NOTICEABLE
         if least is None or not (
-            _sample_s(least) <= _sample_s(each) * (1 + _NOTICEABLE)
+            _sample_s(least) <= _sample_s(each) * (1 + gain)
             and least.choice.complexity <= each.choice.complexity
         ):
             kept.append(each)

@@ -22,7 +22,9 @@ from memtune.testing.drift_check import recording_of
 
 
 def scored(rate: float, peak: int, slots: int) -> Any:
-    prediction = SimpleNamespace(samples_per_s=rate, peak_allocated_bytes=peak)
+    prediction = SimpleNamespace(
+        samples_per_s=rate, peak_allocated_bytes=peak, peak_reserved_bytes=peak + 100
+    )
     return SimpleNamespace(prediction=prediction, choice=SimpleNamespace(complexity=(slots, 0)))
 
 
@@ -103,3 +105,22 @@ def test_largest_micro_batch_is_last_that_fits() -> None:
         assert largest_micro_batch(scorer, choice, Pruner(budget)) == 11
         assert largest_micro_batch(scorer, choice, Pruner(peak(1) - 1)) == 0
         assert largest_micro_batch(scorer, choice, Pruner(None)) is None
+
+
+@pytest.mark.parametrize(
+    ("budget", "slots", "kept"),
+    [
+        (1000, 1, [900, 500]),  # both fit with what the allocator reserves: 2 % of time is a reason
+        (950, 1, [500]),  # 1000 would be reserved: 2 % is no reason for retries
+        (950, 0, [900, 500]),  # the simpler one stays
+        (None, 1, [900, 500]),
+    ],
+)
+def test_refined_front_leaves_out_retries_that_buy_little_time(
+    budget: int | None, slots: int, kept: list[int]
+) -> None:
+    every = [scored(1.0, 900, slots), scored(0.98, 500, 1)]
+    for key, each in enumerate(every):
+        each.key, each.prediction.level = key, "events"
+    front = refined_front(every, lambda coarse: coarse, 9, budget)
+    assert [each.prediction.peak_allocated_bytes for each in front] == kept
