@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from support.simulated_device import start
 
 from fuzz.cases import SETTINGS_LOOPS, draw_cases, draw_spec
 from fuzz.ranks import Ranks
@@ -23,6 +24,7 @@ def main() -> int:
     """Return 1 if anything was found."""
     parser = argparse.ArgumentParser(prog="fuzz")
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "sim"), default="cpu", help="sim: the simulated one")
     parser.add_argument("--first", type=int, default=0, help="seed of the first model")
     parser.add_argument("--cases", type=int, default=10**9)
     parser.add_argument("--peaks", action="store_true", help="compare peaks alone; nothing is trained")
@@ -35,12 +37,14 @@ def main() -> int:
     reasons: Counter[str] = Counter()
     seen: set[str] = set()
     seed, draws = asked.first, Counter[str]()
-    ranks = Ranks(asked.ranks) if asked.ranks > 1 and not asked.peaks else None
+    ranks = Ranks(asked.ranks, device=asked.device) if asked.ranks > 1 and not asked.peaks else None
+    if asked.device == "sim":
+        start(asked.ranks + 1)
     gc.freeze()
     while time.monotonic() < until and counts.total() < asked.cases:
         with tempfile.TemporaryDirectory() as folder:
-            model = Recorded(draw_spec(seed, asked.ranks), ranks, Path(folder), asked.ranks)
-            cases = draw_cases(seed, asked.ranks, model.fits, draws)
+            model = Recorded(draw_spec(seed, asked.ranks), ranks, Path(folder), asked.ranks, asked.device)
+            cases = draw_cases(seed, asked.ranks, model.fits, draws, asked.device)
             for case in itertools.islice(cases, 0, None, SETTINGS_LOOPS) if asked.peaks else cases:
                 outcome = model.peak(case) if asked.peaks else model.outcome(case)
                 counts[outcome.kind] += 1

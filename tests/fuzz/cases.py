@@ -64,6 +64,8 @@ class Case:
     ranks: int
     start: str = "device"
     """Place of the model before `apply`: its device, the host, or none (`deferred`)."""
+    device: str = "cpu"
+    """Device type: `cpu` or `sim`."""
 
     @property
     def loops(self) -> bool:
@@ -133,7 +135,9 @@ def draw_spec(seed: int, ranks: int) -> ModelSpec:
     return draw_model(random, ranks=ranks, adam=ranks == 1 and random.random() < 0.4)
 
 
-def draw_cases(seed: int, ranks: int, fits: Callable[[Case], bool], draws: Counter[str]) -> Iterator[Case]:
+def draw_cases(
+    seed: int, ranks: int, fits: Callable[[Case], bool], draws: Counter[str], device: str = "cpu"
+) -> Iterator[Case]:
     """Yield cases of the model of `seed`: `MODELS_SETTINGS` settings under `SETTINGS_LOOPS` loops each.
 
     Settings are drawn slot by slot among those that `fits` accepts with the slots before; `draws` counts
@@ -141,7 +145,7 @@ def draw_cases(seed: int, ranks: int, fits: Callable[[Case], bool], draws: Count
     """
     random, model = Random(f"settings {seed} {ranks}"), draw_spec(seed, ranks)
     starts = Random(f"starts {seed} {ranks}")
-    bare = Case(model, settings=(), behaviours=(), accumulate=1, own_loop=False, ranks=ranks)
+    bare = Case(model, settings=(), behaviours=(), accumulate=1, own_loop=False, ranks=ranks, device=device)
     for _ in range(MODELS_SETTINGS):
         case = _fitting(random, replace(bare, accumulate=random.choice([1, 1, 2, 3])), fits, draws)
         if case is None:

@@ -63,7 +63,8 @@ PIECES: dict[str, tuple[str, str]] = {
     ),
     "autocast": (
         "self.{n} = nn.Linear(W, W)",
-        "with torch.autocast('cpu', torch.bfloat16): y = self.{n}(x)\n        x = x + torch.tanh(y.float())",
+        "with torch.autocast(x.device.type, torch.bfloat16): y = self.{n}(x)\n"
+        "        x = x + torch.tanh(y.float())",
     ),
     "bank": (
         "self.register_buffer('{n}', torch.zeros(4, W))",

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from support.gloo import FRESH
+from support.gloo import FRESH, backends_on
 
 RESTART_AFTER = 200
 """Cases until the processes are replaced: each leaves process groups, which are never closed."""
@@ -26,15 +26,16 @@ class RanksFailed(Exception):
 
 
 class Ranks:
-    """Processes of one gloo group that run one function after another.
+    """Processes of one group that run one function after another.
 
     Args:
         count: Number of ranks.
         deadline_s: Time for one call; ranks that need longer are ended.
+        device: Device type of the ranks: `cpu` or `sim`.
     """
 
-    def __init__(self, count: int, deadline_s: float = 120.0) -> None:
-        self.count, self._deadline_s = count, deadline_s
+    def __init__(self, count: int, deadline_s: float = 120.0, device: str = "cpu") -> None:
+        self.count, self._deadline_s, self._device = count, deadline_s, device
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder = ""
@@ -84,7 +85,8 @@ class Ranks:
         self._folder, self._calls = tempfile.mkdtemp(prefix="fuzz-ranks-"), 0
         for rank in range(self.count):
             mine, theirs = FRESH.Pipe()
-            process = FRESH.Process(target=_serve, args=(theirs, self._folder, rank, self.count), daemon=True)
+            args = theirs, self._folder, rank, self.count, self._device
+            process = FRESH.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -104,7 +106,7 @@ class Ranks:
         self._processes, self._pipes, self._folder = [], [], ""
 
 
-def _serve(pipe: Connection, folder: str, rank: int, count: int) -> None:
+def _serve(pipe: Connection, folder: str, rank: int, count: int, device: str) -> None:
     log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -112,7 +114,8 @@ def _serve(pipe: Connection, folder: str, rank: int, count: int) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count)
+    backends = backends_on(device, rank, count)
+    dist.init_process_group(backends, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count)
     gc.freeze()  # what is imported need not be searched after each case
     while True:
         try:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from support.simulated_device import races
 from torch import Tensor, nn
 
 from fuzz.cases import Case
@@ -27,13 +28,15 @@ from memtune.autotune.search.bucket_plans import plan_buckets
 from memtune.autotune.search.bucket_recordings import record_buckets
 from memtune.autotune.search.dry_runs import dry_run
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
+from memtune.autotune.translate import translate
 from memtune.config import Bucket
+from memtune.device import accelerator, streams
 from memtune.errors import MemtuneError
 from memtune.runtime import DEVICE, HOST, tier
 from memtune.ssd import offload_dir
 from memtune.technique import Exactness, Reason, Target
 from memtune.testing.training import build
-from memtune.workload import Workload
+from memtune.workload import Workload, to_device
 
 STEPS, SIZE = 3, 2
 BUGS = ("MT900",)
@@ -87,10 +90,14 @@ class Recorded:
         ranks: The processes of the cases; None runs them in this one.
         folder: For `model.py` and for offloaded files.
         count: Number of ranks, where only peaks are compared.
+        device: Device type on which it trains.
     """
 
-    def __init__(self, model: ModelSpec, ranks: Ranks | None, folder: Path, count: int = 1) -> None:
+    def __init__(
+        self, model: ModelSpec, ranks: Ranks | None, folder: Path, count: int = 1, device: str = "cpu"
+    ) -> None:
         self._model, self._ranks, self._count = model, ranks, ranks.count if ranks else count
+        self._device = device
         self._path = folder / "model.py"
         self._path.write_text(model.text())
         os.environ[offload_dir.VARIABLE] = str(folder)
@@ -108,9 +115,11 @@ class Recorded:
         self._workload = Workload.load(self._path)
         plain = record(self._workload)
         self._rung = plain.rung
+        on = hardware.detect(self._device)
+        plain = plain if self._device == "cpu" else translate(plain, on)
         cut = ShardedRecordings(self._workload, plain) if self._count > 1 else None
         budget_bytes = int(BUDGET * plain.step.peak_bytes())
-        self._target = Target(hardware.detect("cpu"), self._count, budget_bytes, sharded=cut)
+        self._target = Target(on, self._count, budget_bytes, sharded=cut)
         self._rewriter = Rewriter(plain, self._target)
         self._buckets = record_buckets(self._workload, plain.rung, record, lambda _: None)
 
@@ -158,8 +167,8 @@ class Recorded:
             return found
         key = case.settings, case.accumulate
         if key not in self._peaks:
-            is_fake = self._rung == "fake"
-            self._peaks[key] = self._peak(found) if is_fake else Outcome("equal", "peak not compared")
+            is_compared = self._rung == "fake" and self._device == "cpu"
+            self._peaks[key] = self._peak(found) if is_compared else Outcome("equal", "peak not compared")
         return self._peaks[key]
 
     def _compared(self, case: Case, config: dict[str, Any]) -> Outcome:
@@ -212,7 +221,7 @@ def guarded(what: str, run: Callable[[], T]) -> T | Outcome:
 
 def run_case(case: Case, folder: Path, ranks: Ranks | None = None) -> Outcome:
     """Return the outcome of one case."""
-    return Recorded(case.model, ranks, folder).outcome(case)
+    return Recorded(case.model, ranks, folder, device=case.device).outcome(case)
 
 
 def attempt(case: Case, path: str, config: dict[str, Any]) -> dict[str, Tensor] | Outcome:
@@ -248,20 +257,22 @@ def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:
 
 def trained(case: Case, path: Path, config: dict[str, Any] | None) -> dict[str, Tensor]:
     """Return losses and the final weights of the case's loop, under `config` or plain."""
-    workload, model, optimizer = built(path, case.start if config else "device")
     is_rank = config is not None and case.ranks > 1
     rank = dist.get_rank() if is_rank else 0
-    device = "cpu" if case.start == "host" else None
+    device = device_of(case, rank)
+    workload, model, optimizer = built(path, case.start if config else "device", device)
+    given = device if case.start == "host" else None
     tuned = (
-        apply(model, optimizer, config, loss=workload.loss, strict=False, device=device) if config else None
+        apply(model, optimizer, config, loss=workload.loss, strict=False, device=given) if config else None
     )
-    loop = _Loop(case, workload, tuned.model if tuned else model, optimizer, tuned, path.parent)
+    loop = _Loop(case, workload, tuned.model if tuned else model, optimizer, tuned, path.parent, device)
     found: dict[str, Tensor] = {}
     for step in range(STEPS):
         torch.manual_seed(100 + step)
         size = SIZE + 2 if "larger" in case.behaviours and step == 1 else SIZE
         of = workload.of_bucket(step - 1) if case.model.buckets and step else workload
-        batches = [of.make_batch(size) for _ in range(case.accumulate * case.ranks)]
+        with tier(HOST if device.type != "cpu" else DEVICE):
+            batches = [of.make_batch(size) for _ in range(case.accumulate * case.ranks)]
         if is_rank:
             batches = batches[rank * case.accumulate : (rank + 1) * case.accumulate]
         torch.manual_seed(7 + step)
@@ -273,13 +284,25 @@ def trained(case: Case, path: Path, config: dict[str, Any] | None) -> dict[str, 
     if tuned is not None:
         tuned.audit()
     state = tuned.state_dict()["model"] if tuned is not None else model.state_dict()
-    return found | {name: value.detach().clone() for name, value in state.items()}
+    found |= {name: value.detach().clone() for name, value in state.items()}
+    streams.synchronize(device)
+    if device.type == "sim" and (unordered := races()):
+        raise RuntimeError("\n".join(unordered))
+    return {name: value.cpu() for name, value in found.items()}
 
 
-def built(path: Path, start: str) -> tuple[Workload, nn.Module, torch.optim.Optimizer]:
+def device_of(case: Case, rank: int) -> torch.device:
+    """Return the device of a rank; alone it is not the current one, which memtune must not need."""
+    if case.device == "cpu":
+        return torch.device("cpu")
+    return torch.device(case.device, rank if case.ranks > 1 else 1)
+
+
+def built(path: Path, start: str, device: torch.device) -> tuple[Workload, nn.Module, torch.optim.Optimizer]:
     """Return what `build` does, of a model that is on its device, on the host or `deferred`."""
     with tier(HOST if start == "host" else DEVICE):
-        return build(path, is_deferred=start == "deferred")
+        there = torch.device("cpu") if start == "host" else device
+        return build(path, there, is_deferred=start == "deferred")
 
 
 class _Loop:
@@ -293,8 +316,10 @@ class _Loop:
         optimizer: Any,
         tuned: Tuned | None,
         folder: Path,
+        device: torch.device,
     ) -> None:
         self._case, self._workload, self._tuned, self._folder = case, workload, tuned, folder
+        self._device = device
         self._model, self._optimizer = model, optimizer
         self._does = case.behaviours
         self._scheduler = None
@@ -353,7 +378,7 @@ class _Loop:
         return total
 
     def _one(self, batch: Any, count: int) -> Tensor:
-        loss = self._workload.loss(self._model, batch)
+        loss = self._workload.loss(self._model, to_device(batch, self._device))
         if count > 1:
             loss = loss / count
         loss.backward()  # type: ignore[no-untyped-call]
@@ -386,21 +411,20 @@ class _Loop:
 
     def _interrupted(self, batches: list[Any]) -> None:
         """Raise in the user's loss, and go on with the next step."""
-        rng = torch.get_rng_state()
-        try:
-            loss = self._workload.loss(self._model, batches[0])
-            del loss
-            raise Interrupted
-        except Interrupted:
-            self._optimizer.zero_grad()
-        torch.set_rng_state(rng)
+        with accelerator.fork_rng(self._device):
+            try:
+                loss = self._workload.loss(self._model, to_device(batches[0], self._device))
+                del loss
+                raise Interrupted
+            except Interrupted:
+                self._optimizer.zero_grad()
 
     def _evaluated(self, batch: Any) -> None:
         if self._case.model.loss in ("penalty", "twice"):
             return
         self._model.eval()
         with torch.no_grad():
-            self._workload.loss(self._model, batch)
+            self._workload.loss(self._model, to_device(batch, self._device))
         self._model.train()
 
     def _loaded(self) -> None:

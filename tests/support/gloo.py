@@ -94,15 +94,7 @@ def _rank(
 
     shared_recordings.install()
     torch.set_num_threads(1)
-    backends = "gloo"
-    if device == "sim":
-        from support.simulated_device import start
-
-        from memtune.device import backends_of
-
-        start(max(ranks, 1))
-        torch.accelerator.set_device_index(rank)
-        backends = backends_of(device)
+    backends = backends_on(device, rank, max(ranks, 1))
     if ranks:
         dist.init_process_group(
             backends, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks
@@ -112,6 +104,20 @@ def _rank(
     if ranks and not may_fail:
         dist.barrier()
         dist.destroy_process_group()
+
+
+def backends_on(device: str, rank: int, ranks: int) -> str:
+    """Return the backends of a group on `device`; start simulated devices, of which `rank` has its own."""
+    if device != "sim":
+        return "gloo"
+    import torch
+    from support.simulated_device import start
+
+    from memtune.device import backends_of
+
+    start(ranks)
+    torch.accelerator.set_device_index(rank)
+    return backends_of(device)
 
 
 def _module(file: str) -> Any:
