@@ -32,6 +32,7 @@ from memtune.autotune.translate import translate
 from memtune.config import Bucket
 from memtune.device import accelerator, streams
 from memtune.errors import MemtuneError
+from memtune.program import Recording
 from memtune.runtime import DEVICE, HOST, tier
 from memtune.ssd import offload_dir
 from memtune.technique import Exactness, Reason, Target
@@ -116,11 +117,14 @@ class Recorded:
         plain = record(self._workload)
         self._rung = plain.rung
         on = hardware.detect(self._device)
-        plain = plain if self._device == "cpu" else translate(plain, on)
-        cut = ShardedRecordings(self._workload, plain) if self._count > 1 else None
+
+        def translated(each: Recording) -> Recording:
+            return each if self._device == "cpu" else translate(each, on)
+
+        cut = ShardedRecordings(self._workload, plain, translate=translated) if self._count > 1 else None
         budget_bytes = int(BUDGET * plain.step.peak_bytes())
         self._target = Target(on, self._count, budget_bytes, sharded=cut)
-        self._rewriter = Rewriter(plain, self._target)
+        self._rewriter = Rewriter(translated(plain), self._target)
         self._buckets = record_buckets(self._workload, plain.rung, record, lambda _: None)
 
     def fits(self, case: Case) -> bool:
