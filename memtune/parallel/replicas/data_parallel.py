@@ -176,23 +176,26 @@ def _not_reduced_by_ddp(context: Context) -> list[str]:
     return context.blocks if context.placement.offload.averages == "blocks" else []
 
 
-def _names_not_reduced_by_ddp(context: Context) -> tuple[set[str], int]:
-    """Return the trained parameters whose gradients another component averages, and the number of all."""
-    mine = {f"{name}." for name in _not_reduced_by_ddp(context)}
-    trained = [name for name, parameter in context.model.named_parameters() if parameter.requires_grad]
-    return {name for name in trained if any(name.startswith(block) for block in mine)}, len(trained)
+def _names_not_reduced_by_ddp(context: Context) -> set[str]:
+    """Return the parameters whose gradients another component averages, and the frozen ones next to them.
+
+    These may rest off the device, where DDP accepts none.
+    """
+    mine = tuple(f"{name}." for name in _not_reduced_by_ddp(context))
+    return {name for name, _ in context.model.named_parameters() if name.startswith(mine)}
 
 
 def _ddp_averages_nothing(context: Context) -> bool:
-    inside, count = _names_not_reduced_by_ddp(context)
-    return 0 < len(inside) == count
+    inside = _names_not_reduced_by_ddp(context)
+    trained = {name for name, parameter in context.model.named_parameters() if parameter.requires_grad}
+    return bool(inside) and trained <= inside
 
 
 @contextmanager
 def _excluded(context: Context) -> Iterator[None]:
     """Exclude from DDP the parameters whose gradients other mechanisms average, if there are any."""
     model: Any = context.model
-    inside, _ = _names_not_reduced_by_ddp(context)
+    inside = _names_not_reduced_by_ddp(context)
     if not inside:
         yield
         return

@@ -64,7 +64,7 @@ __all__ = [
 memtune_platform = {
     "title": "memtune's simulated accelerator",
     "tested": "every test run that has it built",
-    "gaps": ("no compiler, no kernels in Triton",),
+    "gaps": ("no kernels of the inductor backend or in Triton",),
 }
 """Description for `memtune.device`."""
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from support.gloo import run_ranks
 from support.simulated_device import races
-from torch import Tensor
+from torch import Tensor, nn
 
 import memtune
 from memtune.api import Tuned
@@ -100,32 +100,41 @@ def test_starts_trains_and_resumes(name: str, small_device: None, tmp_path: Path
     again.audit()
 
 
-def trained_on_ranks(states: str, is_deferred: bool) -> tuple[list[float], list[str]]:
-    """Return the losses of a rank, and the races."""
+def trained_on_ranks(states: str, is_deferred: bool, frozen: str) -> tuple[list[float], list[str]]:
+    """Return the losses of a rank, and the races; parameters whose name has `frozen` in it are frozen."""
     device = torch.device(HERE.type, dist.get_rank())
     memory_statistics.limit(device, 2 * CAPACITY_BYTES)
     workload = Workload.load(FILE)
     torch.manual_seed(7)
     model = memtune.deferred(workload.build_model) if is_deferred else workload.build_model()
+    freeze(model, frozen)
     settings = {"sharding": {"states": {"kind": states}}, "offload": {"states": l2l.L2L().model_dump()}}
-    optimizer = workload.make_optimizer(list(model.parameters()))
+    optimizer = workload.make_optimizer([each for each in model.parameters() if each.requires_grad])
     tuned = memtune.apply(
         model, optimizer, {"settings": settings}, loss=workload.loss, strict=False, device=device
     )
     return [float(loss) for loss in steps(tuned, range(2))], races()
 
 
-@pytest.mark.parametrize(("states", "is_deferred"), [("ddp", False), ("ddp", True), ("fsdp", True)])
-def test_ranks_start_off_the_device(states: str, is_deferred: bool) -> None:
+def freeze(model: nn.Module, part: str) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not part or part not in name)
+
+
+@pytest.mark.parametrize(
+    ("states", "is_deferred", "frozen"),
+    [("ddp", False, ""), ("ddp", True, ""), ("fsdp", True, ""), ("ddp", False, "bias")],
+)
+def test_ranks_start_off_the_device(states: str, is_deferred: bool, frozen: str) -> None:
     """Both have the same batches, so their losses are one rank's up to the order of sums."""
     workload = Workload.load(FILE)
     torch.manual_seed(7)
     model = workload.build_model()
-    plain = memtune.apply(
-        model, workload.make_optimizer(list(model.parameters())), {"settings": {}}, loss=workload.loss
-    )
+    freeze(model, frozen)
+    optimizer = workload.make_optimizer([each for each in model.parameters() if each.requires_grad])
+    plain = memtune.apply(model, optimizer, {"settings": {}}, loss=workload.loss)
     wanted = [float(loss) for loss in steps(plain, range(2))]
-    for losses, found in run_ranks(trained_on_ranks, 2, states, is_deferred, device="sim"):
+    for losses, found in run_ranks(trained_on_ranks, 2, states, is_deferred, frozen, device="sim"):
         assert losses == pytest.approx(wanted, rel=1e-5)
         assert found == []
 
