@@ -375,8 +375,13 @@ def arena_regions(device: int) -> list[tuple[int, int, int, str, list[tuple[int,
     Memory from the driver as (address, bytes, stream, kind, [(address, bytes, in use)]); stream -1: of several.
     """
 
+def arena_begin_update(device: int) -> None:
+    """
+    Notifies an allocator that the optimizer begins: the first update makes the state.
+    """
+
 def arena_end_step(device: int) -> None:
-    """Tells a planned arena that a training step has ended."""
+    """Notifies an allocator that a training step has ended."""
 
 def arena_release_unused(device: int) -> None: ...
 

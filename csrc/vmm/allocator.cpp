@@ -23,7 +23,10 @@ Address Allocator::allocate(std::int64_t bytes, std::int32_t stream) {
 
 Address Allocator::serve(Block& block) {
   Address address = 0;
-  if (options_.pools) {
+  if (state_ == State::kBeingMade) {
+    block.pool = Pool::kState;
+    address = arena(block).allocate(block.bytes);
+  } else if (options_.pools) {
     block.pool = lifetimes_.pool_of(block.bytes, block.stream);
     address = arena(block).allocate(block.bytes);
   } else if (options_.planned && (address = planned_.allocate(block.bytes, block.stream)) != 0) {
@@ -86,19 +89,26 @@ std::vector<Region> Allocator::regions() const {
   return made;
 }
 
+// The first update makes the optimizer's state, which lasts: between the blocks that forward and backward have left, it would hold
+// their memory. That memory is given back first, so the step needs no more than it does anyway.
+void Allocator::begin_update() {
+  if (state_ != State::kNone) return;
+  release_unused();
+  state_ = State::kBeingMade;
+}
+
 void Allocator::end_step() {
-  // Before what was watched is put into effect, what the watched steps left unused is given back: the arenas take its place.
-  if (options_.pools && lifetimes_.end_step()) {
-    release_unused();
-    lifetimes_.learn();
-  }
-  if (options_.planned && planned_.end_step()) {
-    release_unused();
-    planned_.adopt();
-  } else if (options_.planned && planned_.may_resume()) {
-    release_unused();
-    planned_.resume();
-  }
+  const bool learned = options_.pools && lifetimes_.end_step();
+  const bool planned = options_.planned && planned_.end_step(), resumed = options_.planned && !planned && planned_.may_resume();
+  const bool changes = learned || planned || resumed;
+  // Before what was watched is put into effect, what the watched steps left unused is given back: the arenas take its place. Gradients
+  // are freed after the step only, so what they held goes at the end of the next one.
+  if (changes || changed_ || state_ == State::kBeingMade) release_unused();
+  if (state_ == State::kBeingMade) state_ = State::kMade;
+  if (learned) lifetimes_.learn();
+  if (planned) planned_.adopt();
+  if (resumed) planned_.resume();
+  changed_ = changes;
 }
 
 void Allocator::release_unused() {

@@ -46,6 +46,7 @@ class Allocator {
   bool free(Address address);                                 // false: nothing in use begins there
   std::int64_t bytes_at(Address address) const;               // of the block in use that begins there, -1: none
   std::int32_t stream_at(Address address) const;              // of the same, -1: none
+  void begin_update();                                        // where the optimizer begins
   void end_step();                                            // where a training step ends
   void release_unused();
   void restart_peaks();
@@ -80,6 +81,8 @@ class Allocator {
   Planned planned_;
   Lifetimes lifetimes_;
   std::unordered_map<Address, Block> blocks_;
+  bool changed_ = false;  // at the last end of a step: where requests are served from
+  enum class State : std::uint8_t { kNone, kBeingMade, kMade } state_ = State::kNone;  // the optimizer's
   std::int64_t allocated_ = 0, peak_allocated_ = 0, requests_ = 0, failures_ = 0;
 };
 

@@ -81,7 +81,9 @@ void bind_vmm(nb::module_& m) {
   m.def("arena_limit", &vmm::limit, "device"_a, "n_bytes"_a, "The most bytes that an allocator takes from the driver from now on.");
   m.def("arena_regions", &region_rows, "device"_a,
         "Memory from the driver as (address, bytes, stream, kind, [(address, bytes, in use)]); stream -1: of several.");
-  m.def("arena_end_step", &vmm::end_step, "device"_a, "Tells a planned arena that a training step has ended.",
+  m.def("arena_begin_update", &vmm::begin_update, "device"_a,
+        "Notifies an allocator that the optimizer begins: the first update makes the state.", nb::call_guard<nb::gil_scoped_release>());
+  m.def("arena_end_step", &vmm::end_step, "device"_a, "Notifies an allocator that a training step has ended.",
         nb::call_guard<nb::gil_scoped_release>());
   m.def("arena_release_unused", &vmm::release_unused, "device"_a, nb::call_guard<nb::gil_scoped_release>());
   m.def("arena_restart_peaks", &vmm::restart_peaks, "device"_a);

@@ -9,8 +9,9 @@
 
 namespace memtune::vmm {
 
-// kLasting also takes unknown requests: all of them until a step has been learned, the optimizer's state among them.
-enum class Pool : std::uint8_t { kLasting, kGradients, kKept, kTransient };
+// kState takes what the first update requests, whatever the options; kLasting also unknown requests: all others until a step has been
+// learned.
+enum class Pool : std::uint8_t { kState, kLasting, kGradients, kKept, kTransient };
 
 // Chooses each request's pool by the lifetime of the request at its place in the watched step. A wrong choice is harmless: the request
 // is served from another pool.

@@ -165,6 +165,12 @@ std::vector<Region> regions(int number) {
   return device.allocator ? device.allocator->regions() : std::vector<Region>{};
 }
 
+void begin_update(int number) {
+  Device& device = device_of(number);
+  const std::lock_guard guard(device.lock);
+  if (device.allocator) device.allocator->begin_update();
+}
+
 void end_step(int number) {
   Device& device = device_of(number);
   const std::lock_guard guard(device.lock);

@@ -19,6 +19,7 @@ std::string open(int device);
 std::string replace(int device, const AllocatorOptions& options);
 // Options for GPUs whose allocator torch's first request there makes.
 void set_defaults(const AllocatorOptions& options);
+void begin_update(int device);
 void end_step(int device);
 void release_unused(int device);
 void restart_peaks(int device);

@@ -105,8 +105,10 @@ def use(context: Context, settings: ArenaSettings) -> None:
         install(settings)
         if not serves_already:
             context.undo.callback(uninstall)
-    hook = context.optimizer.register_step_post_hook(_StepEnd(number))
-    context.undo.callback(hook.remove)
+    begins = context.optimizer.register_step_pre_hook(lambda *_: _native.arena_begin_update(number))
+    ends = context.optimizer.register_step_post_hook(_StepEnd(number))
+    for hook in (begins, ends):
+        context.undo.callback(hook.remove)
     context.checks["allocator"] = lambda: _facts(settings, number)
 
 
@@ -140,8 +142,7 @@ class _StepEnd:
 
     def __call__(self, *args: Any) -> None:
         settings = _in_effect(self._number)
-        # Only plans are made of steps; stitched memory needs no notice of their ends.
-        if settings is None or not (settings.planned or settings.pools):
+        if settings is None:
             return
         _native.arena_end_step(self._number)
         found = _native.arena_statistics(self._number)

@@ -15,9 +15,10 @@ class PlannedLayout(OwnAllocator):
     """Brings memory close to the largest live bytes by offsets planned for a whole step, at the cost of one
     planning (a second, once).
 
-    The first step creates the optimizer's state and is not observed. The observed step is laid out on a
-    circle, since a step's allocations repeat. A request gets its offset only if its size is the planned one
-    and the place is free. Other requests are served by stitched memory, with one message, and after
+    The first step creates the optimizer's state, apart from its other memory, and is not observed. The
+    observed step is laid out on a circle, since a step's allocations repeat. A request gets its offset only
+    if its size is the planned one and the place is free. Other requests are served by stitched memory, with
+    one message, and after
     `replan_after` of them another step is observed. While steps do not follow the plan, memory that no
     planned request uses is returned.
 

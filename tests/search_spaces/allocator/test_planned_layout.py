@@ -27,6 +27,17 @@ class TestPlannedLayout(ArenaSuite):
         assert found.plan_bytes <= 1.01 * found.plan_bound_bytes
         assert not messages
 
+    def test_reserved_memory_is_the_plan_and_the_optimizers_state(self) -> None:
+        workload, model, optimizer = build(ZOO["gpt"])
+        tuned = apply(model, optimizer, {"settings": settings_of(PlannedLayout())}, strict=False)
+        for step in range(5):
+            one_step(workload, model, optimizer, tuned, seed=step, micro_batches=1, size=16)
+        state = sum(each.nbytes for held in optimizer.state.values() for each in held.values())
+        found = arena.statistics()
+        page = 2 << 20  # the plan and the state end in one each
+        assert found.plans == 1
+        assert found.reserved_bytes <= found.plan_bytes + state + 2 * page
+
     def test_steps_of_other_sizes_are_served_bit_for_bit_with_one_message(self) -> None:
         sizes = [4, 4, 4, 4, 6, 4, 3, 4, 4, 8, 2, 4, 4]
         got, messages = trained(sizes, PlannedLayout(replan_after=10_000))
