@@ -3,7 +3,9 @@
     python benchmarks/arena_training.py [--models gpt llama ...] [--json FILE] [--markdown FILE]
 
 The allocator serves all that training allocates: gradients, optimizer state, activations. Each row is a
-process of its own: six steps in which it learns, then two whose peaks count. No figure is a time.
+process of its own: six steps in which it learns, then two whose peaks count. Schedules of `coop` and
+`megtaichi`, which evict by addresses of a simulated arena, are replayed at planned offsets. No figure is a
+time.
 """
 
 from __future__ import annotations
@@ -17,17 +19,45 @@ from typing import Any
 
 import torch
 
+from memtune import hardware
 from memtune.api import apply
+from memtune.autotune.record.recorder import record
+from memtune.autotune.space.candidates import Choice, Rewriter
 from memtune.memory import arena
 from memtune.runtime import HOST, tier
+from memtune.technique import Reason, Target
 from memtune.workload.workload import Workload
 
 HERE = Path(__file__).parent
 MODELS, KINDS = (
     ("gpt", "llama", "resnet", "vit"),
-    ("planned_layout", "gmlake", "lifetime_pools"),
+    ("planned_layout", "gmlake", "lifetime_pools", "coop", "megtaichi"),
 )
+EVICTING = ("coop", "megtaichi")
+RATIO = 0.5
+"""Their budget: 0 is the smallest peak that a schedule reaches, 1 the plain one."""
 LEARN, COUNT, MICRO_BATCH = 6, 2, 8
+
+
+def config(workload: Workload, kind: str) -> dict[str, Any]:
+    """Return the allocator `kind`, or planned offsets with the schedule of the recompute technique `kind`.
+
+    Raises:
+        ValueError: No schedule fits.
+    """
+    if kind not in EVICTING:
+        knobs = {"arena_below_mb": 20} if kind == "gmlake" else {}
+        return {"settings": {"allocator": {"kind": kind, **knobs}}}
+    recompute = {"kind": kind, "ratio": RATIO}
+    rewriter = Rewriter(record(workload, sizes={MICRO_BATCH}), Target(hardware.detect("cpu")))
+    execution = {"micro_batch": MICRO_BATCH, "accumulate": 1}
+    found = rewriter.candidate(Choice.from_document({"execution": execution, "recompute": recompute}))
+    if isinstance(found, Reason):
+        raise ValueError(f"{recompute}: {found}")
+    return {
+        "settings": {"recompute": recompute, "allocator": {"kind": "planned_layout"}},
+        "plan": {slot: plan.document() for slot, plan in found.plans.items()},
+    }
 
 
 def one(model: str, kind: str) -> dict[str, Any]:
@@ -36,10 +66,7 @@ def one(model: str, kind: str) -> dict[str, Any]:
     torch.manual_seed(0)
     net = workload.build_model()
     optimizer = workload.make_optimizer(net.parameters())
-    knobs = {"arena_below_mb": 20} if kind == "gmlake" else {}
-    tuned = apply(
-        net, optimizer, {"settings": {"allocator": {"kind": kind, **knobs}}}, loss=workload.loss, strict=False
-    )
+    tuned = apply(net, optimizer, config(workload, kind), loss=workload.loss, strict=False)
     calls = 0
     for step in range(LEARN + COUNT):
         if step == LEARN:
@@ -66,7 +93,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "",
         f"`python benchmarks/arena_training.py`: peak of reserved over allocated bytes in steps {LEARN + 1}",
         f"and {LEARN + COUNT}, micro-batch {MICRO_BATCH}; in brackets calls of the driver in these steps.",
-        "gmlake: requests below 20 MiB share pages.",
+        "gmlake: requests below 20 MiB share pages. coop, megtaichi: their schedules at planned offsets.",
         "",
         f"| model | allocated MiB | {' | '.join(KINDS)} |",
         f"|---|---|{'---|' * len(KINDS)}",
