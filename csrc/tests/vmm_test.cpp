@@ -251,7 +251,7 @@ void what_lives_long_leaves_no_holes_among_what_does_not() {
 
 // The first update makes blocks that stay, while gradients lie between free activations; they are freed after the step. Returns the
 // percentage of memory that nothing uses in later steps.
-std::int64_t lost_around_state(bool told) {
+std::int64_t lost_around_state(bool notified) {
   AllocatorOptions options;
   options.planned = true;
   Allocator allocator(page_table(std::int64_t{8} << 30), options);
@@ -263,7 +263,7 @@ std::int64_t lost_around_state(bool told) {
       gradients.push_back(allocator.allocate(kMiB, 0));
       CHECK(allocator.free(each));
     }
-    if (told) allocator.begin_update();
+    if (notified) allocator.begin_update();
     for (int i = 0; step == 0 && i < 48; ++i) {
       const Address temporary = allocator.allocate(kMiB, 0);
       CHECK(allocator.allocate(kMiB + 512, 0) != 0 && allocator.allocate(2 * kMiB + 512, 0) != 0);
