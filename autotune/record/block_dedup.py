@@ -6,7 +6,9 @@ Three rules make the expansion equal to a full recording, in which all blocks ru
    (`_index_attributes`). A skipped block returns its arguments, in the structure of the previous block's
    output.
 2. One recording of the session is full. The expansion at its micro-batch must equal it, column by column:
-   ops, shapes, saved tensors, lifetimes. Otherwise all recordings are full, and `disabled_reason` is set.
+   ops, shapes, saved tensors, lifetimes, and its gradients those that the warm-up, in which the skipped
+   blocks do not run either, assumed for the optimizer's state. Otherwise warm-up and all recordings are
+   full, and `disabled_reason` is set.
 3. At every other micro-batch, two of the recorded blocks must have equal rows, up to row numbers
    (`block_expand.py`), and gradients and state must have the specifications of the full recording, whose
    optimizer phase is reused.
@@ -92,7 +94,8 @@ class BlockDedup:
 
     Attributes:
         disabled_reason: Why steps are recorded in full; empty while they are not. skipped: Names of the
-        blocks that do not run in a partial recording. recorded: Names of the blocks that do.
+        blocks that do not run in a partial recording. recorded: Names of the blocks that do. lent:
+        Specifications of all gradients after `lend_gradients`.
     """
 
     def __init__(self, model: nn.Module, blocks: list[str]) -> None:
@@ -102,6 +105,7 @@ class BlockDedup:
         self.recorded = [name for name in blocks if name not in set(self.skipped)]
         self.disabled_reason = "" if self._runs else f"there are no {MIN_EQUAL_BLOCKS} equal blocks in a row"
         self._proof: tuple[Step, Hints, PartialRecording] | None = None
+        self.lent: tuple[Any, ...] = ()
 
     @property
     def verified(self) -> bool:
@@ -213,6 +217,26 @@ class BlockDedup:
             owned={name: [row for row in rows[name] if holders[row] == 1] for name in self._blocks},
             gradients=gradients,
         )
+
+    def lend_gradients(self) -> None:
+        """Give skipped blocks gradients like those of the block before them, for the optimizer's state."""
+        for run in self._runs:
+            before = [*self._model.get_submodule(self._blocks[run.skipped.start - 1]).parameters()]
+            for i in run.skipped:
+                block = self._model.get_submodule(self._blocks[i])
+                for mine, like in zip(block.parameters(), before, strict=True):
+                    if mine.grad is None and like.grad is not None:
+                        mine.grad = torch.empty_like(like.grad)
+        self.lent = self.gradient_specs()
+
+    def check_lent(self) -> None:
+        """Compare the current gradients, of all blocks, with those that were lent for the warm-up.
+
+        Raises:
+            BlocksDiffer: They are not equal.
+        """
+        if self.lent and self.lent != self.gradient_specs():
+            raise BlocksDiffer("blocks have gradients of other shapes or dtypes, or none")
 
     def gradient_specs(self) -> tuple[Any, ...]:
         """Return the specification of each parameter's current gradient, None where there is none."""

@@ -151,7 +151,7 @@ class Session:
                     yield
 
     def warm_up(self, size: int) -> None:
-        """Run one untraced step, so that the optimizer has its state."""
+        """Run one untraced step for the optimizer's state; of equal blocks only some, if possible."""
         with self.entered():
             batches = [self.batch(size)]
             if self.optimizer_dedup is None:
@@ -165,9 +165,21 @@ class Session:
                     order=self.order,
                 )
                 return
-            accumulate(self.model, self.workload.loss, batches, CPU, sync=self.sync, order=self.order)
+            dedup = self.block_dedup
+            if dedup is None or not dedup.attempt(lambda: self._warm_up_partially(dedup, batches)):
+                self.optimizer.zero_grad(set_to_none=True)
+                accumulate(self.model, self.workload.loss, batches, CPU, sync=self.sync, order=self.order)
             self.optimizer_dedup.first_step()
             self.optimizer.zero_grad(set_to_none=True)
+
+    def _warm_up_partially(self, dedup: BlockDedup, batches: list[Any]) -> bool:
+        """Run forward and backward without the blocks that `dedup` skips; return False if all must run."""
+        if dedup.disabled_reason or self.optimizer_dedup is None or self.optimizer_dedup.disabled_reason:
+            return False
+        with dedup.skipping_blocks():
+            accumulate(self.model, self.workload.loss, batches, CPU, sync=self.sync, order=self.order)
+        dedup.lend_gradients()
+        return True
 
     def trace(self, size: int, *, micro_batches: int = 1, trace_last: bool = False) -> Step:
         """Return the steady-state step at micro-batch `size`; with `trace_last`, only the last micro-batch of
@@ -184,10 +196,18 @@ class Session:
             expanded := dedup.attempt(lambda: dedup.expand(self._record_partial(dedup, size)))
         ):
             return Trace(*expanded)
-        # The first size in full: it verifies that equal blocks may be left out of all further ones.
-        trace = self._record_full(size)
         if not dedup.verified and not dedup.disabled_reason:
-            dedup.attempt(lambda: dedup.verify(trace.step, trace.hints, self._record_partial(dedup, size)))
+            if trace := dedup.attempt(lambda: self._verified(dedup, size)):
+                return trace
+            if dedup.lent:  # skipped blocks have had no warm-up
+                self.optimizer.state.clear()
+                self.warm_up(size)
+        return self._record_full(size)
+
+    def _verified(self, dedup: BlockDedup, size: int) -> Trace:
+        """Record the first size in full, which verifies that blocks may be left out of all further ones."""
+        trace = self._record_full(size, check=dedup.check_lent)
+        dedup.verify(trace.step, trace.hints, self._record_partial(dedup, size))
         return trace
 
     def _record_partial(self, dedup: BlockDedup, size: int) -> PartialRecording:
@@ -211,7 +231,15 @@ class Session:
                 self.optimizer.zero_grad(set_to_none=True)
         return dedup.partial_recording(tracer, calls.calls, self.optimizer, gradients)
 
-    def _record_full(self, size: int, *, micro_batches: int = 1, trace_last: bool = False) -> Trace:
+    def _record_full(
+        self,
+        size: int,
+        *,
+        micro_batches: int = 1,
+        trace_last: bool = False,
+        check: Callable[[], None] = lambda: None,
+    ) -> Trace:
+        """Record a whole step; `check` is called when its gradients are complete."""
         if self.compiled is not None:
             # Another size is another graph, and a graph cannot be compiled while its ops are traced.
             self.warm_up(size)
@@ -237,6 +265,7 @@ class Session:
                         self.model, self.workload.loss, batches, CPU, sync=self.sync, order=self.order
                     )
                 tracer.note_gradients()
+                check()
                 foreach = None
                 if self.target != "cpu":
                     with tracer.paused():
