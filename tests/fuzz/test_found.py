@@ -99,3 +99,12 @@ def test_recompute_leaves_the_storage_of_offloaded_weights_resizable(tmp_path: P
     found = case("experts", blocks=1, recompute="full", offload__states="moesys")
     outcome = Recorded(found.model, None, tmp_path).outcome(found)
     assert outcome.kind == "equal", outcome.text
+
+
+@pytest.mark.parametrize("kind", ["l2l", "stronghold"])
+def test_changed_gradients_are_refused_where_all_parameters_are_in_blocks(kind: str, tmp_path: Path) -> None:
+    """The first layer and the head are the blocks, and one of them keeps its gradients for the step."""
+    found = replace(case("positions", offload__states=kind), behaviours=("halve_grads",), own_loop=True)
+    outcome = Recorded(found.model, None, tmp_path).outcome(found)
+    assert outcome.kind == "refused", outcome.text
+    assert outcome.code == "MT364"

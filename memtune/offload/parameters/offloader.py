@@ -13,7 +13,8 @@ prefetch what the residency lists, update the block whose gradients are complete
   recompute and offloaded activations keep working, because views keep their storage.
 - Loads preserve version counters: a reload is no change that autograd should see.
 - Each block is updated inside backward once `Tuned.step` or `Tuned.micro_batch` has announced the last
-  micro-batch; in other loops `optimizer.step()` updates all.
+  micro-batch; in other loops `optimizer.step()` updates all. If nothing outside of the blocks is trained, it
+  updates the last block of backward in every loop.
 - A unit that is used but not resident is loaded synchronously, so any order of calls is correct.
 - Between uses a parameter shows its host copy, so state dicts, loads and copies of the model need no hooks.
   From the end of backward to the next forward or step its `grad` is the host sum, which the user may change.
@@ -568,6 +569,7 @@ class ParameterOffloader(HostParameters):
             self._backward_ends, self._backward_raised, is_last=self._gathered is not None
         )
         self._early_updates = EarlyUpdates(context, "block")
+        self._updated_in_step = self._kept_for_step()
         for index in range(len(self._modules)):
             self._hook_moments(context, index)
         for parameter in self._outside if when_ready else ():
@@ -582,6 +584,17 @@ class ParameterOffloader(HostParameters):
         context.events.weights_loaded.subscribe(self._backward_end.settle)
         # Last: the steps above read and copy values on the device.
         self._free_units(list(self._resident))
+
+    def _kept_for_step(self) -> int | None:
+        """Return the block that only `optimizer.step()` updates, where all trained parameters are in blocks.
+
+        Without any gradient left, changes of gradients between backward and the step would be lost unseen.
+        The block is the last one of backward that has gradients: its update has little to overlap with.
+        """
+        trained = (
+            index for index, block in enumerate(self._blocks) if not self._trained.keys().isdisjoint(block)
+        )
+        return None if self._outside else next(trained, None)
 
     def _hook_moments(self, context: Context, index: int) -> None:
         """Register the module hooks that begin the block's moments."""
@@ -679,8 +692,9 @@ class ParameterOffloader(HostParameters):
             self._prefetch(self._residency.loads[moment])
         # Backward of block b is moment 2 * blocks - 1 - b; all of its gradients are ready when the next
         # begins.
-        is_used = self._is_last and len(self._blocks) <= before < self._end
-        self._update_after(moment, self._end - 1 - before if is_used else None)
+        block = self._end - 1 - before
+        is_used = self._is_last and len(self._blocks) <= before < self._end and block != self._updated_in_step
+        self._update_after(moment, block if is_used else None)
 
     def _load_used(self, moment: int) -> None:
         """Load the block that the moment uses, if any."""
