@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )
     from memtune.offload.core.optimizer_param import (
         OptimizerParameter,
+        changed_type_error,
         model_order,
         optimizer_parameter,
         own_grad,
@@ -85,6 +86,7 @@ __all__ = [
     "allocate_together",
     "bucket_ends",
     "bytes_in_chunks",
+    "changed_type_error",
     "count_changes",
     "deferred_blocks",
     "free_together",

@@ -14,9 +14,10 @@ This file reads private attributes of `torch.distributed.fsdp` (torch 2.13).
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -144,8 +145,33 @@ def _unit(context: Context, name: str) -> Any:
     return unit
 
 
-class _Counted(DTensor):
+def _set_data(gradient: Tensor, value: Tensor) -> None:
+    _DATA.__set__(gradient, value)
+    torch.autograd.graph.increment_version(gradient)
+
+
+_DATA: Any = torch._C.TensorBase.data
+_COUNTED_DATA = property(Tensor.detach, _set_data)
+"""`data` of a gradient that shares its version counter; torch's own has a counter of its own."""
+
+
+class _CountedTensor(Tensor):
+    """A gradient on one rank whose version counter includes writes through `data`."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # results are of torch's own class
+    data = _COUNTED_DATA
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.detach(), memo)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return self.detach().__reduce_ex__(protocol)
+
+
+class _CountedShard(DTensor):
     """A gradient whose version counter includes foreach kernels, which do not count changes of DTensors."""
+
+    data = _COUNTED_DATA
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -158,9 +184,12 @@ class _Counted(DTensor):
 
 
 def count_changes(gradient: Tensor) -> None:
-    """Make the version of `gradient` count all in-place changes, those of foreach kernels included."""
-    if type(gradient) is DTensor:
-        gradient.__class__ = _Counted
+    """Make the version of `gradient` count changes in place by foreach kernels and through `data` too."""
+    if type(gradient) in _COUNTED:
+        gradient.__class__ = _COUNTED[type(gradient)]
+
+
+_COUNTED: Final[dict[type, type]] = {Tensor: _CountedTensor, DTensor: _CountedShard}
 
 
 def bytes_in_chunks(context: Context) -> tuple[int, ...]:

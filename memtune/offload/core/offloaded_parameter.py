@@ -29,6 +29,7 @@ called with it while that is freed get the host's.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, SupportsIndex
 
@@ -37,9 +38,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from memtune.errors import ApplyError
 from memtune.offload.core.fsdp_shards import GatheredBlocks, count_changes
-from memtune.offload.core.optimizer_param import to_host_now
+from memtune.offload.core.optimizer_param import changed_type_error, to_host_now
 from memtune.offload.core.parameter_layout import Chunks
 from memtune.runtime import HOST, Context, is_data_used, local, mark, memory_of, plain_type, version_of_data
 
@@ -68,7 +68,7 @@ class OffloadedParameter:
     """
 
     __slots__ = (
-        *("_class", "_device_at", "_grad_version", "_host_at", "_is_shard", "_keeps", "_writes"),
+        *("_class", "_device_at", "_grad_version", "_host_at", "_is_shard", "_keeps", "_shown", "_writes"),
         *("device", "host", "is_resident", "parameter"),
     )
 
@@ -86,6 +86,7 @@ class OffloadedParameter:
         self._device_at, self._host_at = _at(self.device), _at(host)
         self._class: type | None = None  # the parameter's own class while its values are in flight
         self._writes, self._grad_version = self._count_writes(), 0
+        self._shown: weakref.ref[Tensor] | None = None
 
     def _count_writes(self) -> int:
         version = self.parameter._version
@@ -142,27 +143,26 @@ class OffloadedParameter:
     def _copy_to(self, memory: Tensor) -> None:
         values = self._memory().detach()
         if values.shape != memory.shape or values.dtype is not memory.dtype:
-            raise ApplyError(
-                f"A weight of shape {tuple(memory.shape)} and {memory.dtype} was changed to"
-                f" {tuple(values.shape)} and {values.dtype} after memtune.apply.",
-                evidence="Its memory, and the plan, are those of the type that it had.",
-                fix="model.to(dtype), model.half() and the like before memtune.apply",
-                code="MT364",
-            )
+            raise changed_type_error(values, memory.dtype, memory.shape)
         memory.copy_(values)
 
     # -- gradient --------------------------------------------------------------------------------------------
 
     def show_gradient(self, gradient: Tensor) -> None:
         """Have the parameter's `grad` be `gradient`, on the host as its values, until `take_gradient`."""
-        if not self._is_shard:
-            self.parameter.grad, self._grad_version = gradient, gradient._version
-            return
-        # Of the mesh's device, as the parameter, and with memory of the host's, as that too.
-        shown = DTensor(self.device, self.parameter._spec, requires_grad=False)  # type: ignore[attr-defined]
-        shown._local_tensor = gradient
+        shown = gradient
+        if self._is_shard:
+            # Of the mesh's device, as the parameter, and with memory of the host's, as that too.
+            shown = DTensor(self.device, self.parameter._spec, requires_grad=False)  # type: ignore[attr-defined]
+            shown._local_tensor = gradient  # type: ignore[attr-defined]
         count_changes(shown)
         self.parameter.grad, self._grad_version = shown, _version_of(shown)
+        self._shown = weakref.ref(shown)
+
+    @property
+    def is_gradient_replaced(self) -> bool:
+        """True if the parameter's `grad` is another tensor than `show_gradient` has put there, or none."""
+        return self._shown is None or self.parameter.grad is not self._shown()
 
     def take_gradient(self) -> tuple[Tensor | None, bool]:
         """Hide the gradient; return it, or what the user has put in its place, and whether it was changed."""

@@ -12,6 +12,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor, nn
 
+from memtune.errors import ApplyError
 from memtune.runtime import HOST, Context, local, mark, transfer
 
 _GRAD: Any = Tensor.grad
@@ -41,11 +42,22 @@ class OptimizerParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        set_own_grad(self, gradient)
+        shown = self._shown_parameter
+        if shown is None:
+            set_own_grad(self, gradient)
+        else:
+            shown.grad = gradient  # what the user replaces or clears is the gradient that is shown
 
     @grad.deleter
     def grad(self) -> None:
-        _GRAD.__delete__(self)
+        self.grad = None
+
+    @property
+    def _shown_parameter(self) -> nn.Parameter | None:
+        """The parameter it replaces, if it shows that one's gradient."""
+        replaced = self._replaces
+        shows = own_grad(self) is None and replaced is not None and replaced.grad is not None
+        return replaced if shows else None
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Pickle without the model's parameter, whose memory may be freed now."""
@@ -82,6 +94,17 @@ def model_order(context: Context) -> dict[nn.Parameter, int]:
         for place, mine in enumerate(context.model.parameters())
         for each in context.placement.param_chain(mine)
     }
+
+
+def changed_type_error(now: Tensor, dtype: torch.dtype, shape: torch.Size) -> ApplyError:
+    """Return the error of a weight of `dtype` and `shape` that user code has made one like `now`."""
+    return ApplyError(
+        f"A weight of shape {tuple(shape)} and {dtype} was changed to {tuple(now.shape)} and {now.dtype}"
+        " after memtune.apply.",
+        evidence="Its memory, and the plan, are those of the type that it had.",
+        fix="model.to(dtype), model.half() and the like before memtune.apply",
+        code="MT364",
+    )
 
 
 # Copies on the host of what a device's optimizer works on: weights, masters, state.

@@ -44,7 +44,14 @@ from torch.utils._pytree import tree_leaves
 
 import memtune.ssd.ssd_tensors  # noqa: F401  (defines torch.ops.memtune, to_ssd and from_ssd there too)
 from memtune.offload.core import Piece as Place
-from memtune.offload.core import allocate_together, free_together, is_gathered, sharded_like, to_host_now
+from memtune.offload.core import (
+    allocate_together,
+    free_together,
+    is_gathered,
+    set_own_grad,
+    sharded_like,
+    to_host_now,
+)
 from memtune.offload.experts.host_cache import HostCache, experts_to_read, moments_of
 from memtune.offload.parameters import ParameterOffloader
 from memtune.offload.ssd_states import SsdOptimizer
@@ -261,7 +268,7 @@ class ExpertOptimizer(SsdOptimizer):
         host = torch.ops.memtune.to_host(whole)
         mark(host, HOST)
         transfer.finish(host)
-        piece.held.grad = host
+        set_own_grad(piece.held, host)
 
     @torch.no_grad()
     def update(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -2,7 +2,8 @@
 
 Gradients, when some of them are offloaded (`WatchedGradients`):
 
-- At the end of backward the versions of all gradients are noted: of those on the device and of the host sums.
+- At the end of backward all gradients are noted, by the tensor and its version: those on the device and the
+  host sums.
 - They are compared when the step begins and when the next forward begins, which would add to changed
   gradients.
 - Block offload shows its gradients as `grad` between backward and the step, and notes versions only if a step
@@ -20,8 +21,10 @@ Weights on the device that user code writes, although the host has the optimizer
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +45,32 @@ from memtune.runtime import (
 )
 
 
+class _Noted(NamedTuple):
+    """A gradient as it was noted: the tensor and its version."""
+
+    gradient: Callable[[], Tensor | None]
+    """A weak reference."""
+    version: int
+
+    @classmethod
+    def of(cls, gradient: Tensor) -> _Noted:
+        # Foreach kernels do not count changes of DTensors, nor torch those through `data`.
+        count_changes(gradient)
+        return cls(weakref.ref(gradient), _version_of(gradient))
+
+    def is_left(self, gradient: Tensor) -> bool:
+        """Return True if `gradient` is the noted one, unchanged."""
+        return self.gradient() is gradient and self.version == _version_of(gradient)
+
+
+_NONE = _Noted(lambda: None, 0)
+"""In place of a gradient that was missing."""
+
+
+def _version_of(gradient: Tensor) -> int:
+    return gradient._version + (gradient._local_tensor._version if isinstance(gradient, DTensor) else 0)
+
+
 class WatchedGradients:
     """Checks that the gradients of a model, some of them offloaded, are those of the last backward.
 
@@ -60,22 +89,20 @@ class WatchedGradients:
         fix: str,
     ) -> None:
         self._resident, self._offloaded, self._fix = resident, offloaded, fix
-        self._versions: dict[nn.Parameter, int] = {}
-        self._context, self._used = context, set[nn.Parameter]()
+        self._noted: dict[nn.Parameter, _Noted] = {}
+        self._context, self._used, self._spent = context, set[nn.Parameter](), set[nn.Parameter]()
+        self._n_cleared = 0  # of the spent ones
         context.events.before_grad_use.subscribe(lambda parameter, _: self._used.add(parameter))
         context.events.grads_cleared.subscribe(self._cleared)
         context.events.before_grads_rescaled.subscribe(self._require_whole_changes)
-        context.events.grads_rescaled.subscribe(lambda: self.note() if self._versions else None)
+        context.events.grads_rescaled.subscribe(lambda: self.note() if self._noted else None)
 
     @torch.no_grad()
     def note(self) -> None:
-        """Note the versions of all gradients at the end of a backward."""
-        for each in self._resident:
-            if each.grad is not None:
-                # Foreach kernels, which clipping uses, do not count changes of DTensors.
-                count_changes(each.grad)
-        self._versions = {
-            each: gradient._version
+        """Note all gradients and their versions at the end of a backward."""
+        self._spent = set(filter(self._is_spent, self._used))
+        self._noted = {
+            each: _Noted.of(gradient)
             for each in (*self._resident, *self._offloaded)
             if (gradient := each.grad) is not None
         }
@@ -83,12 +110,17 @@ class WatchedGradients:
     @property
     def are_used(self) -> bool:
         """True if an update inside this step's backward has used, and freed, a gradient."""
-        return any(self._context.placement.optimizer_param(each).grad is None for each in self._used)
+        return any(map(self._is_spent, self._used))
+
+    def _is_spent(self, parameter: nn.Parameter) -> bool:
+        return self._context.placement.optimizer_param(parameter).grad is None
 
     def forget(self) -> None:
         """Drop the noted versions: a step ends, or a backward has raised and the user clears gradients."""
-        self._versions = {}
+        self._noted = {}
         self._used.clear()
+        self._spent.clear()
+        self._n_cleared = 0
 
     def require_unchanged(self) -> None:
         """Check that gradients are those of the last backward.
@@ -96,6 +128,13 @@ class WatchedGradients:
         Raises:
             ApplyError: Gradients were changed, replaced or freed.
         """
+        if self._n_cleared:
+            raise ApplyError(
+                f"{self._n_cleared} gradients were cleared that an update inside backward had used.",
+                evidence="Clearing them cannot undo the update; Tuned.micro_batch(last=True) had allowed it.",
+                fix="Tuned.micro_batch(last=False), after which optimizer.step() updates all",
+                code="MT364",
+            )
         changed, n_resident, is_freed = self._changes()
         if is_freed:
             # The next backward would add to the host sums of this one.
@@ -103,7 +142,7 @@ class WatchedGradients:
                 f"{n_resident} gradients were freed after a backward, and optimizer.step() has not used"
                 " them.",
                 evidence=(
-                    f"They are those on the device; {len(self._versions) - n_resident} others are offloaded"
+                    f"They are those on the device; {len(self._noted) - n_resident} others are offloaded"
                     " and still exist."
                 ),
                 fix="optimizer.zero_grad() or model.zero_grad()  instead of  parameter.grad = None",
@@ -127,15 +166,13 @@ class WatchedGradients:
         """Return the gradients with other versions than noted, the number of those on the device, and whether
         all of these were freed.
         """
-        now = [None if (gradient := each.grad) is None else gradient._version for each in self._versions]
-        if now == list(self._versions.values()):
-            return [], 0, False
+        now = [(each, each.grad) for each in self._noted]
         changed = [
-            each
-            for (each, noted), version in zip(self._versions.items(), now, strict=True)
-            if version is not None and version != noted
+            each for each, gradient in now if gradient is not None and not self._noted[each].is_left(gradient)
         ]
-        resident = [each for each in self._resident if each in self._versions]
+        if not changed and all(gradient is not None for _, gradient in now):
+            return [], 0, False
+        resident = [each for each in self._resident if each in self._noted]
         return changed, len(resident), bool(resident) and all(each.grad is None for each in resident)
 
     def _require_whole_changes(self) -> None:
@@ -147,7 +184,7 @@ class WatchedGradients:
         if changed and not self._are_all(changed):
             raise refusals.error_of(
                 refusals.gradients_changed(self._fix),
-                f"{len(changed)} were; {len(self._versions) - n_resident} are offloaded by then and"
+                f"{len(changed)} were; {len(self._noted) - n_resident} are offloaded by then and"
                 f" {n_resident} are on the device, so neither are all.",
             )
 
@@ -158,12 +195,13 @@ class WatchedGradients:
         used already.
         """
         # A gradient that an update inside backward has used can no longer be scaled together with the rest.
-        count = sum(each.grad is not None for each in self._versions)
+        count = sum(each.grad is not None for each in self._noted)
         return self._context.placement.world_size == 1 and not self.are_used and len(changed) == count
 
     def _cleared(self, parameters: Iterable[nn.Parameter]) -> None:
-        for each in parameters if self._versions else ():
-            self._versions.pop(each, None)
+        for each in parameters if self._noted or self._spent else ():
+            self._noted.pop(each, None)
+            self._n_cleared += each in self._spent
 
 
 class SentinelGradient:
@@ -181,7 +219,7 @@ class SentinelGradient:
 
     def __init__(self, parameter: nn.Parameter, *, use_placeholder: bool = True) -> None:
         self.parameter, self._use_placeholder = parameter, use_placeholder
-        self._version: int | None = None
+        self._is_noted, self._noted = False, _NONE
         self._zeros: Tensor | None = None
 
     def on_grad_ready(self) -> None:
@@ -200,21 +238,19 @@ class SentinelGradient:
         if self.parameter.grad is None and self._use_placeholder:
             self._zeros = self.parameter.grad = torch.zeros_like(self.parameter)
         gradient = self.parameter.grad
-        if gradient is not None:
-            count_changes(gradient)
-        self._version = -1 if gradient is None else gradient._version
+        self._is_noted, self._noted = True, _NONE if gradient is None else _Noted.of(gradient)
 
     def forget(self) -> None:
         """Drop the noted version: its step does not continue."""
-        self._version = None
+        self._is_noted = False
 
     def changed(self) -> bool:
         """Return True if the gradient has changed since `note`; drop that version and the placeholder."""
-        version, self._version = self._version, None
+        was_noted, self._is_noted = self._is_noted, False
         gradient = self.parameter.grad
         # Before the optimizer sees it: a gradient of zeros still moves a weight by momentum and decay.
         self.remove_placeholder()
-        return version is not None and (gradient is None or gradient._version != version)
+        return was_noted and (gradient is None or not self._noted.is_left(gradient))
 
     def remove_placeholder(self) -> None:
         """Remove the placeholder, so that the optimizer does not see it."""

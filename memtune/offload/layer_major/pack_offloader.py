@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from memtune import refusals
+from memtune.offload.core import set_own_grad
 from memtune.offload.layer_major.packs import Span, in_parts
 from memtune.offload.optimizer import HostOptimizer
 from memtune.offload.parameters import DeferredBlocks
@@ -207,7 +208,7 @@ class PackOffloader(DeferredBlocks):
         self._abandon_gradients()
         self._kept_gradients, self._gradient_parts, self._update_next = [], [], []
         for held in self._trained.values():  # gradients that have arrived belong to no step
-            held.grad = None
+            set_own_grad(held, None)
         self._free_units(range(len(self._units)))
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -33,6 +33,7 @@ from memtune.device import platform_of
 from memtune.errors import ApplyError
 from memtune.offload.core import (
     PendingUpdates,
+    changed_type_error,
     host_values,
     model_order,
     not_one_by_one,
@@ -122,6 +123,7 @@ class HostOptimizer:
         # Copied by a parameter offloader, and by this optimizer.
         self._with_offloader: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._copied = list(self._pairs)
+        self._dtypes = {parameter: parameter.dtype for parameter, _ in self._pairs}
         self._known = self._resident.union(host for _, host in self._pairs)
         self._updated_by_user = [*self._resident, *(host for _, host in self._pairs)]
         self._has_narrow = any(host.dtype is not parameter.dtype for parameter, host in self._pairs)
@@ -309,11 +311,11 @@ class HostOptimizer:
         for host, _ in waiting:
             # Without a gradient torch's optimizers skip a parameter, which leaves the host's for the step
             # proper.
-            host.grad = None
+            set_own_grad(host, None)
         # The unwrapped step: its hooks run once, around the whole step, and must not run for this part.
         type(self._optimizer).step.__wrapped__(self._optimizer)  # type: ignore[attr-defined]
         for host, gradient in waiting:
-            host.grad = gradient
+            set_own_grad(host, gradient)
         for parameter in self._resident:
             # As in `zero_grad`: the update has used it, and the memory is needed before the host's part ends.
             parameter.grad = None
@@ -351,7 +353,7 @@ class HostOptimizer:
             self._run_overlapped(gradients)
         # Only the update thread may still hold the gradients; it drops each after its update.
         for host in gradients:
-            host.grad = None
+            set_own_grad(host, None)
 
     def _run_overlapped(self, gradients: dict[nn.Parameter, Tensor]) -> None:
         used_gradients = []
@@ -532,6 +534,8 @@ class HostOptimizer:
         if mine:
             self._join()
         for parameter, host in mine:
+            if parameter.dtype is not self._dtypes[parameter]:
+                raise changed_type_error(parameter, self._dtypes[parameter], parameter.shape)
             host.copy_(to_host_now(local(parameter)))
             if host in self._updated:
                 # The loaded weight replaces the early update's bfloat16 weight, which must not be copied.

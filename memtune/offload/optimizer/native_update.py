@@ -359,7 +359,10 @@ class NativeUpdate:
             for parameter in group["params"]:
                 gradient = gradient_of(parameter)
                 if gradient is not None:
-                    if self._complete.get(parameter) != moments:
+                    # The user may have cleared `optimizer.state`, to restart its moments.
+                    if self._complete.get(parameter) != moments or (
+                        moments and not optimizer.state.get(parameter)
+                    ):
                         self._complete_state(optimizer, group, parameter)
                     given.append((seed, group, parameter, gradient))
                 seed += 1

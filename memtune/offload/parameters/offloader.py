@@ -417,10 +417,19 @@ class HostParameters:
             self._take_gradient(*self._shown.popitem())
 
     def _take_gradient(self, parameter: nn.Parameter, each: OffloadedParameter) -> None:
-        gradient, _ = each.take_gradient()
         held = self._trained[parameter]
-        if gradient is None or gradient is not own_grad(held):
+        gradient, _ = self._left_by_user(parameter, each)
+        if gradient is not own_grad(held):
             set_own_grad(held, gradient)
+
+    def _left_by_user(self, parameter: nn.Parameter, each: OffloadedParameter) -> tuple[Tensor | None, bool]:
+        """Hide the gradient; return what the user has left of it, and whether it was changed.
+
+        The user finds it at the model's parameter and at the optimizer's, and may replace it at either.
+        """
+        is_replaced = each.is_gradient_replaced
+        gradient, is_changed = each.take_gradient()
+        return (gradient if is_replaced else own_grad(self._trained[parameter])), is_changed
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Free all units before the weights change, and take what the user has made of the gradients."""

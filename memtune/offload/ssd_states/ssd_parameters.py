@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
-from memtune.offload.core import OffloadedParameter, Piece, host_values, ssd_values
+from memtune.offload.core import OffloadedParameter, Piece, host_values, set_own_grad, ssd_values
 from memtune.offload.parameters import ParameterOffloader, host_copy
 from memtune.offload.ssd_states.ssd_optimizer import SsdOptimizer
 from memtune.program import WRITES_IN_FLIGHT, Residency, ssd_reads_by_moment
@@ -134,7 +134,7 @@ class TieredOffloader(ParameterOffloader):
         if self._gradients is None:
             super()._take_gradient(parameter, each)
         else:
-            self._gradients.take(parameter, *each.take_gradient())
+            self._gradients.take(parameter, *self._left_by_user(parameter, each))
 
     def _backward_raised(self) -> None:
         super()._backward_raised()
@@ -344,13 +344,13 @@ class SsdGradients:
         self.written_bytes += host.nbytes
         self._writing.append((place, host))
         # The mapping of the file: the optimizer, and a check for clipping, find the gradient as usual.
-        self._held[parameter].grad = place
+        set_own_grad(self._held[parameter], place)
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter, gradient: Tensor | None, is_changed: bool) -> None:
         """Write what the user has made of a gradient, with its checksum; None: clear it."""
         place = self._places[parameter]
-        self._held[parameter].grad = None if gradient is None else place
+        set_own_grad(self._held[parameter], None if gradient is None else place)
         if gradient is not None and (is_changed or gradient is not place):
             with tier(HOST):
                 torch.ops.memtune.write_ssd_(place, gradient.clone())

@@ -139,6 +139,70 @@ def test_clipping_after_updates_inside_backward_raises(name: str) -> None:
         clipped(*made(name))
 
 
+def replaced(model: Net, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Three steps, each with gradients that user code has assigned to the parameters of the optimizer."""
+    for index in range(3):
+        loss(model, batch(index)).backward()  # type: ignore[no-untyped-call]
+        for group in optimizer.param_groups:
+            for each in group["params"]:
+                each.grad = each.grad.sign()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+@pytest.mark.parametrize("name", [*ALL, *AT_END])
+def test_gradients_assigned_to_the_optimizers_parameters_are_used(name: str) -> None:
+    assert_equal(replaced(*made(name)[:2]), replaced(*build()))
+
+
+@pytest.mark.parametrize("through_data", [False, True], ids=["assigned", "through data"])
+@pytest.mark.parametrize("name", DOWN)
+def test_change_of_gradients_on_the_device_in_any_way_raises(name: str, through_data: bool) -> None:
+    model, optimizer, _ = made(name)
+    loss(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+    for each in model.parameters():
+        if each.grad is not None and through_data:
+            each.grad.data.clamp_(-1e-6, 1e-6)
+        elif each.grad is not None:
+            each.grad = each.grad * 0.5
+    with pytest.raises(ApplyError, match="changed between backward and the optimizer's step"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["l2l", "late", "per_gradient", "one by one"])
+def test_clearing_of_gradients_that_an_update_has_used_raises(name: str) -> None:
+    model, optimizer, tuned = made(name)
+    with tuned.micro_batch(last=True):
+        loss(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+    model.blocks[1].zero_grad()  # type: ignore[operator]
+    with pytest.raises(ApplyError, match="gradients were cleared that an update inside backward had used"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["l2l", "zero_offload", "native", "optimizer_cpu"])
+def test_moments_restart_when_the_state_of_the_optimizer_is_cleared(name: str) -> None:
+    runs = []
+    for model, optimizer in (made(name)[:2], build()):
+        for index in range(4):
+            loss(model, batch(index)).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            if index == 1:
+                optimizer.state.clear()
+        runs.append(weights(model))
+    assert_equal(*runs)
+
+
+@pytest.mark.parametrize("name", ["native", "optimizer_cpu", "zero_infinity"])
+def test_another_dtype_of_the_weights_after_apply_raises(name: str) -> None:
+    model, optimizer, _ = made(name)
+    model.bfloat16()
+    loss(model, batch(0).bfloat16()).backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(ApplyError, match=r"float32 was changed to .* torch.bfloat16 after memtune.apply"):
+        optimizer.step()
+
+
 def only_blocks() -> tuple[Net, torch.optim.Optimizer]:
     """Return a net of which the blocks alone are trained, as with LoRA."""
     model, _ = build()
