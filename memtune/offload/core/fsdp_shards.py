@@ -158,7 +158,8 @@ _COUNTED_DATA = property(Tensor.detach, _set_data)
 class _CountedTensor(Tensor):
     """A gradient on one rank whose version counter includes writes through `data`."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # results are of torch's own class
+    # Results are of torch's own class.
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
     data = _COUNTED_DATA
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:

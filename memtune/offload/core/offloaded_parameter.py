@@ -154,7 +154,7 @@ class OffloadedParameter:
         if self._is_shard:
             # Of the mesh's device, as the parameter, and with memory of the host's, as that too.
             shown = DTensor(self.device, self.parameter._spec, requires_grad=False)  # type: ignore[attr-defined]
-            shown._local_tensor = gradient  # type: ignore[attr-defined]
+            shown._local_tensor = gradient
         count_changes(shown)
         self.parameter.grad, self._grad_version = shown, _version_of(shown)
         self._shown = weakref.ref(shown)

@@ -75,7 +75,7 @@ class WatchedGradients:
     """Checks that the gradients of a model, some of them offloaded, are those of the last backward.
 
     Args:
-        context: Context of the model; `before_grad_use` and `grads_cleared` are subscribed to.
+        context: Context of the model; uses, clears and changes of gradients are subscribed to.
         resident: Parameters whose gradients are on the device until the step.
         offloaded: The parameters that have the host sums of the other gradients.
         fix: A config that allows clipping, for the errors.
@@ -94,13 +94,14 @@ class WatchedGradients:
         self._n_cleared = 0  # of the spent ones
         context.events.before_grad_use.subscribe(lambda parameter, _: self._used.add(parameter))
         context.events.grads_cleared.subscribe(self._cleared)
+        context.events.weights_loaded.subscribe(self._spent.clear)  # the load replaces the updates
         context.events.before_grads_rescaled.subscribe(self._require_whole_changes)
         context.events.grads_rescaled.subscribe(lambda: self.note() if self._noted else None)
 
     @torch.no_grad()
     def note(self) -> None:
         """Note all gradients and their versions at the end of a backward."""
-        self._spent = set(filter(self._is_spent, self._used))
+        self._spent.update(filter(self._is_spent, self._used))
         self._noted = {
             each: _Noted.of(gradient)
             for each in (*self._resident, *self._offloaded)

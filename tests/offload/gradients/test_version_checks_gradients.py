@@ -198,9 +198,13 @@ def test_moments_restart_when_the_state_of_the_optimizer_is_cleared(name: str) -
 def test_another_dtype_of_the_weights_after_apply_raises(name: str) -> None:
     model, optimizer, _ = made(name)
     model.bfloat16()
-    loss(model, batch(0).bfloat16()).backward()  # type: ignore[no-untyped-call]
-    with pytest.raises(ApplyError, match=r"float32 was changed to .* torch.bfloat16 after memtune.apply"):
+
+    def step() -> None:
+        loss(model, batch(0).bfloat16()).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+
+    with pytest.raises(ApplyError, match=r"float32 was changed to .* torch.bfloat16 after memtune.apply"):
+        step()
 
 
 def only_blocks() -> tuple[Net, torch.optim.Optimizer]:
