@@ -64,15 +64,16 @@ def refined_front(
 
 def _worth_their_memory(front: list[Scored], budget_bytes: int | None) -> list[Scored]:
     """Return `front` without candidates to which one as simple and as fast, but for a part that no prediction
-    can tell, needs less memory.
+    can tell, needs less memory; where the allocator would retry, one that is about as fast will do.
     """
     kept: list[Scored] = []
     for each in reversed(front):  # from the least memory
         least = kept[-1] if kept else None
         is_tight = budget_bytes is not None and each.prediction.peak_reserved_bytes > budget_bytes
-        gain = _TELLABLE if is_tight else _NOTICEABLE
+        if least is not None and _sample_s(least) <= _sample_s(each) * (1 + _TELLABLE) and is_tight:
+            continue
         if least is None or not (
-            _sample_s(least) <= _sample_s(each) * (1 + gain)
+            _sample_s(least) <= _sample_s(each) * (1 + _NOTICEABLE)
             and least.choice.complexity <= each.choice.complexity
         ):
             kept.append(each)

@@ -6,11 +6,13 @@ import gc
 import heapq
 import math
 import time
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Literal, NamedTuple, TypeAlias
 
 from memtune.autotune.predict import (
@@ -61,6 +63,18 @@ without the technique.
 _EXPLORE_AGAIN = 0.01
 """Relative improvement of the best candidate with a technique from which its neighbourhood is explored
 again.
+"""
+_SURELY_OVER = 2.0
+"""A setting is not scored if with a smaller micro-batch it needs more than this part of the budget. A larger
+one needs no less, but for the gradients, which a step of one micro-batch may free early: at most half.
+"""
+_ACTIVATIONS_SHARE = 0.5
+"""Part of the budget that activations under full recompute may take at the micro-batch at which pairs of
+techniques are compared.
+"""
+_MOST_LAYER_MAJOR = 32
+"""Micro-batches of a step that layer-major order is tried with: its program has the ops of all of them, and
+weights that move once for 32 cost no less for more.
 """
 _PROCESSES = 4
 """Limit on scoring processes: each has a memory of programs of its own."""
@@ -293,7 +307,8 @@ def score_all(
         if space.size <= ENUMERATE_UP_TO:
             found.add(space)
         else:
-            found.add(space.sample(min(SAMPLE, most_sampled or SAMPLE), seed))
+            count = min(SAMPLE, most_sampled or SAMPLE)
+            found.add(space.sample(count, seed, _execution_for_pairs(space, scorer)))
             looked_around: dict[Hashable, Scored] = {}
             while promising := found.promising(looked_around):
                 found.add(space.around([each.choice for each in promising.values()]))
@@ -303,6 +318,29 @@ def score_all(
     return Scores(
         found.by_key, dict(found.unfit), found.n_scored, found.n_merged, took_s, found.short_of_host
     )
+
+
+def _execution_for_pairs(space: Space, scorer: Scorer) -> Execution:
+    """Return the largest micro-batch whose activations leave room for weights and states: combinations of
+    techniques tell most about each other there.
+    """
+    first, budget_bytes = space.executions[0], scorer.rewriter.target.budget_bytes
+    sizes = [each for each in space.executions if each == first.of_size(each.micro_batch, each.accumulate)]
+    lean = {slot: techniques[0] for slot, techniques in space.slots.items()}
+    lean |= {
+        "recompute": next(
+            (each for each in space.slots["recompute"] if each.kind == "full"), lean["recompute"]
+        )
+    }
+
+    def peak_bytes(execution: Execution) -> float:
+        scored = scorer.score(Choice.of(execution, lean))
+        return math.inf if isinstance(scored, Reason) else scored.prediction.peak_allocated_bytes
+
+    if budget_bytes is None or not sizes or math.isinf(least_bytes := peak_bytes(sizes[-1])):
+        return first
+    most_bytes = least_bytes + _ACTIVATIONS_SHARE * budget_bytes
+    return sizes[bisect_left(sizes[:-1], True, key=lambda each: peak_bytes(each) <= most_bytes)]
 
 
 def processes() -> int:
@@ -335,6 +373,8 @@ class _ScoredSet:
         self.n_merged = 0
         self._found: dict[Choice, Prediction] = {}
         """By choice that fits, also if an equal one is kept."""
+        self._over_from: dict[Hashable, float] = {}
+        """Micro-batch above which a choice is surely over the budget, by its other settings."""
         self._predictions: dict[Hashable, list[Prediction]] = defaultdict(list)
         """One object for equal predictions, whichever process made them (see `_refine`)."""
 
@@ -342,13 +382,17 @@ class _ScoredSet:
         """Score choices that are new, except settings of techniques by budget that another one dominates, and
         those that without the technique fit, or are much slower than the best.
         """
-        new = [choice for choice in dict.fromkeys(choices) if choice not in self.seen]
+        new = [each for each in dict.fromkeys(choices) if each not in self.seen and _is_tried(each)]
         by_choice = {choice: self._dominance.budgeted(choice) for choice in new}
         budgeted = [each for each in by_choice.values() if each is not None]
-        first = [choice for choice, each in by_choice.items() if each is None]
-        first += [each for each in dict.fromkeys(one.without for one in budgeted) if each not in self.seen]
-        self.seen.update(new, first)
-        self._score(dict.fromkeys(first))
+        bare = {one.without: None for one in budgeted if one.without not in self.seen}
+        self.seen.update(bare, (each.choice for each in budgeted))
+        self._score(bare)  # all of them: the time of a step without the technique says whether to solve it
+        others = [choice for choice, each in by_choice.items() if each is None and choice not in bare]
+        for _, larger in groupby(sorted(others, key=_size), key=lambda each: _size(each).bit_length()):
+            hopeful = [choice for choice in larger if not self._is_surely_over(choice)]
+            self.seen.update(hopeful)
+            self._score(hopeful)
         for each in budgeted:
             if (without := self._found.get(each.without)) is not None:
                 self._dominance.add(each, without)
@@ -370,6 +414,15 @@ class _ScoredSet:
             if (without := self._found.get(each.without)) is None
             or (choice in open_ones and not self._fits(without) and without.samples_per_s >= least)
         ]
+
+    def _is_surely_over(self, choice: Choice) -> bool:
+        return _size(choice) > self._over_from.get(_but_size(choice), math.inf)
+
+    def _note_if_over(self, choice: Choice, peak_bytes: int) -> None:
+        budget = self._scorer.rewriter.target.budget_bytes
+        if budget is not None and peak_bytes > _SURELY_OVER * budget:
+            key = _but_size(choice)
+            self._over_from[key] = min(_size(choice), self._over_from.get(key, math.inf))
 
     def _fits(self, prediction: Prediction) -> bool:
         return self._fits_budget(prediction.peak_allocated_bytes)
@@ -394,6 +447,7 @@ class _ScoredSet:
             # A copy's choice is another object, and objects are known by their id.
             scored = replace(scored, choice=choice, prediction=self._one_object(scored.prediction))
             self._found[choice] = scored.prediction
+            self._note_if_over(choice, scored.prediction.peak_allocated_bytes)
             known = self.by_key.get(scored.key)
             self.n_merged += known is not None
             if known is None or choice.complexity < known.choice.complexity:
@@ -446,6 +500,21 @@ class _ScoredSet:
                     best.setdefault(part, each)
         small = heapq.nsmallest(len(_SMALL), self.by_key.values(), key=lambda each: each.rank("memory"))
         return best | dict(zip(_SMALL, small, strict=False))
+
+
+def _is_tried(choice: Choice) -> bool:
+    is_long = choice.execution.accumulate > _MOST_LAYER_MAJOR
+    return not (is_long and any(each.effects.layer_major for each in choice.techniques))
+
+
+def _size(choice: Choice) -> int:
+    return choice.execution.micro_batch or 1
+
+
+def _but_size(choice: Choice) -> Hashable:
+    """Return all of `choice` but its micro-batch."""
+    execution = choice.execution
+    return execution.compile, execution.compile_backend, execution.autocast_cache, choice.techniques
 
 
 def _part(technique: Technique) -> Hashable:

@@ -65,12 +65,12 @@ class Space:
             for techniques in itertools.product(*slots):
                 yield Choice(execution, tuple(each for each in techniques if each is not None))
 
-    def sample(self, count: int, seed: int) -> list[Choice]:
+    def sample(self, count: int, seed: int, execution: Execution | None = None) -> list[Choice]:
         """Return about `count` distinct choices drawn with `seed` (all if there are no more), in pass order.
 
-        Includes every pair of kinds with default knobs, and every combination of kinds if there are at most
-        `count`. Choices that differ only in the last pass are drawn together, because they need no further
-        program.
+        Includes every pair of kinds with default knobs, at `execution` (by default the first), and every
+        combination of kinds if there are at most `count`. Choices that differ only in the last pass are drawn
+        together, because they need no further program.
         """
         if count >= self.size:
             return list(self)
@@ -78,7 +78,7 @@ class Space:
         # Passes are memoised by their prefix, so neighbours that differ in the last slot cost one pass each.
         block = len(axes[-1])
         drawn = set(random.Random(seed).sample(range(self.size // block), max(1, count // block)))
-        drawn.update(self._default_blocks(axes, count))
+        drawn.update(self._default_blocks(axes, count, self.executions.index(execution) if execution else 0))
         return [
             self._choice(axes, index)
             for start in sorted(drawn)
@@ -101,7 +101,7 @@ class Space:
     def _axes(self) -> list[tuple[Any, ...]]:
         return [self.executions, *self._in_pass_order()]
 
-    def _default_blocks(self, axes: list[tuple[Any, ...]], count: int) -> Iterator[int]:
+    def _default_blocks(self, axes: list[tuple[Any, ...]], count: int, execution: int) -> Iterator[int]:
         """Yield the numbers of the blocks that combine kinds with their first knobs.
 
         All combinations, or all pairs with defaults in the other slots.
@@ -115,7 +115,7 @@ class Space:
             return
         for at in itertools.combinations(range(len(firsts)), 2):
             for pair in itertools.product(*(firsts[each] for each in at)):
-                places = [0] * len(firsts)
+                places = [execution] + [0] * (len(firsts) - 1)
                 places[at[0]], places[at[1]] = pair
                 yield _number(axes[:-1], places)
 

@@ -112,7 +112,7 @@ def test_largest_micro_batch_is_last_that_fits() -> None:
     [
         (1000, 1, [900, 500]),  # both fit with what the allocator reserves: 2 % of time is a reason
         (950, 1, [500]),  # 1000 would be reserved: 2 % is no reason for retries
-        (950, 0, [900, 500]),  # the simpler one stays
+        (950, 0, [500]),  # nor is being simpler
         (None, 1, [900, 500]),
     ],
 )

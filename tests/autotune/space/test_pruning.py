@@ -109,6 +109,35 @@ def test_scores_are_equal_on_several_cores(monkeypatch: pytest.MonkeyPatch):
     assert (found[1].unfit, found[1].n_merged) == (found[2].unfit, found[2].n_merged)
 
 
+def test_scoring_skips_larger_micro_batches_only_where_none_fits(monkeypatch: pytest.MonkeyPatch):
+    budget = 2 * 2**20
+    made = rewriter(budget_bytes=budget)
+    space = build_space(made, 64, axes=AXES)
+
+    def fitting(found: Scores) -> dict[str, Scored]:
+        return {
+            key: each for key, each in found.by_key.items() if each.prediction.peak_allocated_bytes <= budget
+        }
+
+    some = score_all(space, Scorer(made), "throughput")
+    monkeypatch.setattr(scoring, "_SURELY_OVER", math.inf)
+    every = score_all(space, Scorer(made), "throughput")
+    assert fitting(some) == fitting(every) != {}
+    assert some.n_candidates < every.n_candidates
+
+
+@pytest.mark.parametrize(("mib", "size"), [(1, 2), (4, 8), (100, 64)])
+def test_pairs_are_compared_where_activations_leave_room(mib: int, size: int):
+    made = rewriter(budget_bytes=mib * 2**20)
+    space = build_space(made, 64, axes=("execution", "recompute"))
+    execution = scoring._execution_for_pairs(space, Scorer(made))
+    assert execution.micro_batch == size
+    drawn = space.sample(1, 0, execution)
+    assert [
+        each for each in drawn if each.execution == execution and each.technique("recompute").kind == "full"
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("goal", ["throughput", "memory"])
 def test_sample_and_neighbours_contain_best_candidate(goal: Goal, monkeypatch: pytest.MonkeyPatch):
