@@ -231,15 +231,13 @@ def plan(
     found, refused = baselines(setup.scorer, setup.global_batch)
     alive = [each for each in scores.by_key.values() if pruner.reason(each.prediction) is None]
     ranked = sorted(alive, key=lambda each: (_over(each, setup.budget_bytes), each.rank(options.goal)))
-    front = _simulated(
-        setup, [each for each in scores.by_key.values() if not _over(each, setup.budget_bytes)]
-    )
+    fitting = [each for each in scores.by_key.values() if not _over(each, setup.budget_bytes)]
+    front = _simulated(setup, fitting, options.top)
     first = (
         front[0] if front else min(scores.by_key.values(), key=lambda each: each.rank("memory"), default=None)
     )
     say("looking for larger micro-batches and other changes that help")
-    shown = front[: options.top]
-    out = _written(setup, shown, options)
+    out = _written(setup, front, options)
     return PlanReport(
         facts=_facts(setup),
         rows=tuple(
@@ -248,7 +246,7 @@ def plan(
         baselines=tuple(
             _row(setup, setup.scorer.refined(each.scored), pruner, baseline=each.name) for each in found
         ),
-        front=_dry_run(setup, _front(setup, pruner, shown), EXACT_ROWS if options.exact else 0),
+        front=_dry_run(setup, _front(setup, pruner, front), EXACT_ROWS if options.exact else 0),
         unfit={name: str(reason) for name, reason in setup.space.unfit.items()},
         refused={**scores.unfit, **{f"{name}: {reason}": 1 for name, reason in refused.items()}},
         n_candidates=scores.n_candidates,
@@ -286,8 +284,8 @@ def _written(setup: Setup, front: Sequence[Scored], options: PlanOptions) -> str
     return str(options.out)
 
 
-def _simulated(setup: Setup, scored: list[Scored]) -> list[Scored]:
-    """Return the front of `scored`, simulated op by op."""
+def _simulated(setup: Setup, scored: list[Scored], top: int) -> list[Scored]:
+    """Return the fastest `top` of the front of `scored`, simulated op by op."""
     with ParallelMap(
         setup.scorer.refined, lambda each: same_passes(each.choice), processes(), worth_s=0.0
     ) as side_by_side:
@@ -296,7 +294,8 @@ def _simulated(setup: Setup, scored: list[Scored]) -> list[Scored]:
             lambda each: side_by_side.over(each, _simulated_so_far),
             MOST_SIMULATED,
             setup.budget_bytes,
-        )
+            top,
+        )[:top]
 
 
 def _simulated_so_far(done: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 
 from memtune.autotune.space.candidates import Choice
 from memtune.autotune.space.pruning import Pruner
@@ -18,6 +19,10 @@ _TELLABLE = 0.03
 """Relative gain of time below which a candidate is not worth retries of the allocator: half of the median
 error of predicted steps (docs/measurements.md, published GPUs).
 """
+
+
+_EQUAL = 0.01
+"""Relative gain of time for which no further technique is recommended."""
 
 
 def pareto_front(scored: Iterable[Scored]) -> list[Scored]:
@@ -42,24 +47,54 @@ def refined_front(
     refine: Callable[[list[Scored]], list[Scored]],
     most: int,
     budget_bytes: int | None = None,
+    top: int | None = None,
 ) -> list[Scored]:
     """Return the front among candidates simulated op by op: those that were, and about `most` others.
 
     One that PyTorch's allocator holds within `budget_bytes` by retries alone must gain more than others.
-
     The coarse level is a lower bound of the step time, so a candidate of the coarse front may be beaten once
-    it is simulated; the ones that it had beaten are then simulated in turn.
+    it is simulated; the ones that it had beaten are then simulated in turn, until the fastest `top` of the
+    front are known (all by default).
     """
     best = {each.key: each for each in scored}
-    while most > 0:
-        coarse = [each for each in pareto_front(best.values()) if each.prediction.level != "events"]
-        if not coarse:
+    while True:
+        front = pareto_front(best.values())
+        known = list(takewhile(lambda each: each.prediction.level == "events", front))
+        kept = _simplest_first(_worth_their_memory(known, budget_bytes), best.values(), budget_bytes)
+        if len(known) == len(front) or (top is not None and len(kept) >= top):
+            return kept
+        if most <= 0:
             break
+        after = None if top is None else len(known) + top
+        coarse = [each for each in front[:after] if each.prediction.level != "events"]
         most -= len(coarse)
         best.update({each.key: each for each in refine(coarse)})
-    return _worth_their_memory(
-        pareto_front(each for each in best.values() if each.prediction.level == "events"), budget_bytes
-    )
+    simulated = [each for each in best.values() if each.prediction.level == "events"]
+    kept = _worth_their_memory(pareto_front(simulated), budget_bytes)
+    return _simplest_first(kept, simulated, budget_bytes)
+
+
+def _simplest_first(front: list[Scored], scored: Iterable[Scored], budget_bytes: int | None) -> list[Scored]:
+    """Return `front` behind a candidate with fewer techniques than its fastest, if one is about as fast."""
+    if not front:
+        return front
+    limit_s = _sample_s(front[0]) * (1 + _EQUAL)
+    equal = [
+        each
+        for each in scored
+        if each.prediction.level == "events"
+        and _sample_s(each) <= limit_s
+        and not _is_tight(each, budget_bytes)
+    ]
+    simplest = min([front[0], *equal], key=lambda each: (each.choice.complexity[0], _sample_s(each)))
+    if simplest.choice.complexity[0] == front[0].choice.complexity[0]:
+        return front
+    least_bytes = simplest.prediction.peak_allocated_bytes
+    return [simplest, *(each for each in front if each.prediction.peak_allocated_bytes < least_bytes)]
+
+
+def _is_tight(scored: Scored, budget_bytes: int | None) -> bool:
+    return budget_bytes is not None and scored.prediction.peak_reserved_bytes > budget_bytes
 
 
 def _worth_their_memory(front: list[Scored], budget_bytes: int | None) -> list[Scored]:
@@ -69,8 +104,8 @@ def _worth_their_memory(front: list[Scored], budget_bytes: int | None) -> list[S
     kept: list[Scored] = []
     for each in reversed(front):  # from the least memory
         least = kept[-1] if kept else None
-        is_tight = budget_bytes is not None and each.prediction.peak_reserved_bytes > budget_bytes
-        if least is not None and _sample_s(least) <= _sample_s(each) * (1 + _TELLABLE) and is_tight:
+        about_as_fast = least is not None and _sample_s(least) <= _sample_s(each) * (1 + _TELLABLE)
+        if about_as_fast and _is_tight(each, budget_bytes):
             continue
         if least is None or not (
             _sample_s(least) <= _sample_s(each) * (1 + _NOTICEABLE)

@@ -321,7 +321,7 @@ def score_all(
 
 
 def _execution_for_pairs(space: Space, scorer: Scorer) -> Execution:
-    """Return the largest micro-batch whose activations leave room for weights and states: combinations of
+    """Return the largest micro-batch whose activations take a part of the budget only: combinations of
     techniques tell most about each other there.
     """
     first, budget_bytes = space.executions[0], scorer.rewriter.target.budget_bytes

@@ -103,10 +103,11 @@ class Settings:
 
     @property
     def exactness(self) -> Exactness:
-        """The least exact class of the techniques."""
-        return max(
-            (each.exactly() for each in self.techniques), key=list(Exactness).index, default=Exactness.BITWISE
-        )
+        """The least exact class of the execution and the techniques."""
+        # Gradients of several micro-batches are added up in another order, and inductor fuses sums.
+        sums = self.execution.accumulate > 1 or self.execution.compile is not False
+        own = Exactness.REORDERED if sums else Exactness.BITWISE
+        return max((own, *(each.exactly() for each in self.techniques)), key=list(Exactness).index)
 
     @cached_property
     def sentence(self) -> str:

@@ -581,3 +581,15 @@ def test_sentences_are_those_of_the_chosen_techniques():
     ]
     assert settings.sentence.startswith("compiles each block; recomputes every block")
     assert load_config({"settings": {}}).settings.sentence == "changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("execution", "exactness"),
+    [
+        (Execution(micro_batch=8), "bitwise"),
+        (Execution(micro_batch=4, accumulate=2), "reordered"),
+        (Execution(micro_batch=8, compile="blocks"), "reordered"),
+    ],
+)
+def test_exactness_follows_accumulation_and_compile(execution: Execution, exactness: str) -> None:
+    assert Settings.of(execution, {"recompute": null("recompute")}).exactness == exactness

@@ -70,6 +70,26 @@ def test_simulated_front_equals_front_of_all(
     assert [each.prediction for each in found] == [each.prediction for each in wanted]
     assert len(asked) == len(set(asked))
     assert all(each.prediction.level == "events" for each in refined_front(every, refine, most=2))
+    asked.clear()
+    first = refined_front(every, refine, len(points), top=1)
+    assert [each.prediction for each in first[:1]] == [each.prediction for each in wanted[:1]]
+    assert len(asked) <= len(points)
+
+
+def test_front_of_few_rows_simulates_no_others() -> None:
+    every = [scored(1.0 - key / 10, 900 - 90 * key, 1) for key in range(9)]
+    asked: list[int] = []
+
+    def refine(coarse: list[Any]) -> list[Any]:
+        asked.extend(each.key for each in coarse)
+        for each in coarse:
+            each.prediction.level = "events"
+        return coarse
+
+    for key, each in enumerate(every):
+        each.key, each.prediction.level = key, "coarse"
+    assert [each.key for each in refined_front(every, refine, 9, top=2)] == [0, 1]
+    assert asked == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -123,4 +143,23 @@ def test_refined_front_leaves_out_retries_that_buy_little_time(
     for key, each in enumerate(every):
         each.key, each.prediction.level = key, "events"
     front = refined_front(every, lambda coarse: coarse, 9, budget)
+    assert [each.prediction.peak_allocated_bytes for each in front] == kept
+
+
+@pytest.mark.parametrize(
+    ("points", "kept"),
+    [
+        ([(1.0, 500, 1), (0.995, 900, 0)], [900, 500]),  # half a percent is no reason for a technique
+        ([(1.0, 500, 1), (0.98, 900, 0)], [500]),
+        ([(1.0, 950, 1), (0.995, 900, 0)], [900]),
+        ([(1.0, 500, 1), (0.995, 950, 0)], [500]),  # 1050 would be reserved
+    ],
+)
+def test_refined_front_begins_with_the_simplest_of_equals(
+    points: list[tuple[float, int, int]], kept: list[int]
+) -> None:
+    every = [scored(*point) for point in points]
+    for key, each in enumerate(every):
+        each.key, each.prediction.level = key, "events"
+    front = refined_front(every, lambda coarse: coarse, 9, 1000)
     assert [each.prediction.peak_allocated_bytes for each in front] == kept
