@@ -65,7 +65,7 @@ def one(model: str, kind: str) -> dict[str, Any]:
     workload = Workload.load(HERE / "predict_models" / f"{model}.py")
     torch.manual_seed(0)
     net = workload.build_model()
-    optimizer = workload.make_optimizer(net.parameters())
+    optimizer = workload.make_optimizer(net)
     tuned = apply(net, optimizer, config(workload, kind), loss=workload.loss, strict=False)
     calls = 0
     for step in range(LEARN + COUNT):

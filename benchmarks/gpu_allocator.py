@@ -108,7 +108,7 @@ def train(settings: dict[str, Any], sizes: list[int], steps: int, device: str) -
     workload, where = Workload.load(WORKLOAD), torch.device(device)
     ledger = Ledger.open(where)
     model = workload.build_model().to(where).train()
-    optimizer = workload.make_optimizer([each for each in model.parameters() if each.requires_grad])
+    optimizer = workload.make_optimizer(model)
     tuned = memtune.apply(model, optimizer, {"settings": settings}, loss=workload.loss, strict=False)
     number = 0 if device == "cuda" else _native.ARENA_CPU
     calls, step_s, losses = [], [], []

@@ -43,7 +43,7 @@ def measured_s(
     """
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     model = workload.build_model().train()
-    optimizer = workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
+    optimizer = workload.make_optimizer(model)
     if settings is not None:
         model, optimizer = apply(model, optimizer, {"memtune": 1, "settings": settings})
     batch = workload.make_batch(size)

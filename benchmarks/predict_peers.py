@@ -35,7 +35,7 @@ def mem_tracker(workload: Workload, case: Case) -> tuple[int | None, str]:
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         model = workload.build_model().train()
         _wrap(model, workload.find_blocks(model), _EVERY[case.recompute])
-        optimizer = workload.make_optimizer([each for each in model.parameters() if each.requires_grad])
+        optimizer = workload.make_optimizer(model)
         batch = tree_map_only(torch.Tensor, fake.from_tensor, batch)
         tracker = MemTracker()
         tracker.track_external(model, optimizer, *tree_leaves(batch))

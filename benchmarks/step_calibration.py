@@ -41,7 +41,7 @@ HOW = ("rates", "others", "same")
 def clocked(workload: Workload, size: int, step_s: float) -> list[OpTime]:
     """Return the op times that one plain step at micro-batch `size` yields."""
     model = workload.build_model().train()
-    optimizer = workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
+    optimizer = workload.make_optimizer(model)
     batch, on = workload.make_batch(size), torch.device("cpu")
     with UpdateClock() as update:
         train_step(model, optimizer, workload.loss, [batch], on)

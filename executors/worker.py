@@ -189,7 +189,7 @@ def _build(rank: _Rank, workload: Workload) -> tuple[Tuned, nn.Module, dict[str,
     off_device = starts_off_device(config, rank.world)
     model = prepare_model((_model_on_host if off_device else _model)(rank, workload, config)).train()
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    optimizer = workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
+    optimizer = workload.make_optimizer(model)
     if rank.trial.fingerprint or rank.trial.gradient_steps:
         _reserve_first_hook(optimizer)
     tuned = apply(model, optimizer, config, loss=workload.loss, device=rank.device if off_device else None)

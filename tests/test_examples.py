@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def trained(workload: Workload, steps: int, size: int) -> list[float]:
     torch.manual_seed(0)
     model = workload.build_model()
-    optimizer = workload.make_optimizer(model.parameters())
+    optimizer = workload.make_optimizer(model)
     losses = []
     for _ in range(steps):
         loss = workload.loss(model, workload.make_batch(size))

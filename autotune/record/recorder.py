@@ -663,7 +663,7 @@ def _build_session(workload: Workload, rung: str) -> Session:
             _make_fake(model, fake, None)
     prepare_model(model).train()
     with mode:
-        optimizer = workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
+        optimizer = workload.make_optimizer(model)
     blocks = workload.find_blocks(model)
     return Session(workload, rung, mode, fake, model, optimizer, blocks, WorkspaceTable.cached())
 

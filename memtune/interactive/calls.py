@@ -30,7 +30,7 @@ class SharedOptions(TypedDict, total=False):
         batch: `batch(size)`, which returns that many samples on the CPU; or one batch, whose samples are used
             over and over.
         loss: `loss(model, batch)`, which returns a scalar.
-        optimizer: `optimizer(params)`; AdamW by default.
+        optimizer: `optimizer(params)` or `optimizer(model)`; AdamW by default.
         blocks: `blocks(model)`, the repeated blocks; found automatically by default.
         gpus: Number of GPUs that train together; by default all visible ones for `search`, 1 for `plan`.
         device: Type of the device to compute on, or to predict for, such as `"cpu"` or `"cuda"`; the

@@ -55,7 +55,7 @@ def workload_of(
             `model.py`, a function that builds the model, or the model itself.
         batch: The function `batch(size)`, or one batch whose samples are used over and over.
         loss: The function `loss(model, batch)`.
-        optimizer: The function `optimizer(params)`.
+        optimizer: The function `optimizer(params)` or `optimizer(model)`.
         blocks: The function `blocks(model)`.
 
     Raises:

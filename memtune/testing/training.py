@@ -69,7 +69,7 @@ def build(
     torch.manual_seed(SEED)
     made = deferred(workload.build_model, device) if is_deferred else workload.build_model().to(device)
     model = prepare_model(made).train()
-    return workload, model, workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
+    return workload, model, workload.make_optimizer(model)
 
 
 def train(

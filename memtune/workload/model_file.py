@@ -27,7 +27,7 @@ REQUIRED: dict[str, tuple[int, str]] = {
     "loss": (2, "def loss(model, batch): ...   # returns a scalar tensor"),
 }
 OPTIONAL: dict[str, tuple[int, str]] = {
-    "optimizer": (1, "def optimizer(params): return torch.optim.AdamW(params)"),
+    "optimizer": (1, "def optimizer(params): return torch.optim.AdamW(params)"),  # or of `model`, by name
     "blocks": (1, "def blocks(model): return list(model.layers)"),
     "worst_batch": (1, "def worst_batch(size): ...   # the largest batch of `size` samples, on the CPU"),
     "buckets": (

@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -281,23 +281,32 @@ class Workload:
             )
         return loss
 
-    def make_optimizer(self, params: Iterable[Tensor]) -> torch.optim.Optimizer:
-        """Call the user's `optimizer(params)`; without one, return torch's AdamW with its defaults.
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Call the user's `optimizer(params)` with the trained parameters, or `optimizer(model)` if its
+        parameter is named so; without one, return torch's AdamW with its defaults.
 
         Raises:
             WorkloadError: It raised, returned no optimizer, or one that has none of the parameters.
         """
-        optimizer = self._checked_optimizer(list(params))
+        optimizer = self._checked_optimizer(model)
         # The step is recorded as the user's loop runs it: gradients zeroed in place are never freed.
         if not self.zero_grad_to_none:
             optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=False)  # type: ignore[method-assign]
         return optimizer
 
-    def _checked_optimizer(self, given: list[Tensor]) -> torch.optim.Optimizer:
-        if self._file.function("optimizer") is None:
+    def _checked_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        given = [each for each in model.parameters() if each.requires_grad]
+        function = self._file.function("optimizer")
+        if function is None:
             return torch.optim.AdamW(given)
+        # Groups by name (no weight decay for norms and biases) need the model.
+        takes_model = next(iter(inspect.signature(function).parameters), "") == "model"
+        argument = "model" if takes_model else "list(model.parameters())"
         optimizer = self._call(
-            "optimizer", given, fix="make  optimizer(list(model.parameters()))  run by itself", code="MT120"
+            "optimizer",
+            model if takes_model else given,
+            fix=f"make  optimizer({argument})  run by itself",
+            code="MT120",
         )
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise self._error(

@@ -257,7 +257,7 @@ def steps(path: Path, document: Document, put_off: bool) -> dict[str, Any]:
     torch.manual_seed(7)
     model = memtune.deferred(workload.build_model) if put_off else workload.build_model()
     whole = sum(each.nbytes for each in model.parameters())
-    optimizer = workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
+    optimizer = workload.make_optimizer(model)
     tuned = apply(model, optimizer, document, loss=workload.loss, strict=False)
     peak, left = ledger.peak_allocated_bytes() - before, ledger.live_bytes() - before
     losses = []
@@ -349,7 +349,7 @@ def refused(path: Path) -> str:
     torch.manual_seed(torch.distributed.get_rank())
     workload = Workload.load(path)
     model = memtune.deferred(workload.build_model)
-    optimizer = workload.make_optimizer(list(model.parameters()))
+    optimizer = workload.make_optimizer(model)
     with pytest.raises(ApplyError) as error:
         apply(model, optimizer, {"settings": {"sharding": STATES["zero3"]}}, strict=False)
     return str(error.value)

@@ -134,7 +134,7 @@ def test_mode_ledger_equals_native_without_workspace(name: str) -> None:
     base = cpu_allocator.live_bytes()
     workload = Workload.load(ZOO / f"{name}.py")
     model = workload.build_model()
-    optimizer = workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
+    optimizer = workload.make_optimizer(model)
     with tier("host"):
         batch = workload.make_batch(4)
     ledger = ModeLedger()

@@ -256,7 +256,7 @@ def test_mode_ledger_with_workspaces_equals_native_peak(path: Path) -> None:
     workload = Workload.load(path)
     torch.manual_seed(0)
     model = workload.build_model().train()
-    optimizer = workload.make_optimizer([p for p in model.parameters() if p.requires_grad])
+    optimizer = workload.make_optimizer(model)
     with tier("host"):
         batch = workload.make_batch(4)
 

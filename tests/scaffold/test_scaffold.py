@@ -108,7 +108,7 @@ def trained(text: str) -> Workload:
     workload = Workload.load("model.py")
     workload.check_batch()
     model = workload.build_model()
-    optimizer = workload.make_optimizer(model.parameters())
+    optimizer = workload.make_optimizer(model)
     workload.loss(model, workload.make_batch(2)).backward()
     optimizer.step()
     return workload

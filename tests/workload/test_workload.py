@@ -52,7 +52,7 @@ def test_workload_trains_each_zoo_model(path):
     model = workload.build_model()
     workload.check_batch()
     assert sum(param.numel() for param in model.parameters()) <= 3_000_000
-    optimizer = workload.make_optimizer(model.parameters())
+    optimizer = workload.make_optimizer(model)
     batch, losses = workload.make_batch(4), []
     for _ in range(4):
         loss = workload.loss(model, batch)
@@ -99,7 +99,7 @@ def loss_of(workload):
 
 
 def optimizer_of(workload):
-    return workload.make_optimizer(workload.build_model().parameters())
+    return workload.make_optimizer(workload.build_model())
 
 
 def blocks_of(workload):
@@ -151,6 +151,22 @@ def test_load_rejects_invalid_global_batch(tmp_path, value):
 def test_loss_rejects_integer_tensor(tmp_path):
     text = GOOD.replace("model(batch).square().mean()", "model(batch).sum().long()")
     assert "torch.int64" in message(loss_of, Workload.load(written(tmp_path, text))).what
+
+
+def test_optimizer_of_the_model_groups_parameters_by_name(tmp_path):
+    text = (
+        GOOD
+        + """
+def optimizer(model):
+    names = dict(model.named_parameters())
+    kept = [each for name, each in names.items() if name.endswith("bias")]
+    rest = [each for name, each in names.items() if not name.endswith("bias")]
+    return torch.optim.AdamW([{"params": rest, "weight_decay": 0.1}, {"params": kept, "weight_decay": 0.0}])
+"""
+    )
+    groups = optimizer_of(Workload.load(written(tmp_path, text))).param_groups
+    assert [each["weight_decay"] for each in groups] == [0.1, 0.0]
+    assert all(len(each["params"]) > 0 for each in groups)
 
 
 def test_make_optimizer_rejects_closure(tmp_path):
@@ -263,7 +279,7 @@ def test_malformed_buckets_raise(tmp_path, returned):
 def test_workload_defaults_to_adamw_and_accepts_blocks(tmp_path):
     workload = Workload.load(written(tmp_path, f"{GOOD}\ndef blocks(model): return [model[1], model[1]]"))
     model = workload.build_model()
-    assert type(workload.make_optimizer(model.parameters())) is torch.optim.AdamW
+    assert type(workload.make_optimizer(model)) is torch.optim.AdamW
     assert workload.find_blocks(model) == ["1"]
 
 

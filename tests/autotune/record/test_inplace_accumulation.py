@@ -118,7 +118,7 @@ def native_peak_bytes(workload: Workload) -> int:
     base = cpu_allocator.live_bytes()
     torch.manual_seed(SEED)
     model = prepare_model(workload.build_model()).train()
-    optimizer = workload.make_optimizer(list(model.parameters()))
+    optimizer = workload.make_optimizer(model)
     for _ in range(2):
         with tier(HOST):
             batch = workload.make_batch(2)

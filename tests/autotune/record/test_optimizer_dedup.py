@@ -58,7 +58,7 @@ def traced(session: Session, sizes: Sequence[int]) -> list[Trace]:
 def session_of(path: Any, make: Make | None = None, *, dedup: bool) -> Session:
     workload = Workload.load(path)
     if make is not None:
-        object.__setattr__(workload, "make_optimizer", make)
+        object.__setattr__(workload, "make_optimizer", lambda model: make(list(model.parameters())))
     session = replace(start_session(workload, "fake"), target="cuda")
     return (
         replace(session, optimizer_dedup=OptimizerDedup(session.model, session.optimizer, session.blocks))

@@ -257,7 +257,7 @@ class Real:
         self.workload = Workload.load(path)
         torch.manual_seed(SEED)
         self.model: nn.Module = prepare_model(self.workload.build_model()).train()
-        self.optimizer = self.workload.make_optimizer([p for p in self.model.parameters() if p.requires_grad])
+        self.optimizer = self.workload.make_optimizer(self.model)
 
     def step(self) -> None:
         torch.manual_seed(SEED)

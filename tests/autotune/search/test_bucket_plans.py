@@ -104,7 +104,7 @@ def gradients(workload: Workload, batches: list[Any]) -> list[list[Tensor]]:
     with tier(HOST):
         torch.manual_seed(0)
         model = workload.build_model()
-        found, optimizer = [], workload.make_optimizer(model.parameters())
+        found, optimizer = [], workload.make_optimizer(model)
         for step, batch in enumerate(batches):
             torch.manual_seed(step)
             workload.loss(model, batch).backward()
@@ -133,7 +133,7 @@ def test_buckets_have_their_plans_their_peaks_and_plain_gradients(tmp_path: Path
     before = ledger.live_bytes()  # what tests before left in this process
     torch.manual_seed(0)
     model = workload.build_model()
-    optimizer = workload.make_optimizer(model.parameters())
+    optimizer = workload.make_optimizer(model)
     ledger.watch(model, optimizer)
     seen: list[list[Tensor]] = []
 
@@ -168,7 +168,7 @@ def test_backward_follows_the_bucket_of_its_forward(tmp_path: Path) -> None:
     )
     torch.manual_seed(0)
     model = workload.build_model()
-    tuned = apply(model, workload.make_optimizer(model.parameters()), load_config(document))
+    tuned = apply(model, workload.make_optimizer(model), load_config(document))
     small, _, large = workload.make_buckets(4)
     losses = [workload.loss(model, each) for each in (small, large, small)]
     for each in losses:
@@ -195,6 +195,6 @@ def test_apply_refuses_buckets_where_one_plan_runs_all(
     model = workload.build_model()
     config = load_config({"settings": settings, "buckets": [{"inputs": [[4, 8]]}]})
     with pytest.raises(ApplyError, match=r"one plan|plan of its own|planned for one length") as error:
-        apply(model, workload.make_optimizer(model.parameters()), config)
+        apply(model, workload.make_optimizer(model), config)
     assert named in str(error.value)
     assert "forward" not in vars(model)

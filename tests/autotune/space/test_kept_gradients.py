@@ -50,7 +50,7 @@ def test_gradients_that_are_zeroed_in_place_are_live_in_forward(tmp_path: Path) 
 def test_step_zeroes_or_frees_gradients(tmp_path: Path, setting: str) -> None:
     made = workload(tmp_path, setting)
     model = made.build_model()
-    optimizer = made.make_optimizer(list(model.parameters()))
+    optimizer = made.make_optimizer(model)
     train_step(model, optimizer, made.loss, [made.make_batch(2)], torch.device("cpu"))
     gradients = [each.grad for each in model.parameters()]
     if setting == "True":

@@ -470,7 +470,7 @@ def test_translated_live_bytes_equal_real_cuda_run(
     ]
     workload = Workload.load(tmp_path / "model_False.py")
     model = workload.build_model().to(device)
-    optimizer = workload.make_optimizer(list(model.parameters()))
+    optimizer = workload.make_optimizer(model)
     batches = [workload.make_batch(4)]
     for _ in range(2):
         train_step(model, optimizer, workload.loss, batches, torch.device(device))

@@ -40,7 +40,7 @@ def trained(config: dict[str, Any], start: str) -> tuple[list[Tensor], dict[str,
     torch.manual_seed(7)
     with tier(HOST):
         model = memtune.deferred(workload.build_model) if start == "deferred" else workload.build_model()
-    optimizer = workload.make_optimizer(list(model.parameters()))
+    optimizer = workload.make_optimizer(model)
     tuned = memtune.apply(model, optimizer, config, loss=workload.loss, strict=False, device="cpu")
     peak = ledger.peak_allocated_bytes() - before
     host_peak = ledger.peak_allocated_bytes(HOST) - host_before

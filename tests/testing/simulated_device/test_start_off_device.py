@@ -55,7 +55,7 @@ def started(technique: Technique, *, is_deferred: bool) -> Tuned:
     torch.manual_seed(7)
     model = memtune.deferred(workload.build_model) if is_deferred else workload.build_model()
     assert sum(each.nbytes for each in model.parameters()) > WEIGHTS_BYTES
-    optimizer = workload.make_optimizer(list(model.parameters()))
+    optimizer = workload.make_optimizer(model)
     return memtune.apply(model, optimizer, config, loss=workload.loss, strict=False, device=HERE)
 
 
@@ -71,7 +71,7 @@ def plain_state() -> dict[str, Any]:
     workload = Workload.load(FILE)
     torch.manual_seed(7)
     model = workload.build_model()
-    optimizer = workload.make_optimizer(list(model.parameters()))
+    optimizer = workload.make_optimizer(model)
     steps(memtune.apply(model, optimizer, {"settings": {}}, loss=workload.loss), range(3))
     return model.state_dict()
 
@@ -109,7 +109,7 @@ def trained_on_ranks(states: str, is_deferred: bool, frozen: str) -> tuple[list[
     model = memtune.deferred(workload.build_model) if is_deferred else workload.build_model()
     freeze(model, frozen)
     settings = {"sharding": {"states": {"kind": states}}, "offload": {"states": l2l.L2L().model_dump()}}
-    optimizer = workload.make_optimizer([each for each in model.parameters() if each.requires_grad])
+    optimizer = workload.make_optimizer(model)
     tuned = memtune.apply(
         model, optimizer, {"settings": settings}, loss=workload.loss, strict=False, device=device
     )
@@ -131,7 +131,7 @@ def test_ranks_start_off_the_device(states: str, is_deferred: bool, frozen: str)
     torch.manual_seed(7)
     model = workload.build_model()
     freeze(model, frozen)
-    optimizer = workload.make_optimizer([each for each in model.parameters() if each.requires_grad])
+    optimizer = workload.make_optimizer(model)
     plain = memtune.apply(model, optimizer, {"settings": {}}, loss=workload.loss)
     wanted = [float(loss) for loss in steps(plain, range(2))]
     for losses, found in run_ranks(trained_on_ranks, 2, states, is_deferred, frozen, device="sim"):
@@ -152,7 +152,7 @@ def test_failed_apply_leaves_the_model_on_the_host(
     with pytest.raises(RuntimeError, match="injected"):
         memtune.apply(
             model,
-            workload.make_optimizer(list(model.parameters())),
+            workload.make_optimizer(model),
             config_of(FILE, IN_HOST_MEMORY),
             strict=False,
             device=HERE,

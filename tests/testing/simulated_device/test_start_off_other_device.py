@@ -42,7 +42,7 @@ def trained(config: dict[str, Any], start: str, device: str) -> Trained:
         torch.manual_seed(7)
         with tier(HOST):
             model = memtune.deferred(workload.build_model) if start == "deferred" else workload.build_model()
-        optimizer = workload.make_optimizer(list(model.parameters()))
+        optimizer = workload.make_optimizer(model)
         tuned = memtune.apply(model, optimizer, config, loss=workload.loss, strict=False, device=device)
         peak = ledger.peak_allocated_bytes() - before
         losses = []

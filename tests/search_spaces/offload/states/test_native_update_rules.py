@@ -68,12 +68,12 @@ def test_optimizer_without_a_native_update_is_refused_by_name(tmp_path: Path, op
         assert isinstance(found, Candidate), (states, found)
         model = workload.build_model()
         config = load_config({"settings": settings(states)}).model_copy(update={"plan": dict(found.plans)})
-        apply(model, workload.make_optimizer(list(model.parameters())), config, strict=False)
+        apply(model, workload.make_optimizer(model), config, strict=False)
     model = workload.build_model()
     with pytest.raises(ApplyError, match="native update"):
         apply(
             model,
-            workload.make_optimizer(list(model.parameters())),
+            workload.make_optimizer(model),
             {"settings": settings(NATIVE[0])},
             strict=False,
         )
