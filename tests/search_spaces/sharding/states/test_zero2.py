@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -9,7 +10,9 @@ from support.sharding_programs import program, step, target, with_parameter
 from support.suites.sharded_suite import ShardedSuite
 from support.zoo_paths import ZOO
 
+from memtune.parallel.sharding.zero_partition_pass import partition_states
 from memtune.program.step import Kind, Phase, Program, Step, Tier
+from memtune.search_spaces.sharding.states._zero import partitioning
 from memtune.search_spaces.sharding.states.zero2 import Zero2
 from memtune.technique import NO_PLAN
 
@@ -48,6 +51,20 @@ def test_gradients_cross_the_link_in_every_micro_batch() -> None:
     assert {int(done.ops.phase[op]) for op in reduced} == {Phase.BACKWARD}  # which runs once a micro-batch
     gathered = [op for op in range(done.ops.n) if "all_gather" in done.names[done.ops.name[op]]]
     assert {int(done.ops.phase[op]) for op in gathered} == {Phase.BOUNDARY}  # and this once a step
+
+
+def test_buffers_have_the_size_of_a_bucket_not_of_the_model() -> None:
+    """ZeRO-R's constant-size buffers: one bucket for all gradients takes a part of their bytes again."""
+    whole = program(accumulate=2)
+    how = partitioning(whole, target(2), 25, every_micro_batch=True)
+    plain = step().storages
+    gradients = int(plain.bytes[(plain.kind == Kind.PARAMETER) & (plain.tier == Tier.DEVICE)].sum())
+    small, medium, all_of_them = (
+        partition_states(whole.step, replace(how, bucket_bytes=size)).peak_bytes()
+        for size in (gradients // 64, gradients // 16, 2 * gradients)
+    )
+    assert small <= medium <= small + gradients // 8
+    assert all_of_them >= small + gradients // 4
 
 
 def test_record_has_the_factors() -> None:
