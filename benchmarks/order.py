@@ -7,6 +7,9 @@ counted by the same rule: a storage is freed after its last use. This is a state
 about what PyTorch can run: eager code runs in program order, and compiled graphs hold forward and backward of
 their region, not the optimizer.
 
+Each planned order is then laid out: offsets as high as its peak mean that no other order, chosen with its
+layout, needs less memory than this peak allows.
+
 A second table predicts the peaks of eager steps that could run: forward and backward reordered by a frozen
 schedule, updates at the gradients (`execution.order: roam`), and both.
 
@@ -24,10 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from buffer_layout import Buffers, lay_out
 
 from memtune.activations.schedules import Region, region_of, run_schedule
 from memtune.autotune.record.recorder import record
-from memtune.compile.low_peak_planner import Ops, low_peak_order
+from memtune.compile.low_peak_planner import LowPeak, Ops, low_peak_order
 from memtune.offload.optimizer import not_at_gradients, updates_at_gradients
 from memtune.program import Schedule, build_schedule
 from memtune.program.step import FOREVER, READS, Step, Tier
@@ -108,6 +112,17 @@ def eager_row(name: str, step: Step) -> dict[str, Any] | None:
     }
 
 
+def height_bytes(ops: Ops, found: LowPeak) -> int:
+    """Return the height of a layout of all storages, live as the planned order runs."""
+    position = np.empty(ops.count, np.int64)
+    position[found.order] = np.arange(ops.count)
+    start = np.where(ops.producer < 0, 0, position[ops.producer])
+    end = np.where(ops.outlives > 0, ops.count, start + 1)
+    np.maximum.at(end, ops.use_storage, position[ops.use_op] + 1)
+    lives = zip(start.tolist(), end.tolist(), ops.bytes.tolist(), strict=True)
+    return lay_out(Buffers.of(each for each in lives if each[2])).height_bytes
+
+
 def row(name: str, ops: Ops) -> dict[str, Any]:
     """Run the planner on one graph."""
     started = time.perf_counter()
@@ -120,6 +135,7 @@ def row(name: str, ops: Ops) -> dict[str, Any]:
         "peak_bytes": found.peak_bytes,
         "ratio": found.peak_bytes / max(found.program_peak_bytes, 1),
         "plan_s": seconds,
+        "height": height_bytes(ops, found) / max(found.peak_bytes, 1),
     }
 
 
@@ -162,15 +178,16 @@ def markdown(rows: list[dict[str, Any]], eager: list[dict[str, Any]]) -> str:
             "after its last use in both columns. Seconds are those of one thread. A statement on graphs, not"
             " a measurement."
         ),
+        "Layout: height of a layout of the planned order over its peak; at 1 no layout is lower.",
         "",
-        "| graph | ops | program order, MB | planned, MB | planned / program | s |",
-        "|---|---|---|---|---|---|",
+        "| graph | ops | program order, MB | planned, MB | planned / program | s | layout |",
+        "|---|---|---|---|---|---|---|",
     ]
     for each in rows:
         sizes = (each["program_peak_bytes"] / 1e6, each["peak_bytes"] / 1e6)
         lines.append(
             f"| {each['graph']} | {each['ops']:,} | {sizes[0]:.2f} | {sizes[1]:.2f} "
-            f"| {each['ratio']:.3f} | {each['plan_s']:.2f} |"
+            f"| {each['ratio']:.3f} | {each['plan_s']:.2f} | {each['height']:.4f} |"
         )
     lines += [
         "",

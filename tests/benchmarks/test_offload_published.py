@@ -54,6 +54,12 @@ def test_committed_ratios_are_in_published_ranges() -> None:
     assert all(low <= row["ratio"]["l2l"] <= high for row in PUBLISHED["stronghold"]["rows"])
     assert all(min(row["ratio"].values()) > 1 for row in PUBLISHED["stronghold"]["rows"])
     assert all(row["ratio"] > 2 for row in PUBLISHED["mobius"]["rows"])
+    packs = PUBLISHED["harmony"]["rows"]
+    assert all(1 < row["ratio"] <= PUBLISHED["harmony"]["published"]["up to"] for row in packs)
+    assert all(row["harmony_s"] <= row["fewest_packs_s"] for row in packs)
+    assert packs[-1]["harmony_s"] < 0.95 * packs[-1]["fewest_packs_s"]
+    scale = max(row["ratio"] for row in PUBLISHED["patrickstar"]["rows"])
+    assert scale == pytest.approx(PUBLISHED["patrickstar"]["published"]["ratio"], rel=0.2)
     of_one = [
         row["ratio_of_a_micro_batch"] for row in ORCHESTRATION["rows"] if "ratio_of_a_micro_batch" in row
     ]
@@ -62,7 +68,10 @@ def test_committed_ratios_are_in_published_ranges() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("paper", "figure"), [("stronghold", "stronghold_s"), ("mobius", "zero3_s")])
+@pytest.mark.parametrize(
+    ("paper", "figure"),
+    [("stronghold", "stronghold_s"), ("mobius", "zero3_s"), ("harmony", "harmony_s")],
+)
 def test_committed_rows_are_reproduced(
     scripts: ModuleType, paper: str, figure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

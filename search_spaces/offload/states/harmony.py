@@ -174,8 +174,11 @@ class Harmony(Technique):
         }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return with and without prefetch, which hides copies and takes room."""
-        return {"prefetch": (False, True)}
+        """Return with and without prefetch, which hides copies and takes room, and the fewest packs or as
+        many as blocks, which leave less at the ends of the step that no computation hides. Forward runs the
+        packs of backward: wider ones load later and were never faster (simulated).
+        """
+        return {"prefetch": (False, True), "backward": (None, 1)}
 
 
 def _swapped_bytes(program: Program, packs: Packs) -> int:

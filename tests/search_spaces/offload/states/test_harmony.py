@@ -83,6 +83,16 @@ class TestHarmony(PacksSuite):
         plain_s, prefetched_s = (simulate(each.program, slow, level="events").step_s for each in steps)
         assert prefetched_s < 0.98 * plain_s
 
+    def test_searched_packs_are_the_fewest_that_fit_or_those_of_one_block(self) -> None:
+        free, room = Harmony(kind="harmony", prefetch=True), 1 << 30
+        fewest, single = (
+            planned(free.model_copy(update={"backward": width}), 4, room)
+            for width in free.choices()["backward"]
+        )
+        count = {len(each.plans["offload.states"].backward) for each in (fewest, single)}
+        assert count == {1, len(single.program.step.blocks)}
+        assert single.program.step.peak_bytes() < fewest.program.step.peak_bytes()
+
     def test_counted_bytes_of_training_are_those_of_the_plan(self) -> None:
         """Counted on the links of a live step, including boundaries and batches."""
         for technique in (PAIRS, UNEVEN):
