@@ -311,8 +311,8 @@ WHY = {
         "2.2 to 3.2 over virtual memory, published up to 7.6: the ratio grows with the number of "
         "micro-batches, and the search takes as few as fit, since large ones compute faster; 16 of one "
         "sample swap 66|W| without Harmony. Of the searched packs those of one block win at every budget: "
-        "less is left at the ends of a step that no computation hides. The fewest packs that fit take "
-        "up to 10 % longer, and 2.8 times the memory."
+        "less is left at the ends of a step that no computation hides. The fewest packs that fit need "
+        "at most 10 % more time, and 2.8 times the memory."
     ),
     "patrickstar": (
         "2.4 times the parameters of ZeRO-Offload over ZeRO-2, whose weights are whole on every GPU; over "
