@@ -70,7 +70,9 @@ CASES = {
         OFFLOAD,
     ),
     "1.3B on one A100-40G, 16 bits": Case(
-        _gpt(SIZE="1.3b", BATCH=16, BF16=1), _options("a100-40g", budget_bytes=30 * GIB), RECOMPUTE | OFFLOAD
+        _gpt(SIZE="1.3b", BATCH=16, BF16=1),
+        _options("a100-40g", budget_bytes=24 * GIB),
+        {"ZeRO-Offload": {"offload.states": "zero_offload"}} | RECOMPUTE | OFFLOAD,
     ),
     "7B on 8 A100-40G": Case(_gpt(SIZE="7b", BATCH=64), _options("a100-40g", ranks=8), SHARDED),
 }

@@ -1,5 +1,5 @@
 """The simulator against published speed-ups of offloading: LoHan and ZeRO-Infinity's idle share, STRONGHOLD,
-Mobius, Harmony, PatrickStar.
+Mobius, Harmony, PatrickStar, Angel-PTM.
 
     python benchmarks/offload_published.py [PAPER ...] [--json FILE]
 
@@ -259,6 +259,31 @@ def of_patrickstar() -> Iterator[Row]:
         }
 
 
+# -- Angel-PTM -----------------------------------------------------------------------------------------------
+
+
+def of_angel_ptm() -> Iterator[Row]:
+    """Return a row per budget: waits for gathers, and for copies of activations and pages, which have
+    schedules of their own, over the step. One schedule for all of them could save no more.
+    """
+    recorded, size = recording(stronghold.SHAPE, WIDE, [8]), 8
+    for gib in harmony.BUDGETS_GIB:
+        target = Target(stronghold.HARDWARE, 8, budget_bytes=gib << 30)
+        offload = {"activations": {"kind": "copy_out"}, "states": {"kind": "angel_ptm"}}
+        asked = {**FULL, "sharding": {"states": {"kind": "fsdp"}}, "offload": offload}
+        program = candidate(recorded, target, {**_execution(size), **asked}).program
+        step = simulate(program, target.hardware, level="events")
+        waits = {name: step.exposed_s.get(name, 0.0) for name in ("intra_link", *_LINKS)}
+        yield {
+            "budget_gib": gib,
+            "step_s": round(step.step_s, 3),
+            "peak_gib": round(program.step.peak_bytes() / 2**30, 2),
+            "waits": {name: round(seconds / step.step_s, 4) for name, seconds in waits.items()},
+        }
+
+
+_LINKS = ("host_to_device", "device_to_host")
+
 PAPERS: dict[str, tuple[Callable[[], Iterator[Row]], dict[str, str], dict[str, Any]]] = {
     "lohan": (
         of_lohan,
@@ -272,6 +297,7 @@ PAPERS: dict[str, tuple[Callable[[], Iterator[Row]], dict[str, str], dict[str, A
         {"ratio": mobius.SPEED_UP, "expected of the last change": mobius.FORESEEN},
     ),
     "harmony": (of_harmony, harmony.SOURCES, {"up to": harmony.UP_TO}),
+    "angel_ptm": (of_angel_ptm, stronghold.SOURCES, {}),
     "patrickstar": (of_patrickstar, patrickstar.SOURCES, {"ratio": patrickstar.SCALE}),
 }
 """Rows, where constants come from, what is published."""
@@ -313,6 +339,10 @@ WHY = {
         "sample swap 66|W| without Harmony. Of the searched packs those of one block win at every budget: "
         "less is left at the ends of a step that no computation hides. The fewest packs that fit need "
         "at most 10 % more time, and 2.8 times the memory."
+    ),
+    "angel_ptm": (
+        "On eight GPUs with FSDP's shards a step waits for gathers, pages of a rank's rows and inputs of "
+        "blocks on the host for at most 1.8 % of its time; what it waits for is the host's update."
     ),
     "patrickstar": (
         "2.4 times the parameters of ZeRO-Offload over ZeRO-2, whose weights are whole on every GPU; over "

@@ -58,6 +58,7 @@ def test_committed_ratios_are_in_published_ranges() -> None:
     assert all(1 < row["ratio"] <= PUBLISHED["harmony"]["published"]["up to"] for row in packs)
     assert all(row["harmony_s"] <= row["fewest_packs_s"] for row in packs)
     assert packs[-1]["harmony_s"] < 0.95 * packs[-1]["fewest_packs_s"]
+    assert all(sum(row["waits"].values()) < 0.02 for row in PUBLISHED["angel_ptm"]["rows"])
     scale = max(row["ratio"] for row in PUBLISHED["patrickstar"]["rows"])
     assert scale == pytest.approx(PUBLISHED["patrickstar"]["published"]["ratio"], rel=0.2)
     of_one = [
