@@ -644,8 +644,11 @@ def placeholder_like(tensor: Tensor) -> Tensor:
 
     Placeholders of real tensors have their values, because backward computes with them.
     """
-    if isinstance(tensor, FakeTensor):
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    if type(tensor) is FakeTensor:
+        # Below all modes, each of which would take microseconds per saved tensor.
+        with torch._C._DisableTorchDispatch():
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return FakeTensor(tensor.fake_mode, empty, tensor.fake_device)
     with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
         whole = tensor.untyped_storage().clone()
         return torch.empty(0, dtype=tensor.dtype).set_(
