@@ -34,7 +34,7 @@ RowIndex = npt.NDArray[np.intp]
 RowMask = npt.NDArray[np.bool_]
 _NONE = np.empty(0, np.int32)
 _NEW_OP_COLUMNS = ("name", "call", "phase", "resource", "traffic_bytes", "group", "stream", "prefetch")
-_DEFAULTS = {"sequence_nr": -1, "copy_of": -1}  # of the other columns; 0 for those not in it
+_PHASE = _NEW_OP_COLUMNS.index("phase")
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,10 @@ class RowReplay:
             step.storages.owner[before],
             step.storages.held_until[before],
         )
-        self._ops: list[dict[str, Any]] = []
-        self._pending: list[tuple[int, ...]] = []
+        # Parts of three columns: old row (or beyond them the number of a new op), `copy_of`, phase.
+        self._ops: list[tuple[Any, ...]] = []
+        self._new_ops: list[tuple[int, ...]] = []
+        self._n_flushed = 0
         self._op_uses: list[tuple[I32, I32, Any]] = []
         self._new_uses: list[tuple[int, int, int]] = []
         self._holds: list[tuple[I32, Any]] = []
@@ -133,10 +135,15 @@ class RowReplay:
         self._flush_storages()
         # Numbers are positions in the list of parts, so pending single storages go first.
         count = len(n_bytes)
+        if not count:
+            return _NONE
         numbers = np.arange(self.n_storages, self.n_storages + count, dtype=np.int32)
         self.n_storages += count
         self._storages.append(
-            tuple(np.broadcast_to(each, count) for each in (n_bytes, tier, kind, producer, owner, held))
+            tuple(
+                each if isinstance(each, np.ndarray) else np.full(count, each)
+                for each in (n_bytes, tier, kind, producer, owner, held)
+            )
         )
         return numbers
 
@@ -161,7 +168,7 @@ class RowReplay:
             call: As in `Ops`.
         """
         name = self._names.setdefault(op.name, len(self._names))
-        self._pending.append(
+        self._new_ops.append(
             (name, call, op.phase, op.resource, traffic_bytes, op.group, op.stream, op.prefetch)
         )
         at = self.n_ops
@@ -202,18 +209,19 @@ class RowReplay:
         step = self.step
         positions = np.arange(self.n_ops, self.n_ops + len(rows), dtype=np.int32)
         self.n_ops += len(rows)
-        columns = {name: column[rows] for name, column in self._columns.items()}
-        columns["sequence_nr"] = columns["copy_of"] = np.full(len(rows), -1, np.int32)
-        if again is not None:
-            repeated = (columns["phase"] == Phase.FORWARD) & (again[rows] >= 0)
+        phase = step.ops.phase[rows]
+        if again is None:
+            copy_of = np.full(len(rows), -1, np.int32)
+        else:
+            repeated = (phase == Phase.FORWARD) & (again[rows] >= 0)
             # Rows of a pass that were recomputation before have no meaning in the new step.
-            columns["copy_of"] = np.where(repeated, again[rows], -1).astype(np.int32)
-            columns["phase"] = np.where(repeated, np.uint8(Phase.RECOMPUTE), columns["phase"])
-        self._ops.append(columns)
+            copy_of = np.where(repeated, again[rows], -1).astype(np.int32)
+            phase = np.where(repeated, np.uint8(Phase.RECOMPUTE), phase)
+        self._ops.append((rows, copy_of, phase))
         # Of several replays the first defines where blocks start and end.
-        fresh = rows[self.first_position[rows] < 0]
-        self.first_position[fresh] = positions[self.first_position[rows] < 0]
-        index, maker = _expanded(self._made[rows], self._made[rows + 1])
+        fresh = self.first_position[rows] < 0
+        self.first_position[rows[fresh]] = positions[fresh]
+        index, maker = _expanded(self._made, rows)
         new = self._by_producer[index]
         numbers = self.add_storages(
             step.storages.bytes[new],
@@ -224,7 +232,7 @@ class RowReplay:
             -1,
         )
         made[new] = numbers
-        index, user = _expanded(self._uses[rows], self._uses[rows + 1])
+        index, user = _expanded(self._uses, rows)
         storages = self.number(step.uses.storage[index], made, kept, from_kept)
         self._op_uses.append((positions[user], storages, step.uses.mode[index]))
         run.rows.append(rows)
@@ -260,17 +268,9 @@ class RowReplay:
             nth = np.repeat(np.arange(1, count + 1), len(column))
             return (repeated + nth * np.tile(strides.of(column), count)).astype(column.dtype)
 
-        op_parts = self._ops[second.op_parts :]
-        if op_parts:
-            self._ops.append(
-                {
-                    name: copies(
-                        np.concatenate([part[name] for part in op_parts]),
-                        self._op_strides if name == "copy_of" else None,
-                    )
-                    for name in op_parts[0]
-                }
-            )
+        if op_parts := self._ops[second.op_parts :]:
+            source, copy_of, phase = map(np.concatenate, zip(*op_parts, strict=True))
+            self._ops.append((copies(source), copies(copy_of, self._op_strides), copies(phase)))
         if storage_parts := self._storages[second.storage_parts :]:
             n_bytes, tier, kind, producer, owner, held = map(np.concatenate, zip(*storage_parts, strict=True))
             self._storages.append(
@@ -319,18 +319,29 @@ class RowReplay:
 
     def _flush(self) -> None:
         """Convert pending new ops to columns, so that the next rows follow them in order."""
-        if not self._pending:
-            return
-        values = dict(zip(_NEW_OP_COLUMNS, zip(*self._pending, strict=True), strict=True))
-        count, columns = len(self._pending), self._columns
-        neutral = {name: [_DEFAULTS.get(name, 0)] * count for name in columns}
-        self._ops.append(
-            {
-                name: np.asarray(column).astype(columns[name].dtype)
-                for name, column in (neutral | values).items()
-            }
+        pending = self._new_ops[self._n_flushed :]
+        if pending:
+            first, count = self.step.ops.n + self._n_flushed, len(pending)
+            phase = np.asarray([each[_PHASE] for each in pending], np.uint8)
+            self._ops.append((np.arange(first, first + count), np.full(count, -1, np.int32), phase))
+            self._n_flushed += count
+
+    def _columns_of_ops(self) -> dict[str, Any]:
+        source, copy_of, phase = map(np.concatenate, zip(*self._ops, strict=True))
+        new = (
+            dict(zip(_NEW_OP_COLUMNS, zip(*self._new_ops, strict=True), strict=True)) if self._new_ops else {}
         )
-        self._pending = []
+        zeros = [0] * len(self._new_ops)
+        columns = {
+            name: np.concatenate([column, np.asarray(new.get(name, zeros)).astype(column.dtype)])[source]
+            for name, column in self._columns.items()
+            if name not in ("sequence_nr", "copy_of", "phase")
+        }
+        return columns | {
+            "sequence_nr": np.full(self.n_ops, -1, np.int32),
+            "copy_of": copy_of,
+            "phase": phase,
+        }
 
     def _flush_storages(self) -> None:
         if self._pending_storages:
@@ -349,10 +360,7 @@ class RowReplay:
         self._flush()
         self._flush_storages()
         step = self.step
-        ops: dict[str, Any] = {
-            name: np.concatenate([part[name] for part in self._ops]).astype(column.dtype)
-            for name, column in self._columns.items()
-        }
+        ops = self._columns_of_ops()
         names = ("bytes", "tier", "kind", "producer", "owner", "held_until")
         columns: dict[str, Any] = {
             name: np.concatenate(parts).astype(getattr(step.storages, name).dtype)
@@ -433,9 +441,10 @@ def set_lifetimes(
 Saved = tuple[I32, I32]  # numbers, old rows after which autograd frees them
 
 
-def _expanded(begin: Any, end: Any) -> tuple[Any, Any]:
-    """Return all indices of the ranges [begin, end), and the range of each index."""
-    count = end - begin
+def _expanded(starts: Any, rows: RowIndex) -> tuple[Any, Any]:
+    """Return all indices of the ranges [starts[row], starts[row + 1]), and the position in `rows` of each."""
+    begin = starts[rows]
+    count = starts[rows + 1] - begin
     total = np.cumsum(count)
-    within = np.arange(total[-1] if len(total) else 0) - np.repeat(total - count, count)
-    return within + np.repeat(begin, count), np.repeat(np.arange(len(count)), count)
+    within = np.arange(total[-1]) - np.repeat(total - count - begin, count)
+    return within, np.repeat(np.arange(len(count)), count)
