@@ -33,6 +33,7 @@ what they compute again because their caches are their own, would cost as much a
 PATIENCE: Final = 3.0
 LEAST_S: Final = 20.0
 """A copy may take `PATIENCE` times as long as this process took for its own items, plus `LEAST_S`."""
+_LOOK_S: Final = 0.01  # between looks at the copies
 _HERE: Final = -1
 _DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG of prctl(2)
 
@@ -78,12 +79,15 @@ class ParallelMap(Generic[T, R]):
         """Return results in the order of `items`; calls `on_done` with their number as they come."""
         work: _Work[T, R] = _Work(items, self._group, self._homes)
         started, worked_s = time.monotonic(), self._worked_s - time.process_time()
+        looked = -math.inf
         while (mine := work.take(_HERE)) is not None:
             for i in mine:
-                self._worked_s = worked_s + time.process_time()
-                if not self._copies and self._worked_s >= self._worth_s and work.groups:
-                    self._copy()
-                self._feed(work)
+                # The clock of CPU time and polling are system calls, which cost as much as a small item.
+                if time.monotonic() - looked >= _LOOK_S:
+                    looked, self._worked_s = time.monotonic(), worked_s + time.process_time()
+                    if not self._copies and self._worked_s >= self._worth_s and work.groups:
+                        self._copy()
+                    self._feed(work)
                 work.results[i] = self._function(items[i])
                 on_done(len(work.results))
         self._worked_s = worked_s + time.process_time()
