@@ -148,7 +148,7 @@ class ScheduledRegion(ReplacedForward):
         lock: CaptureLock | None = None,
     ) -> None:
         super().__init__(module)
-        self._lock = lock or CaptureLock()
+        self._lock, self._is_copy = lock or CaptureLock(), False
         self.schedule, self.runs = schedule, Runs()
         self._device, self._latest = device, weakref.WeakSet[ScheduledRun]()
         self._captured: dict[Any, list[_Captured | _Refused]] = {}
@@ -160,10 +160,18 @@ class ScheduledRegion(ReplacedForward):
         """Values kept for backward pass through an activation table: each value and argument is packed after
         its last read in forward, and unpacked just before backward reads it."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: vars(self)[name] for name in ("module", "_original", "_had_own")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copied or pickled module (averaged weights, a target network) runs plainly: captures are of the
+        # original's tensors.
+        vars(self).update(state, _lock=CaptureLock(), _is_copy=True)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward by the schedule, or the plain one."""
         # The schedule trades memory between forward and backward; alone, a forward frees as it goes.
-        if not torch.is_grad_enabled():
+        if self._is_copy or not torch.is_grad_enabled():
             return self._plain(*args, **kwargs)
         # Permanent: code with and without claims differs, and a region under a table is under it in each
         # step.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -322,3 +324,18 @@ def test_computed_weights_pass_gradients_to_their_sources() -> None:
         found.append([w.grad for w in weights.values()])
     assert same(found[0], found[1])
     assert same(found[0], found[2])
+
+
+def test_copied_or_pickled_module_trains_plainly_with_weights_of_its_own(tmp_path: Path) -> None:
+    net, frozen = frozen_net()
+    wanted = gradients(net, torch.ones(5, 6))
+    assert frozen.runs.frozen == 1
+    torch.save(net, tmp_path / "net")
+    for other in (copy.deepcopy(net), torch.load(tmp_path / "net", weights_only=False)):
+        assert same(gradients(other, torch.ones(5, 6)), wanted)
+        with torch.no_grad():
+            for each in other.parameters():
+                each.zero_()
+        assert not same(gradients(other, torch.ones(5, 6)), wanted)
+    assert same(gradients(net, torch.ones(5, 6)), wanted)
+    assert frozen.runs.frozen == 2
