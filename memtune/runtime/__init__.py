@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from memtune.runtime.context import Context, Snapshot
     from memtune.runtime.data_alias import (
         is_data_used,
+        is_tracked,
         plain_type,
+        show_grad_of,
         track_data,
         untrack_data,
         version_of_data,
@@ -179,6 +181,7 @@ __all__ = [
     "is_dense",
     "is_observed",
     "is_own_step",
+    "is_tracked",
     "is_uncounted",
     "keep_groups",
     "link_of",
@@ -209,6 +212,7 @@ __all__ = [
     "run_last",
     "seam",
     "seed_generators",
+    "show_grad_of",
     "storages_of",
     "tensors_in",
     "tier",

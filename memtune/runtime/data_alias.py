@@ -3,6 +3,9 @@
 A tracked weight has a subclass that overrides `data`: every access returns an alias of one stored tensor,
 with which it shares the version counter, as views do. Assignment (`p.data = ...`) replaces the stored tensor.
 Copies and pickles of a weight are of torch's own class.
+
+A tracked weight also shows a gradient that is on another tier: `grad` is that of the optimizer's parameter
+while `show_grad_of` says so and the weight has none of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 _DATA: Any = torch._C.TensorBase.data
+_GRAD: Any = torch._C.TensorBase.grad
 
 
 class _AliasedData(Tensor):
@@ -26,6 +30,26 @@ class _AliasedData(Tensor):
     """Number of assignments of `data`."""
     _earlier = 0
     """Writes through aliases of memory that the tensor had before, and has no more."""
+    _optimized: Tensor | None = None
+    """The optimizer's parameter whose gradient is shown."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        """Its own gradient, or the one that is shown."""
+        own, held = _GRAD.__get__(self), self._optimized
+        return own if own is not None or held is None else _GRAD.__get__(held)  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        held = self._optimized
+        if held is None or _GRAD.__get__(self) is not None:
+            _GRAD.__set__(self, gradient)
+        else:
+            _GRAD.__set__(held, None if gradient is None else gradient.to(held.device))
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     @property
     def data(self) -> Tensor:
@@ -79,7 +103,7 @@ class _AliasedShard(_AliasedData, DTensor):
 
 
 _ALIASED: Final[dict[type, type]] = {nn.Parameter: _AliasedParameter, DTensor: _AliasedShard}
-_OWN: Final = ("_kept", "_assigned", "_earlier")
+_OWN: Final = ("_kept", "_assigned", "_earlier", "_optimized")
 _PLAIN: Final[dict[type, type]] = {shown: plain for plain, shown in _ALIASED.items()}
 
 
@@ -87,6 +111,19 @@ def track_data(weight: Tensor) -> None:
     """Track the `data` of `weight` from now on, if it is a plain parameter."""
     if type(weight) in _ALIASED:
         weight.__class__ = _ALIASED[type(weight)]
+
+
+def show_grad_of(weight: Tensor, held: Tensor | None) -> None:
+    """Have `grad` of a tracked `weight` be that of `held` while it has none of its own; None: no longer."""
+    if held is None:
+        vars(weight).pop("_optimized", None)
+    else:
+        vars(weight)["_optimized"] = held
+
+
+def is_tracked(weight: Tensor) -> bool:
+    """Return whether `track_data` tracks `weight`."""
+    return type(weight) in _PLAIN
 
 
 def is_data_used() -> bool:

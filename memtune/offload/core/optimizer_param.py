@@ -74,7 +74,9 @@ class OptimizerParameter(nn.Parameter):
 
         Only code outside memtune, such as an assignment to `.grad`, causes this.
         """
-        return own_grad(self) is not None and self._replaces is not None and self._replaces.grad is not None
+        return (
+            own_grad(self) is not None and self._replaces is not None and own_grad(self._replaces) is not None
+        )
 
 
 def optimizer_parameter(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:

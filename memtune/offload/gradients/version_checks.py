@@ -6,8 +6,9 @@ Gradients, when some of them are offloaded (`WatchedGradients`):
   host sums.
 - They are compared when the step begins and when the next forward begins, which would add to changed
   gradients.
-- Block offload shows its gradients as `grad` between backward and the step, and notes versions only if a step
-  has used some of them inside backward (`offload.parameters.offloader`).
+- On one rank, and under block offload, offloaded gradients are shown as `grad` between backward and the step,
+  and are noted only if a step has used some of them inside backward (`offload.parameters.offloader`,
+  `offload.optimizer.grad_offload`).
 - `zero_grad` of the optimizer, the model or a submodule reports the gradients that it clears. `p.grad = None`
   reports nothing, and frees an offloaded gradient only if that is shown; if it cleared all gradients on the
   device, the check raises.

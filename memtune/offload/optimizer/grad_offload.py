@@ -43,7 +43,9 @@ from memtune.runtime import (
     EarlyUpdates,
     UncopiedHook,
     before_step,
+    is_tracked,
     local,
+    show_grad_of,
     to_host_together,
     transfer,
     weakly,
@@ -136,6 +138,8 @@ class GradientOffload:
         self._early_updates = EarlyUpdates(context, "parameter")
         resident = [parameter for parameter in trained if parameter not in self._hosts]
         self._version_check = WatchedGradients(context, resident, self._hosts.values(), _OTHER)
+        # Ranks use no one else's part of a gradient: what user code makes of its own may be no whole.
+        self._shows = placement.world_size == 1 and all(map(is_tracked, self._hosts))
         self._sentinel_missing = False
         context.events.grads_cleared.subscribe(self._on_grads_cleared)
         # Weakly, and not copied: the model must not keep the offloader, and a deep copy must not offload into
@@ -283,7 +287,11 @@ class GradientOffload:
         # For the bucket just sent: after backward all sums are complete, and the user may clip them.
         self._finish_copies()
         self._sentinel.note()
-        self._version_check.note()
+        for parameter, host in self._hosts.items() if self._shows else ():
+            show_grad_of(parameter, host)
+        # Changes that the user sees to all gradients are allowed, unless an update has used some.
+        if not self._shows or self._version_check.are_used:
+            self._version_check.note()
         self._sentinel_missing = self._sentinel.parameter.grad is None
 
     def _backward_raised(self) -> None:
@@ -296,6 +304,7 @@ class GradientOffload:
             transfer.abandon(host)
         self._early_updates.raised()
         self._version_check.forget()
+        self._hide_gradients()
         self._bucket, self._held_bytes = [], 0
         self._in_flight, self._sentinel_missing = [], False
 
@@ -306,6 +315,11 @@ class GradientOffload:
             # Recompute calls the model's forward inside backward; gradients are changing then anyway.
             if not self._backward_end.is_near:
                 self._version_check.require_unchanged()
+                self._hide_gradients()
+
+    def _hide_gradients(self) -> None:
+        for parameter in self._hosts if self._shows else ():
+            show_grad_of(parameter, None)
 
     def _on_grads_cleared(self, parameters: Iterable[nn.Parameter]) -> None:
         self._sentinel_missing = self._sentinel_missing and self._sentinel.parameter not in set(parameters)
@@ -315,6 +329,7 @@ class GradientOffload:
         self._backward_end.settle()
         self._early_updates.step_goes_on()
         self._version_check.require_unchanged()
+        self._hide_gradients()
         self._sentinel.remove_placeholder()
         # Without a sentinel no scaling of gradients could be found, so the step is refused rather than
         # trusted.

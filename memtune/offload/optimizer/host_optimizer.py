@@ -276,7 +276,7 @@ class HostOptimizer:
         here: list[tuple[nn.Parameter, nn.Parameter]] = []
         for pair in self._pairs:
             host = pair[1]
-            if pair[0].grad is not None:
+            if own_grad(pair[0]) is not None:
                 here.append(pair)
             elif (gradient := own_grad(host)) is not None:  # offloaded during backward
                 self._gradients[host] = gradient

@@ -27,7 +27,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import ApplyError
-from memtune.offload.core import host_values, model_order, optimizer_parameter, state_to_host, to_host_now
+from memtune.offload.core import (
+    host_values,
+    model_order,
+    optimizer_parameter,
+    own_grad,
+    state_to_host,
+    to_host_now,
+)
 from memtune.offload.gradients import ExternalWrites, watch_loads
 from memtune.offload.optimizer import (
     NativeUpdate,
@@ -307,7 +314,7 @@ class SsdOptimizer:
     def _gradient(self, piece: Piece) -> Tensor:
         """Return the gradient on the host, and free it on the device."""
         parameter = piece.device
-        on_host = piece.held.grad if parameter.grad is None else None
+        on_host = piece.held.grad if own_grad(parameter) is None else None
         if on_host is not None:  # offloaded when it was ready
             piece.held.grad = None
             if (coming := self._gradient_reads.pop(piece.held, None)) is None:

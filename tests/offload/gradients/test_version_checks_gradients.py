@@ -13,7 +13,6 @@ import torch
 from support.interrupted_loops import (
     ALL,
     AT_END,
-    DOWN,
     STORES,
     Net,
     assert_equal,
@@ -70,28 +69,10 @@ def test_zero_grad_of_the_model_frees_gradients_of_a_skipped_step(name: str, how
     assert_equal(trained(model, optimizer, CLEARS[how]), trained(*build(), CLEARS[how]))
 
 
-@pytest.mark.parametrize("name", DOWN)
-def test_gradients_changed_in_part_before_a_clip_raise(name: str) -> None:
-    model, _, _ = made(name)
-    loss(model, batch(0)).backward()  # type: ignore[no-untyped-call]
-    resident = [each for each in model.parameters() if each.grad is not None]
-    assert 0 < len(resident) < len(list(model.parameters()))
-    for each in resident:
-        each.grad.mul_(0.5)
-    with pytest.raises(ApplyError, match="changed between backward and the optimizer's step"):
-        torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)
-
-
-@pytest.mark.parametrize("name", DOWN)
-def test_gradients_set_to_none_after_a_skipped_step_raise(name: str) -> None:
+@pytest.mark.parametrize("name", ALL)
+def test_gradients_set_to_none_after_a_skipped_step_are_cleared(name: str) -> None:
     model, optimizer, _ = made(name)
-    with pytest.raises(
-        ApplyError, match=r"MT364 \d+ gradients were freed after a backward(.|\n)*model.zero_grad"
-    ):
-        trained(model, optimizer, none)
-    model.zero_grad()
-    loss(model, batch(9)).backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
+    assert_equal(trained(model, optimizer, none), trained(*build(), none))
 
 
 def test_copy_of_the_model_clears_only_its_own_gradients() -> None:
@@ -157,10 +138,11 @@ def test_gradients_assigned_to_the_optimizers_parameters_are_used(name: str) -> 
 
 
 @pytest.mark.parametrize("through_data", [False, True], ids=["assigned", "through data"])
-@pytest.mark.parametrize("name", DOWN)
-def test_change_of_gradients_on_the_device_in_any_way_raises(name: str, through_data: bool) -> None:
-    model, optimizer, _ = made(name)
-    loss(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+@pytest.mark.parametrize("name", ["l2l", "late", "per_gradient", "one by one"])
+def test_change_of_gradients_in_any_way_after_some_were_used_raises(name: str, through_data: bool) -> None:
+    model, optimizer, tuned = made(name)
+    with tuned.micro_batch(last=True):
+        loss(model, batch(0)).backward()  # type: ignore[no-untyped-call]
     for each in model.parameters():
         if each.grad is not None and through_data:
             each.grad.data.clamp_(-1e-6, 1e-6)
@@ -283,6 +265,17 @@ def evaluates(model: Net) -> None:
         loss(model, batch(99))
 
 
+def scales_data(model: Net) -> None:
+    for each in model.parameters():
+        if each.grad is not None:
+            each.grad.data.clamp_(-1e-3, 1e-3)
+
+
+def scales_one_and_clips(model: Net) -> None:
+    scales_one(model)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+
+
 def _weight(model: Net) -> nn.Parameter:
     weight = model.blocks[1].up.weight  # type: ignore[union-attr]
     assert isinstance(weight, nn.Parameter)
@@ -291,9 +284,12 @@ def _weight(model: Net) -> nn.Parameter:
 
 @pytest.mark.parametrize(
     "change",
-    [scales_one, scales_all, assigns, drops_one, drops_all, clips_by_hand, clips_a_block, zeroes, evaluates],
+    [
+        *(scales_one, scales_all, assigns, drops_one, drops_all, clips_by_hand, clips_a_block, zeroes),
+        *(evaluates, scales_data, scales_one_and_clips),
+    ],
 )
-@pytest.mark.parametrize("name", STORES)
+@pytest.mark.parametrize("name", ALL)
 def test_changes_of_offloaded_gradients_train_as_the_plain_model(
     name: str, change: Callable[[Net], None]
 ) -> None:
@@ -374,14 +370,3 @@ def test_step_interrupted_by_a_hook_can_be_repeated_or_dropped(name: str, again:
             optimizer.step()
         found.append(weights(model))
     assert_equal(*found)
-
-
-@pytest.mark.parametrize("name", ["zero_offload", "lohan"])
-def test_gradient_assigned_over_an_offloaded_one_raises(name: str) -> None:
-    model, optimizer, _ = made(name)
-    loss(model, batch(0)).backward()  # type: ignore[no-untyped-call]
-    weight = model.blocks[1].up.weight  # type: ignore[union-attr]
-    assert isinstance(weight, nn.Parameter)
-    weight.grad = torch.ones(16, 8)
-    with pytest.raises(ApplyError, match="MT364 1 gradients were assigned after a backward"):
-        optimizer.step()
