@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import memtune.ssd.ssd_tensors  # noqa: F401  (defines torch.ops.memtune, to_ssd and from_ssd there too)
 from memtune.errors import ApplyError
-from memtune.offload.optimizer import on_update_thread
+from memtune.offload.optimizer import on_update_thread, write_during_update_error
 from memtune.offload.ssd_states.ssd_optimizer import SsdOptimizer
 from memtune.runtime import HOST, Context, local, tier, transfer
 from memtune.ssd import Piece
@@ -133,7 +133,16 @@ class SsdOverlappedOptimizer(SsdOptimizer):
         super()._reload()
 
     def _update_all(self) -> None:
-        """Finish the updates of backward and run the others (Rule 4)."""
+        """Finish the updates of backward and run the others (Rule 4).
+
+        Raises:
+            ApplyError: User code has written a weight after its update.
+        """
+        # Before the last updates reach the device, where they would replace the write.
+        written = self._writes.take_external()
+        if not self._used.isdisjoint(written):
+            raise write_during_update_error(len(written))
+        self._stale.update(written)
         self._settle()
         self.n_early = len(self._used)
         self._used.clear()

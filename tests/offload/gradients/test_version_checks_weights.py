@@ -204,6 +204,19 @@ def test_updaters_in_processes_refuse_the_step_after_a_write() -> None:
         trained(model, optimizer, tuned, False)
 
 
+@pytest.mark.parametrize("name", ["l2l", "per_gradient", "lohan", "one by one"])
+def test_write_to_weights_after_their_updates_in_backward_raises(name: str) -> None:
+    """The second half of a sharpness-aware step takes a perturbation off the weights again."""
+    model, optimizer, tuned = interrupted_loops.made(name)
+    with tuned.micro_batch(last=True):
+        interrupted_loops.loss(model, interrupted_loops.batch(0)).backward()  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for each in model.parameters():
+            each.sub_(0.1)
+    with pytest.raises(ApplyError, match="were written on the device while an update of theirs is running"):
+        optimizer.step()
+
+
 def test_write_to_a_weight_with_a_deferred_update_raises() -> None:
     model, optimizer = interrupted_loops.build()
     states: dict[str, Any] = {"kind": "zero_offload", "delayed": True, "delay_after": 1}
