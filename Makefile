@@ -105,10 +105,10 @@ native-tests: setup
 test-native: native-tests  ## the C++ tests
 	PATH="$(abspath $(BIN)):$$PATH" ctest --test-dir $(NATIVE) --output-on-failure
 
-FUZZ_RANKS := 1 2
+FUZZ_RANKS ?= 1 2 4
 MEMTUNE_FUZZ_SECONDS ?= 120
 
-fuzz: setup  ## random models, settings and loops against the plain model, MEMTUNE_FUZZ_SECONDS on one rank and on two (FUZZ_ARGS="--first SEED")
+fuzz: setup  ## random models, settings and loops against the plain model, MEMTUNE_FUZZ_SECONDS on each of FUZZ_RANKS (FUZZ_ARGS="--first SEED")
 	cd tests && for ranks in $(FUZZ_RANKS); do MEMTUNE_FUZZ_SECONDS=$(MEMTUNE_FUZZ_SECONDS) $(abspath $(BIN))/python -m fuzz --ranks $$ranks $(FUZZ_ARGS) || exit; done
 
 lint: setup  ## the checks of CI other than tests

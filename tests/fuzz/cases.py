@@ -42,8 +42,11 @@ BEHAVIOURS = (
     "halve_grads",
     "decay_weights",
     "save",
+    "replace_grads",
+    "clamp_data",
+    "clear_moments",
 )
-OF_OWN_LOOP = {"clip", "clip_value", "closure", "halve_grads"}
+OF_OWN_LOOP = {"clip", "clip_value", "closure", "halve_grads", "replace_grads", "clamp_data"}
 """Behaviours between backward and the optimizer's step."""
 
 Settings = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]

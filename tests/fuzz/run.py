@@ -42,7 +42,7 @@ from memtune.workload import Workload, to_device
 STEPS, SIZE = 3, 2
 BUGS = ("MT900",)
 OF_THE_LOOP = {
-    "MT364": {"clip", "clip_value", "halve_grads"},
+    "MT364": {"clip", "clip_value", "halve_grads", "replace_grads", "clamp_data"},
     "MT318": {"decay_weights"},
     "MT311": {"own loop", "evaluate", "raise"},
 }
@@ -353,6 +353,8 @@ class _Loop:
         if "save" in self._does and step == 1 and self._tuned is not None:
             self._tuned.save(self._folder / "checkpoint")
             self._tuned.load(self._folder / "checkpoint")
+        if "clear_moments" in self._does and step == 1:
+            self._optimizer.state.clear()
         if "copy" in self._does and step == 0 and self._case.ranks == 1:
             copy.deepcopy(self._model.state_dict())
         return loss
@@ -405,6 +407,14 @@ class _Loop:
             for parameter in self._model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(0.5)
+        if "replace_grads" in self._does:
+            for parameter in self._model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad * 0.5
+        if "clamp_data" in self._does:
+            for parameter in self._model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.data.clamp_(-0.02, 0.02)
         if "clip" in self._does:
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), 0.1, foreach=False)
         if "clip_value" in self._does:
