@@ -4,8 +4,8 @@ A tracked weight has a subclass that overrides `data`: every access returns an a
 with which it shares the version counter, as views do. Assignment (`p.data = ...`) replaces the stored tensor.
 Copies and pickles of a weight are of torch's own class.
 
-A tracked weight also shows a gradient that is on another tier: `grad` is that of the optimizer's parameter
-while `show_grad_of` says so and the weight has none of its own.
+A tracked weight also shows a gradient that is on another tier: after `show_grad_of`, `grad` is that of the
+optimizer's parameter while the weight has none of its own.
 """
 
 from __future__ import annotations

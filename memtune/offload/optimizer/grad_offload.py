@@ -289,7 +289,7 @@ class GradientOffload:
         self._sentinel.note()
         for parameter, host in self._hosts.items() if self._shows else ():
             show_grad_of(parameter, host)
-        # Changes that the user sees to all gradients are allowed, unless an update has used some.
+        # Shown gradients may be changed, unless an update has used some.
         if not self._shows or self._version_check.are_used:
             self._version_check.note()
         self._sentinel_missing = self._sentinel.parameter.grad is None
