@@ -102,8 +102,8 @@ class Events:
     before_grads_rescaled: Event[[]] = field(default_factory=Event)
     """(): torch's functions that clip gradients are about to change them.
 
-    Emitted by `grad_clipping`. Subscriber: the gradient version check, which would not find earlier changes
-    after the clip.
+    Emitted by `grad_clipping`. Subscribers: the gradient version check, which would not find earlier changes
+    after the clip; block offload, which takes gradients that user code has assigned.
     """
     grads_rescaled: Event[[]] = field(default_factory=Event)
     """(): torch's functions that clip gradients have changed those that the step will use, on every tier.

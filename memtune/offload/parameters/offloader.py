@@ -166,6 +166,7 @@ class HostParameters:
             placement.offload.averages == "experts" and placement.world_size > 1 and self._gathered is None
         )
         self._shown: dict[nn.Parameter, OffloadedParameter] = {}
+        context.events.before_grads_rescaled.subscribe(self._adopt_replaced_gradients)
         self._grad_hooks: list[RemovableHandle] = []
         self._reducer = self._reducer_of(context, set(mine)) if averages and when_ready else None
         self.loaded_bytes = 0
@@ -421,6 +422,15 @@ class HostParameters:
         gradient, _ = self._left_by_user(parameter, each)
         if gradient is not own_grad(held):
             set_own_grad(held, gradient)
+
+    def _adopt_replaced_gradients(self) -> None:
+        """Have the host sums be the gradients that user code has assigned, before a clip of the host sums."""
+        for parameter, each in list(self._shown.items()):
+            if each.is_gradient_replaced:
+                self._take_gradient(parameter, self._shown.pop(parameter))
+                if (gradient := own_grad(self._trained[parameter])) is not None:
+                    each.show_gradient(gradient)
+                    self._shown[parameter] = each
 
     def _left_by_user(self, parameter: nn.Parameter, each: OffloadedParameter) -> tuple[Tensor | None, bool]:
         """Hide the gradient; return what the user has left of it, and whether it was changed.

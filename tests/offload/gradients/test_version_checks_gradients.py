@@ -276,6 +276,12 @@ def scales_one_and_clips(model: Net) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
 
 
+def replaces_and_clips(model: Net) -> None:
+    assigns(model)
+    _weight(model).grad = _weight(model).grad * 100  # type: ignore[operator]
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+
+
 def _weight(model: Net) -> nn.Parameter:
     weight = model.blocks[1].up.weight  # type: ignore[union-attr]
     assert isinstance(weight, nn.Parameter)
@@ -286,7 +292,7 @@ def _weight(model: Net) -> nn.Parameter:
     "change",
     [
         *(scales_one, scales_all, assigns, drops_one, drops_all, clips_by_hand, clips_a_block, zeroes),
-        *(evaluates, scales_data, scales_one_and_clips),
+        *(evaluates, scales_data, scales_one_and_clips, replaces_and_clips),
     ],
 )
 @pytest.mark.parametrize("name", ALL)
