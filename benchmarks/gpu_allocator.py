@@ -110,7 +110,7 @@ def train(settings: dict[str, Any], sizes: list[int], steps: int, device: str) -
     model = workload.build_model().to(where).train()
     optimizer = workload.make_optimizer(model)
     tuned = memtune.apply(model, optimizer, {"settings": settings}, loss=workload.loss, strict=False)
-    number = 0 if device == "cuda" else _native.ARENA_CPU
+    number = _native.ARENA_CPU if device == "cpu" else 0
     calls, step_s, losses = [], [], []
     for step in range(steps):
         if step == SETTLED:
@@ -133,7 +133,7 @@ def train(settings: dict[str, Any], sizes: list[int], steps: int, device: str) -
 
 def read_back(device: str) -> Row:
     """Free every second of 32 blocks, write a stitched block in their place, and read all back."""
-    number = 0 if device == "cuda" else _native.ARENA_CPU
+    number = _native.ARENA_CPU if device == "cpu" else 0
     if device == "cpu":
         arena.install(ArenaSettings(kind="gmlake"))
     blocks = [torch.full((4 * MIB,), value, dtype=torch.uint8, device=device) for value in range(32)]

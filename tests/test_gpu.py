@@ -12,8 +12,6 @@ import pytest
 from support.zoo_paths import ZOO
 
 from memtune.autotune.search.trials import run_trial
-from memtune.device import Capability
-from memtune.search_spaces import find
 from memtune.search_spaces.allocator.gmlake import GMLake
 
 pytestmark = pytest.mark.gpu
@@ -34,11 +32,6 @@ SETTINGS = {
 }
 
 
-def require_allocator(kind, device):
-    if Capability.OWN_ALLOCATOR in find("allocator", kind)().needs and device == "sim":
-        pytest.skip("torch lets no allocator replace that of the simulated accelerator")
-
-
 @pytest.fixture(scope="module")
 def plain(device):
     return run_trial(
@@ -53,7 +46,6 @@ def test_plain_trial_runs(plain, device):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_first_gradients_are_equal_to_the_bit(name, plain, device):
-    require_allocator(SETTINGS[name].get("allocator", {}).get("kind", "native"), device)
     config = {"settings": {"execution": {"micro_batch": 8}, **SETTINGS[name]}}
     result = run_trial(str(ZOO["gpt"]), config, device=device, executor="local")
     assert result.status == "ok", result.log_tail
@@ -69,7 +61,6 @@ def test_device_peak_falls(name, plain, device):
 
 @pytest.mark.parametrize("kind", ["gmlake", "planned_layout", "lifetime_pools"])
 def test_memtunes_allocator_serves_the_trial(kind, plain, device):
-    require_allocator(kind, device)
     config = {"settings": {"execution": {"micro_batch": 8}, "allocator": {"kind": kind}}}
     result = run_trial(str(ZOO["gpt"]), config, device=device, executor="local", steps=12)
     assert result.status == "ok", result.log_tail
@@ -79,7 +70,6 @@ def test_memtunes_allocator_serves_the_trial(kind, plain, device):
 
 
 def test_stitched_block_reads_back_its_writes(device):
-    require_allocator("gmlake", device)
     script = Path(__file__).parents[1] / "benchmarks" / "gpu_allocator.py"
     env = {**os.environ, **GMLake().env(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, str(script), "--device", device, "--read-back"]
@@ -90,7 +80,6 @@ def test_stitched_block_reads_back_its_writes(device):
 
 @pytest.mark.parametrize("settings", [{}, {"allocator": {"kind": "gmlake"}}], ids=["native", "gmlake"])
 def test_budget_ends_in_out_of_memory(settings, device):
-    require_allocator(settings.get("allocator", {}).get("kind", "native"), device)
     budget = 2**20 if device == "cpu" else 4 * 2**20
     result = run_trial(
         str(ZOO["gpt"]),

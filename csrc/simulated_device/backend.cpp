@@ -296,14 +296,24 @@ void Hooks::resizePrivateUse1Bytes(const c10::Storage& storage, std::size_t byte
 // Functions of torch.sim beyond torch.accelerator, torch.Stream and torch.Event (tests/support/simulated_device).
 TORCH_LIBRARY(memtune_sim, m) {
   using namespace memtune::sim;
-  m.def("start(int devices, int capacity_bytes, str pace, int seed, bool raises) -> ()",
-        [](std::int64_t count, std::int64_t capacity, const std::string& pace, std::int64_t seed, bool raises) {
+  m.def("start(int devices, int capacity_bytes, str pace, int seed, bool raises, int[] allocator) -> ()",
+        [](std::int64_t count, std::int64_t capacity, const std::string& pace, std::int64_t seed, bool raises,
+           const std::vector<std::int64_t>& allocator) {
           Settings settings;
           settings.devices = static_cast<int>(count);
           settings.capacity_bytes = capacity;
           settings.pace = pace == "immediate" ? Pace::kImmediate : pace == "random" ? Pace::kRandom : Pace::kDeferred;
           settings.seed = static_cast<std::uint64_t>(seed);
           settings.raises = raises;
+          if (!allocator.empty()) {
+            OtherAllocator& other = settings.other;
+            const auto set = [&](auto& function, std::size_t at) { function = reinterpret_cast<std::decay_t<decltype(function)>>(allocator.at(at)); };
+            set(other.allocate, 0);
+            set(other.free, 1);
+            set(other.record_stream, 2);
+            set(other.memory_fraction, 3);
+            set(other.empty_cache, 4);
+          }
           Devices::get().configure(settings);
           register_backend();
         });

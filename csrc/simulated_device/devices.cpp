@@ -18,6 +18,7 @@ namespace memtune::sim {
 namespace {
 
 constexpr int kFill = 0xFF;
+constexpr std::int64_t kRoundedBytes = 512;  // to which allocators round
 
 double now_ms() {
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -73,7 +74,9 @@ void Devices::configure(const Settings& settings) {
     const bool same = settings.devices == settings_.devices && settings.capacity_bytes == settings_.capacity_bytes;
     if (!same) throw std::logic_error("simulated device: the number of devices and their capacity are fixed at the first use");
   }
+  const OtherAllocator other = started_ ? settings_.other : settings.other;
   settings_ = settings;
+  settings_.other = other;
   random_.seed(settings.seed);
 }
 
@@ -94,9 +97,18 @@ void Devices::start() {
   const std::size_t bytes = static_cast<std::size_t>(kAddressBytes) * settings_.devices;
   const int file = memfd_create("memtune-simulated-device", MFD_CLOEXEC);
   if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) != 0) throw std::runtime_error("simulated device: memfd_create failed");
-  open_ = map_or_throw(bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file);
-  ::close(file);
-  guarded_ = map_or_throw(bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+  const std::size_t all = bytes + (settings_.other.allocate == nullptr ? 0 : kMappedBytes);
+  guarded_ = map_or_throw(all, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+  open_ = map_or_throw(all, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+  if (mmap(open_, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE | MAP_FIXED, file, 0) == MAP_FAILED) {
+    throw std::runtime_error("simulated device: mmap failed");
+  }
+  if (settings_.other.allocate == nullptr) {
+    ::close(file);
+  } else {
+    const auto capacity = static_cast<std::size_t>(settings_.capacity_bytes);
+    driver_ = std::make_unique<DriverMemory>(guarded_, open_, file, kAddressBytes, capacity, bytes);
+  }
   explain_faults(guarded_, guarded_ + bytes);
   const int timelines = 1 + settings_.devices * kStreams;
   order_ = std::make_unique<Order>(timelines);
@@ -158,7 +170,9 @@ void Devices::begin(int timeline, const std::string* op, const std::vector<Acces
   std::vector<Race> races;
   for (const Access& access : accesses) {
     if (access.range.begin == access.range.end) continue;
-    order_->use(access.range, {timeline, tick, op, access.writes}, races);
+    const std::vector<Range> bytes = behind(access.range);
+    if (bytes.empty()) report("race: " + *op + " on " + place(timeline) + " uses memory that is not mapped", true);
+    for (const Range& range : bytes) order_->use(range, {timeline, tick, op, access.writes}, races);
   }
   for (const Race& race : races) report(describe(race), true);
 }
@@ -302,11 +316,24 @@ void* Devices::open(const void* guarded) const {
 
 int Devices::device_of(const void* data) const {
   const char* at = static_cast<const char*>(data);
+  if (driver_) {
+    if (const int device = driver_->device_of(reinterpret_cast<std::uintptr_t>(data)); device >= 0) return device;
+  }
   if (!started_ || at < guarded_ || at >= guarded_ + kAddressBytes * settings_.devices) return -1;
   return static_cast<int>((at - guarded_) / kAddressBytes);
 }
 
+std::vector<Use> Devices::uncovered(Range range, const Clock& clock) const {
+  std::vector<Use> found;
+  for (const Range& each : behind(range)) {
+    const std::vector<Use> uses = order_->uncovered(each, clock);
+    found.insert(found.end(), uses.begin(), uses.end());
+  }
+  return found;
+}
+
 Block* Devices::allocate(int device, std::int64_t stream, std::int64_t bytes) {
+  if (settings_.other.allocate != nullptr) return allocate_from_other(device, stream, bytes);
   const Section section(*this);
   raise_unreported();
   Device& memory = *devices_[device];
@@ -347,6 +374,7 @@ Block* Devices::allocate(int device, std::int64_t stream, std::int64_t bytes) {
 
 void Devices::free(Block* block) {
   if (forked_ || lost_) return;  // called by destructors, which must not throw
+  if (block->index < 0) return free_to_other(block);
   const Section section(*this);
   const Range range = block->range;
   const int line = timeline(block->device, block->stream);
@@ -356,12 +384,11 @@ void Devices::free(Block* block) {
     const Use last{other, order_->clock(other)[other], nullptr, false};
     if (!Order::covers(clock, last)) held.uses.push_back(last);
   }
-  Suspect suspect{range, {}};
-  for (const Use& use : order_->uncovered(range, clock)) {
-    const auto& recorded = block->recorded;
-    if (std::find(recorded.begin(), recorded.end(), use.timeline) == recorded.end()) suspect.uses.push_back(use);
+  suspect(*block, clock);
+  for (const int pool : {0, block->small ? 1 : 2}) {  // as in torch before other streams are done with the block
+    devices_[block->device]->stats.allocated_bytes[pool].remove(block->bytes);
+    devices_[block->device]->stats.allocations[pool].remove(1);
   }
-  if (!suspect.uses.empty()) suspects_[line].push_back(std::move(suspect));
   if (held.uses.empty()) {
     release(block);
   } else {
@@ -369,20 +396,66 @@ void Devices::free(Block* block) {
   }
 }
 
+// Notes uses of a block that is freed on other streams, on which it was not recorded.
+void Devices::suspect(const Block& block, const Clock& clock) {
+  Suspect found{block.range, {}};
+  for (const Use& use : uncovered(block.range, clock)) {
+    const auto& recorded = block.recorded;
+    if (std::find(recorded.begin(), recorded.end(), use.timeline) == recorded.end()) found.uses.push_back(use);
+  }
+  if (!found.uses.empty()) suspects_[timeline(block.device, block.stream)].push_back(std::move(found));
+}
+
 void Devices::record_stream(Block* block, int line) {
+  {
+    const Section section(*this);
+    auto& recorded = block->recorded;
+    const bool is_own = line == timeline(block->device, block->stream);
+    if (!is_own && std::find(recorded.begin(), recorded.end(), line) == recorded.end()) recorded.push_back(line);
+  }
+  if (block->index < 0) settings_.other.record_stream(reinterpret_cast<void*>(block->range.begin), handle(line));
+}
+
+// The other allocator has a lock of its own, under which it uses the driver: none is held here meanwhile.
+Block* Devices::allocate_from_other(int device, std::int64_t stream, std::int64_t bytes) {
+  const int line = timeline(device, stream);
+  {
+    const Section section(*this);
+    raise_unreported();
+    check_suspects(line);
+  }
+  void* data = settings_.other.allocate(static_cast<std::size_t>(bytes), device, handle(line));
   const Section section(*this);
-  auto& recorded = block->recorded;
-  if (line == timeline(block->device, block->stream)) return;
-  if (std::find(recorded.begin(), recorded.end(), line) == recorded.end()) recorded.push_back(line);
+  const std::int64_t owned = (bytes + kRoundedBytes - 1) / kRoundedBytes * kRoundedBytes;
+  const auto begin = reinterpret_cast<std::uintptr_t>(data);
+  auto* block = new Block{device, static_cast<int>(stream), -1, bytes, owned, {begin, begin + static_cast<std::uintptr_t>(owned)}, {}, false};
+  MemoryStats& stats = devices_[device]->stats;
+  stats.allocated_bytes[0].add(owned);
+  stats.requested_bytes[0].add(bytes);
+  stats.allocations[0].add(1);
+  return block;
+}
+
+void Devices::free_to_other(Block* block) {
+  const int line = timeline(block->device, block->stream);
+  {
+    const Section section(*this);
+    suspect(*block, order_->next_clock(line));
+    fill(block->range);
+    MemoryStats& stats = devices_[block->device]->stats;
+    stats.allocated_bytes[0].remove(block->bytes);
+    stats.requested_bytes[0].remove(block->requested_bytes);
+    stats.allocations[0].remove(1);
+  }
+  settings_.other.free(reinterpret_cast<void*>(block->range.begin), static_cast<std::size_t>(block->requested_bytes), block->device, handle(line));
+  delete block;
 }
 
 void Devices::release(Block* block) {
   Device& memory = *devices_[block->device];
   fill(block->range);
   for (const int pool : {0, block->small ? 1 : 2}) {
-    memory.stats.allocated_bytes[pool].remove(block->bytes);
     memory.stats.requested_bytes[pool].remove(block->requested_bytes);
-    memory.stats.allocations[pool].remove(1);
   }
   memory.allocator.free(block->index, 0, 0);
   delete block;
@@ -390,11 +463,13 @@ void Devices::release(Block* block) {
 
 // Marks freed bytes after their last use; the next owner's first use, which is ordered after that one, comes later.
 void Devices::fill(Range range) {
-  auto run = [this, range] {
-    std::memset(open(reinterpret_cast<void*>(range.begin)), kFill, static_cast<std::size_t>(range.end - range.begin));
+  auto run = [this, parts = behind(range)] {
+    for (const Range& each : parts) {
+      std::memset(open(reinterpret_cast<void*>(each.begin)), kFill, static_cast<std::size_t>(each.end - each.begin));
+    }
     return std::string();
   };
-  std::vector<Use> uses = order_->uncovered(range, order_->clock(kHost));
+  std::vector<Use> uses = uncovered(range, order_->clock(kHost));
   if (uses.empty()) {
     run();
   } else {
@@ -430,6 +505,7 @@ void Devices::check_suspects(int line) {
 }
 
 void Devices::empty_cache() {
+  if (settings_.other.allocate != nullptr) return settings_.other.empty_cache();
   const Section section(*this);
   for (int i = 0; i < settings_.devices; ++i) {
     host_waits_device(i);
@@ -443,6 +519,7 @@ MemoryStats Devices::stats(int device) {
   Device& memory = *devices_[device];
   const CachingAllocator& allocator = memory.allocator;
   MemoryStats stats = memory.stats;
+  if (driver_) return stats;
   stats.reserved_bytes.now = allocator.reserved_bytes();
   stats.reserved_bytes.peak = allocator.peak_reserved_bytes();
   stats.retries = allocator.retries();
@@ -455,6 +532,7 @@ void Devices::reset_peaks(int device) {
   const Section section(*this);
   Device& memory = *devices_[device];
   memory.allocator.restart_peak();
+  memory.stats.reserved_bytes.peak = memory.stats.reserved_bytes.now;
   for (int pool = 0; pool < 3; ++pool) {
     for (Counter* counter : {&memory.stats.allocated_bytes[pool], &memory.stats.requested_bytes[pool],
                              &memory.stats.allocations[pool]}) {
@@ -464,13 +542,59 @@ void Devices::reset_peaks(int device) {
 }
 
 std::int64_t Devices::free_bytes(int device) {
-  const Section section(*this);
-  return settings_.capacity_bytes - devices_[device]->allocator.reserved_bytes();
+  return settings_.capacity_bytes - stats(device).reserved_bytes.now;
 }
 
 void Devices::limit(int device, std::int64_t bytes) {
+  if (settings_.other.allocate != nullptr) {
+    return settings_.other.memory_fraction(static_cast<double>(bytes) / static_cast<double>(settings_.capacity_bytes), device);
+  }
   const Section section(*this);
   devices_[device]->allocator.allow(bytes);
+}
+
+// The driver's memory
+
+std::uintptr_t Devices::reserve(int device, std::size_t bytes) {
+  const Section section(*this);
+  return driver_->reserve(device, bytes);
+}
+
+std::uintptr_t Devices::create(int device) {
+  const Section section(*this);
+  const std::uintptr_t chunk = driver_->create(device);
+  if (chunk == 0) return 0;
+  std::memset(open(reinterpret_cast<void*>(chunk)), kFill, kChunkBytes);
+  devices_[device]->stats.reserved_bytes.add(kChunkBytes);
+  ++devices_[device]->stats.device_allocs;
+  return chunk;
+}
+
+void Devices::release(int device, std::uintptr_t chunk) {
+  const Section section(*this);
+  driver_->release(chunk);
+  devices_[device]->stats.reserved_bytes.remove(kChunkBytes);
+  ++devices_[device]->stats.device_frees;
+}
+
+bool Devices::map(std::uintptr_t address, std::uintptr_t chunk) {
+  const Section section(*this);
+  return driver_->map(address, chunk);
+}
+
+// Unlike cudaFree, this does not wait: what ops may still use must not be taken from them.
+bool Devices::unmap(std::uintptr_t address, std::size_t bytes) {
+  const Section section(*this);
+  for (const Use& use : uncovered({address, address + bytes}, order_->clock(kHost))) {
+    report("race: memory is unmapped that " + *use.op + " on " + place(use.timeline) + " may still use; the host has not waited for it", false);
+  }
+  run_tasks([](const Task&) { return true; });
+  return driver_->unmap(address, bytes);
+}
+
+void Devices::raise_later(const std::string& error) {
+  const Section section(*this);
+  if (unreported_.empty()) unreported_ = error;
 }
 
 // Pinned memory

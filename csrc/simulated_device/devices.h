@@ -24,6 +24,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "simulated_device/driver_memory.h"
 #include "simulated_device/order.h"
 #include "simulator/caching_allocator.h"
 
@@ -34,6 +35,16 @@ inline constexpr std::int64_t kAddressBytes = std::int64_t{1} << 40;  // per dev
 
 inline constexpr std::size_t kQueuedOps = 1024;  // of all streams together; with more, the first ones run, as with CUDA's queues
 
+// An allocator in the place of the device's own one, by the functions of CUDA's pluggable allocators; its streams are `Devices::handle`.
+// It gets memory from cuda_driver.cpp.
+struct OtherAllocator {
+  void* (*allocate)(std::size_t bytes, int device, void* stream) = nullptr;
+  void (*free)(void* data, std::size_t bytes, int device, void* stream) = nullptr;
+  void (*record_stream)(void* data, void* stream) = nullptr;
+  void (*memory_fraction)(double fraction, int device) = nullptr;
+  void (*empty_cache)() = nullptr;
+};
+
 enum class Pace { kImmediate, kRandom, kDeferred };  // of kernels and copies: at once, at some later op, as late as events allow
 
 struct Settings {
@@ -43,6 +54,7 @@ struct Settings {
   std::uint64_t seed = 0;
   bool raises = true;  // races are errors; else they are only recorded
   AllocatorConfig allocator = {};
+  OtherAllocator other = {};
 };
 
 struct Access {
@@ -77,7 +89,7 @@ struct OutOfMemory : std::exception {
 
 struct Block {
   int device, stream;
-  std::int32_t index;  // in the caching allocator
+  std::int32_t index;  // in the caching allocator; -1: of the other allocator
   std::int64_t requested_bytes, bytes;
   Range range;
   std::vector<int> recorded;  // timelines that use it too
@@ -109,6 +121,11 @@ class Devices {
 
   static int timeline(int device, std::int64_t stream) { return 1 + device * kStreams + static_cast<int>(stream); }
   std::int64_t next_stream(int device);
+  // What other allocators call a stream: as with CUDA, the default stream of each device is null.
+  static void* handle(int timeline) {
+    return (timeline - 1) % kStreams == 0 ? nullptr : reinterpret_cast<void*>(static_cast<std::uintptr_t>(timeline));
+  }
+  static int timeline_of(void* handle) { return static_cast<int>(reinterpret_cast<std::uintptr_t>(handle)); }
 
   const std::string* name(const std::string& text);
 
@@ -141,6 +158,15 @@ class Devices {
   std::int64_t free_bytes(int device);
   // The bytes that the allocator of `device` may hold from now on.
   void limit(int device, std::int64_t bytes);
+
+  // The driver's memory, for the other allocator.
+  std::uintptr_t reserve(int device, std::size_t bytes);
+  std::uintptr_t create(int device);
+  void release(int device, std::uintptr_t chunk);
+  bool map(std::uintptr_t address, std::uintptr_t chunk);
+  bool unmap(std::uintptr_t address, std::size_t bytes);
+  // The next use of a device raises `error`.
+  void raise_later(const std::string& error);
 
   void* allocate_pinned(std::int64_t bytes);
   void free_pinned(void* data);
@@ -201,10 +227,15 @@ class Devices {
   void host_waits_clock(const Clock& clock);
   void report(const std::string& text, bool may_raise);
   void raise_unreported();
+  Block* allocate_from_other(int device, std::int64_t stream, std::int64_t bytes);
+  void free_to_other(Block* block);
+  std::vector<Range> behind(Range range) const { return driver_ ? driver_->behind(range) : std::vector<Range>{range}; }
+  std::vector<Use> uncovered(Range range, const Clock& clock) const;
   std::string describe(const Race& race) const;
   std::string place(int timeline) const;
   void release(Block* block);
   void release_held(Device& device);
+  void suspect(const Block& block, const Clock& clock);
   void check_suspects(int timeline);
   void release_pinned();
 
@@ -225,6 +256,7 @@ class Devices {
   Counter pinned_bytes_;
   std::vector<std::string> races_;
   std::string unreported_;
+  std::unique_ptr<DriverMemory> driver_;  // if another allocator serves
   char* guarded_ = nullptr;
   char* open_ = nullptr;
 };

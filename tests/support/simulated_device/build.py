@@ -89,7 +89,9 @@ def build() -> Path:
         for compiled in compile_all:
             compiled.result()
         linked = folder / target.name
+        # memtune's own allocator looks for CUDA's driver by this name.
+        name = "-Wl,-soname,libcuda.so.1"
         libraries = [f"-L{torch_root / 'lib'}", "-lc10", "-ltorch_cpu"]
-        _run([*compiler.split(), "-shared", *map(str, objects.values()), *libraries, "-o", str(linked)])
+        _run([*compiler.split(), "-shared", name, *map(str, objects.values()), *libraries, "-o", str(linked)])
         os.replace(linked, target)
     return target

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from support.simulated_device import other_allocator
 from support.simulated_device.build import build
 from torch.utils import backend_registration
 
@@ -39,7 +40,7 @@ def start(
     if not _started:
         torch.ops.load_library(str(build()))
         backend_registration.rename_privateuse1_backend("sim")
-    torch.ops.memtune_sim.start(n_devices, capacity_bytes, pace, seed, raises)
+    torch.ops.memtune_sim.start(n_devices, capacity_bytes, pace, seed, raises, other_allocator.addresses)
     if not _started:
         from support.simulated_device import process_group, torch_module
 

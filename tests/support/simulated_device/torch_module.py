@@ -64,6 +64,7 @@ __all__ = [
 memtune_platform = {
     "title": "memtune's simulated accelerator",
     "tested": "every test run that has it built",
+    "capabilities": ("STREAMS", "PINNED", "STATISTICS", "LIMIT", "GENERATORS", "OWN_ALLOCATOR"),
     "gaps": ("no kernels of the inductor backend or in Triton",),
 }
 """Description for `memtune.device`."""

@@ -14,7 +14,7 @@ from support.suites.catalogue import suite_files, suites_in
 from support.suites.sharded_suite import ShardedSuite
 from support.zoo_paths import ZOO
 
-from memtune.device import platform_of
+from memtune.device import Capability, platform_of
 from memtune.search_spaces.offload.activations import copy_out
 from memtune.search_spaces.recompute import selective
 from memtune.ssd import offload_dir
@@ -42,6 +42,8 @@ def alone(suite: TechniqueSuite) -> None:
     for variant in suite.variants or (suite.default(),):
         if lacking := set(variant.needs) - platform_of(HERE).capabilities:
             pytest.skip(f"the device lacks {', '.join(each.value for each in lacking)}")
+        if Capability.OWN_ALLOCATOR in variant.needs:
+            pytest.skip("in processes of their own: test_other_allocators.py")
         there = train_under(path, config_of(path, variant, device="sim"), device=HERE)
         is_bitwise = variant.exactly() is Exactness.BITWISE
         wanted = train_under(path, None, device=HERE) if is_bitwise else train(path, variant)
