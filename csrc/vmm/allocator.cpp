@@ -55,10 +55,18 @@ bool Allocator::free(Address address) {
   if (found == blocks_.end()) return false;
   const Block block = found->second;
   blocks_.erase(found);
-  allocated_ -= block.bytes;
+  if (!block.is_freed) allocated_ -= block.bytes;
   saw_free(address);
   if (block.owner == Owner::kPlanned) return planned_.free(address);
   return block.owner == Owner::kArena ? arena(block).free(address) : stitcher_.free(address);
+}
+
+bool Allocator::free_later(Address address) {
+  const auto found = blocks_.find(address);
+  if (found == blocks_.end()) return false;
+  found->second.is_freed = true;
+  allocated_ -= found->second.bytes;
+  return true;
 }
 
 void Allocator::saw_allocation(Address address, const Block& block) {

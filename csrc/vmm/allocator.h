@@ -44,6 +44,8 @@ class Allocator {
 
   Address allocate(std::int64_t bytes, std::int32_t stream);  // 0: memory has run out
   bool free(Address address);                                 // false: nothing in use begins there
+  // The block is allocated no more, as torch counts; `free` follows once no other stream works on it. False as there.
+  bool free_later(Address address);
   std::int64_t bytes_at(Address address) const;               // of the block in use that begins there, -1: none
   std::int32_t stream_at(Address address) const;              // of the same, -1: none
   void begin_update();                                        // where the optimizer begins
@@ -56,6 +58,7 @@ class Allocator {
   std::int64_t reserved_bytes() const { return memory_.bytes(); }
   std::int64_t peak_reserved_bytes() const { return memory_.peak_bytes(); }
   std::int64_t allocated_bytes() const { return allocated_; }
+  bool is_empty() const { return blocks_.empty(); }
   std::int64_t driver_calls() const { return memory_.calls(); }
 
  private:
@@ -65,6 +68,7 @@ class Allocator {
     std::int32_t stream;
     Owner owner;
     Pool pool;
+    bool is_freed = false;  // by `free_later`
   };
 
   Address serve(Block& block);

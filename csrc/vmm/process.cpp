@@ -69,7 +69,7 @@ bool give(Device& device, Address address) {
   if (device.allocator && device.allocator->free(address)) return true;
   for (auto each = device.retired.begin(); each != device.retired.end(); ++each) {
     if (!(*each)->free(address)) continue;
-    if ((*each)->allocated_bytes() == 0) device.retired.erase(each);
+    if ((*each)->is_empty()) device.retired.erase(each);
     return true;
   }
   return false;
@@ -141,7 +141,7 @@ std::string replace(int number, const AllocatorOptions& options) {
   if (device.allocator) {
     finish(device, true);
     device.allocator->release_unused();
-    if (device.allocator->allocated_bytes() > 0) device.retired.push_back(std::move(device.allocator));
+    if (!device.allocator->is_empty()) device.retired.push_back(std::move(device.allocator));
     device.allocator.reset();
   }
   return open_locked(number, device, options);
@@ -261,6 +261,7 @@ void memtune_cuda_free(void* data, std::size_t, int number, void*) {
     if (void* const event = vmm::event_on(stream)) waiting.events.push_back(event);
   }
   device.used_on.erase(recorded);
+  device.allocator->free_later(address);
   device.waiting.push_back(std::move(waiting));
 }
 
