@@ -35,7 +35,7 @@ inline constexpr std::int64_t kAddressBytes = std::int64_t{1} << 40;  // per dev
 
 inline constexpr std::size_t kQueuedOps = 1024;  // of all streams together; with more, the first ones run, as with CUDA's queues
 
-// An allocator in the place of the device's own one, by the functions of CUDA's pluggable allocators; its streams are `Devices::handle`.
+// An allocator instead of the device's own one, by the functions of CUDA's pluggable allocators; its streams are `Devices::handle`.
 // It gets memory from cuda_driver.cpp.
 struct OtherAllocator {
   void* (*allocate)(std::size_t bytes, int device, void* stream) = nullptr;
@@ -121,7 +121,7 @@ class Devices {
 
   static int timeline(int device, std::int64_t stream) { return 1 + device * kStreams + static_cast<int>(stream); }
   std::int64_t next_stream(int device);
-  // What other allocators call a stream: as with CUDA, the default stream of each device is null.
+  // The handle of a stream for another allocator: as with CUDA, that of the default stream of each device is null.
   static void* handle(int timeline) {
     return (timeline - 1) % kStreams == 0 ? nullptr : reinterpret_cast<void*>(static_cast<std::uintptr_t>(timeline));
   }

@@ -1,4 +1,4 @@
-"""Stands in for the functions by which torch's builds for CUDA take another allocator (`memory.cuda_arena`).
+"""Replaces the functions by which torch's builds for CUDA take another allocator (`memory.cuda_arena`).
 
 Imported before memtune: `import memtune` installs the allocator that `MEMTUNE_ALLOCATOR` names.
 """
@@ -10,7 +10,7 @@ import os
 import torch
 
 addresses: list[int] = []
-"""C functions of the allocator in the place of the simulated one, empty if there is none: to allocate, free,
+"""C functions of the allocator instead of the simulated one, empty if there is none: to allocate, free,
 record a stream, limit and return memory.
 """
 
