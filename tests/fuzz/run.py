@@ -353,7 +353,8 @@ class _Loop:
         if "save" in self._does and step == 1 and self._tuned is not None:
             self._tuned.save(self._folder / "checkpoint")
             self._tuned.load(self._folder / "checkpoint")
-        if "clear_moments" in self._does and step == 1:
+        in_processes = "smart_infinity" in str(self._case.settings)  # which have the moments
+        if "clear_moments" in self._does and step == 1 and not in_processes:
             self._optimizer.state.clear()
         if "copy" in self._does and step == 0 and self._case.ranks == 1:
             copy.deepcopy(self._model.state_dict())

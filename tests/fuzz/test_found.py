@@ -11,6 +11,7 @@ import pytest
 from fuzz import run
 from fuzz.cases import Case
 from fuzz.models import ModelSpec
+from fuzz.ranks import Ranks
 from fuzz.run import Recorded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -106,5 +107,17 @@ def test_changed_gradients_are_refused_where_all_parameters_are_in_blocks(kind: 
     """The first layer and the head are the blocks, and one of them keeps its gradients for the step."""
     found = replace(case("positions", offload__states=kind), behaviours=("halve_grads",), own_loop=True)
     outcome = Recorded(found.model, None, tmp_path).outcome(found)
+    assert outcome.kind == "refused", outcome.text
+    assert outcome.code == "MT364"
+
+
+@pytest.mark.slow
+def test_changed_shards_are_refused_where_all_parameters_are_in_blocks(tmp_path: Path) -> None:
+    found = case("custom", blocks=1, ranks=2, sharding__states="fsdp", offload__states="l2l")
+    ranks = Ranks(2)
+    try:
+        outcome = Recorded(found.model, ranks, tmp_path).outcome(replace(found, behaviours=("halve_grads",)))
+    finally:
+        ranks.close()
     assert outcome.kind == "refused", outcome.text
     assert outcome.code == "MT364"

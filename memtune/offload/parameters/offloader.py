@@ -439,7 +439,12 @@ class HostParameters:
         """
         is_replaced = each.is_gradient_replaced
         gradient, is_changed = each.take_gradient()
-        return (gradient if is_replaced else own_grad(self._trained[parameter])), is_changed
+        left = gradient if is_replaced else own_grad(self._trained[parameter])
+        if is_changed and left is not None:
+            torch.autograd.graph.increment_version(
+                left
+            )  # rows do not count changes of the shard that shows them
+        return left, is_changed
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Free all units before the weights change, and take what the user has made of the gradients."""
