@@ -170,6 +170,7 @@ class Call {
   };
 
   Tensor take(const Tensor& tensor, bool writes) {
+    places_.push_back(is_simulated(tensor) ? 'd' : 'h');
     if (!is_simulated(tensor)) {
       if (!tensor.defined() || !tensor.is_cpu()) return tensor;
       host_ = host_ || tensor.dim() > 0;
@@ -262,7 +263,7 @@ class Call {
 
   // The op and what the geometry of its results depends on; empty if that is unknown. Sizes do not depend on real numbers.
   std::string key_of(std::size_t first) const {
-    std::string key;
+    std::string key = places_;
     append(key, name_);
     std::unordered_map<const void*, std::size_t> storages;
     const auto append_tensor = [&](const Tensor& tensor) {
@@ -464,6 +465,7 @@ class Call {
   torch::jit::Stack* stack_;
   const std::string* name_ = nullptr;
   int device_ = -1;
+  std::string places_;  // of the tensors, in order: results are found by their number among those of the device
   bool host_ = false, writes_ = false, masks_ = false, has_generator_ = false;
   std::vector<Access> accesses_;
   std::unordered_map<c10::StorageImpl*, c10::Storage> storages_;  // of the device: of the CPU

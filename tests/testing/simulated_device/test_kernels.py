@@ -96,3 +96,12 @@ def test_results_of_unknown_size_wait_for_the_device() -> None:
     moved = host.to("sim:0", non_blocking=True)
     assert moved[moved > 4].sum().item() == 35
     assert torch.nonzero(moved).shape == (9, 1)
+
+
+def test_add_takes_a_scalar_of_the_host_after_one_of_the_device() -> None:
+    """Both calls have equal sizes; the second one's results are not found as the first one's."""
+    here, there = (torch.ones((), device="sim:0") for _ in range(2))
+    host = torch.ones(())
+    for _ in range(3):
+        assert (there + here).item() == 2
+        assert (host + here).item() == 2
