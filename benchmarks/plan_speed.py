@@ -56,7 +56,7 @@ CASES = {
     ),
     "405b": Case(
         {f"MEMTUNE_GPT_{name}": str(value) for name, value in _LLAMA_405B.items()},
-        ["examples/gpt.py", "--gpus", "16384", "--gpu-type", "h100-80g", "--nodes", "2048"],
+        ["examples/gpt.py", "--gpus", "16384", "--gpu-type", "h200", "--nodes", "2048"],
         limit_s=60,
     ),
     "zoo": Case({}, ["tests/zoo/gpt.py", "--device", "cpu", "--max-memory", "6MiB"]),
