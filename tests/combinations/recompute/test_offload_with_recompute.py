@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fixed_cpu import NO_HOST_COSTS
 from support.budget_runs import trains_where_the_plain_model_is_out_of_memory
 from support.gloo import run_ranks
-from support.suites.sharded_suite import SPARE_BYTES
+from support.suites.sharded_suite import SPARE_BYTES, freed_to
 from support.zoo_paths import ZOO
 
 from memtune import hardware
@@ -186,12 +186,11 @@ def why_refused(row: str, division: str, recompute: str) -> str:
 # -- on each rank --------------------------------------------------------------------------------------------
 
 
-def trained(config: dict[str, Any], parts: int, ledger: Ledger | None) -> dict[str, Any]:
+def trained(config: dict[str, Any], parts: int, ledger: Ledger | None, held_bytes: int = 0) -> dict[str, Any]:
     """Return losses and weights of a few steps in which each rank has its own samples, and the peak of the
-    last one.
+    last one; `held_bytes` are live while no model is.
     """
-    gc.collect()  # the model before is in cycles
-    empty = ledger.live_bytes() if ledger else 0
+    empty = freed_to(ledger, held_bytes) if ledger else 0
     workload, model, optimizer = build(MODEL)
     tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
     rank, losses = dist.get_rank() if dist.is_initialized() else 0, []
@@ -217,14 +216,15 @@ def on_rank(
     os.environ[offload_dir.VARIABLE] = drive
     counts = Ledger.open("cpu") if ledger else None
     gc.freeze()  # what is imported need not be looked at by every collection
-    parts = parts_of(division)
-    known = {
-        name: trained({"settings": settings_of(*REFERENCES[name], *dividing(division))}, parts, counts)
-        for name in sorted({reference_of(row) for row, _ in cells})
-    }
+    parts, held_bytes = parts_of(division), counts.live_bytes() if counts else 0
+    known: dict[str, dict[str, Any]] = {}
+    for name in sorted({reference_of(row) for row, _ in cells}):
+        settings = settings_of(*REFERENCES[name], *dividing(division))
+        known[name] = trained({"settings": settings}, parts, counts, held_bytes)
+        held_bytes += sum(-(-each.nbytes // 64) * 64 for each in known[name]["weights"].values())
     found = {}
     for (row, recompute), config in cells.items():
-        run, other = trained(config, parts, counts), known[reference_of(row)]
+        run, other = trained(config, parts, counts, held_bytes), known[reference_of(row)]
         off = max(
             float((run["weights"][name] - value).abs().max()) for name, value in other["weights"].items()
         )
