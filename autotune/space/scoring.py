@@ -76,6 +76,9 @@ _MOST_LAYER_MAJOR = 32
 """Micro-batches of a step that layer-major order is tried with: its program has the ops of all of them, and
 weights that move once for 32 cost no less for more.
 """
+_TOO_LONG = (
+    f"layer-major order is tried with up to {_MOST_LAYER_MAJOR} micro-batches a step (a larger micro_batch)"
+)
 _PROCESSES = 4
 """Limit on scoring processes: each has a memory of programs of its own."""
 _COLLECT_AFTER = 50_000
@@ -382,7 +385,12 @@ class _ScoredSet:
         """Score choices that are new, except settings of techniques by budget that another one dominates, and
         those that without the technique fit, or are much slower than the best.
         """
-        new = [each for each in dict.fromkeys(choices) if each not in self.seen and _is_tried(each)]
+        new = [each for each in dict.fromkeys(choices) if each not in self.seen]
+        if untried := [each for each in new if not _is_tried(each)]:
+            self.seen.update(untried)
+            self.n_scored += len(untried)
+            self.unfit[_TOO_LONG] += len(untried)
+            new = [each for each in new if each not in self.seen]
         by_choice = {choice: self._dominance.budgeted(choice) for choice in new}
         budgeted = [each for each in by_choice.values() if each is not None]
         bare = {one.without: None for one in budgeted if one.without not in self.seen}

@@ -126,6 +126,17 @@ def test_scoring_skips_larger_micro_batches_only_where_none_fits(monkeypatch: py
     assert some.n_candidates < every.n_candidates
 
 
+@pytest.mark.parametrize(("micro_batch", "refused"), [("1", True), ("2", False)])
+def test_layer_major_order_of_many_micro_batches_is_refused_with_a_reason(micro_batch: str, refused: bool):
+    made = rewriter("tied", budget_bytes=2**26)
+    frozen = {"offload.states": "harmony", "micro_batch": micro_batch}
+    space = build_space(made, 64, axes=("recompute",), freeze=frozen)
+    found = score_all(space, Scorer(made), "throughput")
+    assert (found.by_key == {}) == refused
+    assert any("up to 32 micro-batches" in reason for reason in found.unfit) == refused
+    assert len(found.by_key) + found.n_merged + found.n_unfit == found.n_candidates
+
+
 @pytest.mark.parametrize(("mib", "size"), [(1, 2), (4, 8), (100, 64)])
 def test_pairs_are_compared_where_activations_leave_room(mib: int, size: int):
     made = rewriter(budget_bytes=mib * 2**20)
