@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import TextIO
+from typing import Any, TextIO
 
 from memtune.units import format_seconds
 
@@ -186,9 +186,17 @@ class _PrintedOnce(io.TextIOBase):
                 self._stream.flush()
         return len(text)
 
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
     def fileno(self) -> int:
         """Return the file descriptor of stdout itself."""
         return self._stream.fileno()
+
+    def __getattr__(self, name: str) -> Any:
+        # `buffer`, `reconfigure` and others that the base class lacks.
+        return getattr(self._stream, name)
 
     @property
     def encoding(self) -> str:  # type: ignore[override]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 
 import pytest
 
@@ -118,3 +119,11 @@ def test_prints_of_user_code_are_kept_apart_and_written_once(capsys: pytest.Capt
     line.show("recording", "")
     assert capsys.readouterr().out == "parameters: 3\nunended\n"
     assert status.getvalue() == "recording\nrecording"  # not `recordingparameters: 3`
+
+
+def test_prints_kept_apart_have_the_attributes_of_stdout(capfd: pytest.CaptureFixture[str]):
+    with prints_kept_apart(StatusLine(io.StringIO())):
+        assert sys.stdout.writable()
+        sys.stdout.buffer.write(b"bytes\n")
+        sys.stdout.buffer.flush()
+    assert capfd.readouterr().out == "bytes\n"

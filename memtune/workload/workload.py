@@ -300,7 +300,7 @@ class Workload:
         if function is None:
             return torch.optim.AdamW(given)
         # Groups by name (no weight decay for norms and biases) need the model.
-        takes_model = next(iter(inspect.signature(function).parameters), "") == "model"
+        takes_model = _first_parameter(function) == "model"
         argument = "model" if takes_model else "list(model.parameters())"
         optimizer = self._call(
             "optimizer",
@@ -419,6 +419,13 @@ class Workload:
             fix="return tensors of `size` samples, as in  torch.randn(size, 3, 32, 32)",
             code="MT117",
         )
+
+
+def _first_parameter(function: Callable[..., Any]) -> str:
+    """Return the name of the first parameter; '' if there is none or a built-in has no signature."""
+    with contextlib.suppress(ValueError):
+        return next(iter(inspect.signature(function).parameters), "")
+    return ""
 
 
 def _described(value: object) -> str:
