@@ -21,8 +21,7 @@ import test_head_context as contexts
 import torch
 from sharding_ranks import OTHER_TECHNIQUES, PEAK
 from support.gloo import run_ranks
-from support.ranks import model_parallel_runs
-from support.ranks import pipeline_runs as stages
+from support.ranks import model_parallel_runs, pipeline_runs as stages
 
 from memtune import hardware
 from memtune.autotune.predict.simulation import simulate

@@ -1,7 +1,7 @@
 """Load what a room exports at first use, so that importing a room costs nothing.
 
-A room's `__init__.py` lists its exports twice: in `__all__`, for readers, and as imports under `if
-TYPE_CHECKING:`, for type checkers and for this module, which reads from them which file defines each name.
+A room's `__init__.py` lists its exports as imports under `if TYPE_CHECKING:`, in the form that re-exports for
+type checkers (`import Step as Step`, PEP 484). This module reads from them which file defines each name.
 Passes, planners and worker processes can then import from a room without loading its runtime files, and with
 them torch.
 """

@@ -16,8 +16,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 from memtune.errors import ConfigError, UsageError
-from memtune.search_spaces._cards import Card, read_cards
-from memtune.search_spaces._cards import knob_texts as knob_texts
+from memtune.search_spaces._cards import Card, knob_texts as knob_texts, read_cards
 
 if TYPE_CHECKING:
     from memtune.technique import Technique

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
-    from memtune.autotune.record_parallel.fake_process_group import fake_ranks
-    from memtune.autotune.record_parallel.sharded_recording import ShardedRecordings
+    from memtune.autotune.record_parallel.fake_process_group import fake_ranks as fake_ranks
+    from memtune.autotune.record_parallel.sharded_recording import ShardedRecordings as ShardedRecordings
 else:
     __getattr__ = open_door(__name__)
-
-__all__ = ["ShardedRecordings", "fake_ranks"]

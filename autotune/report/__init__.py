@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
-    from memtune.autotune.report.page import write_report
-    from memtune.autotune.report.pictures import Point, Ran, front, settings_of, technique
-    from memtune.autotune.report.svg import Picture
+    from memtune.autotune.report.page import write_report as write_report
+    from memtune.autotune.report.pictures import (
+        Point as Point,
+        Ran as Ran,
+        front as front,
+        settings_of as settings_of,
+        technique as technique,
+    )
+    from memtune.autotune.report.svg import Picture as Picture
 else:
     __getattr__ = open_door(__name__)
-
-__all__ = ["Picture", "Point", "Ran", "front", "settings_of", "technique", "write_report"]

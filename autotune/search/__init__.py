@@ -7,82 +7,47 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
-    from memtune.autotune.search.bucket_plans import plan_buckets
-    from memtune.autotune.search.control import Control
-    from memtune.autotune.search.dry_runs import traced_under
-    from memtune.autotune.search.outcome import SearchOutcome
-    from memtune.autotune.search.plan_report import Absence, PlanReport, PlanRow, plan
-    from memtune.autotune.search.preparation import prepare
+    from memtune.autotune.search.bucket_plans import plan_buckets as plan_buckets
+    from memtune.autotune.search.control import Control as Control
+    from memtune.autotune.search.dry_runs import traced_under as traced_under
+    from memtune.autotune.search.outcome import SearchOutcome as SearchOutcome
+    from memtune.autotune.search.plan_report import (
+        Absence as Absence,
+        PlanReport as PlanReport,
+        PlanRow as PlanRow,
+        plan as plan,
+    )
+    from memtune.autotune.search.preparation import prepare as prepare
     from memtune.autotune.search.search_events import (
-        BestChanged,
-        Calibrated,
-        CandidatesScored,
-        Event,
-        LogOpened,
-        LogTail,
-        Note,
-        Paused,
-        Recorded,
-        Resumed,
-        Role,
-        SearchFinished,
-        SearchStarted,
-        TrialCancelled,
-        TrialFinished,
-        TrialProgress,
-        TrialPruned,
-        TrialStarted,
-        Unknown,
-        read_events,
+        BestChanged as BestChanged,
+        Calibrated as Calibrated,
+        CandidatesScored as CandidatesScored,
+        Event as Event,
+        LogOpened as LogOpened,
+        LogTail as LogTail,
+        Note as Note,
+        Paused as Paused,
+        Recorded as Recorded,
+        Resumed as Resumed,
+        Role as Role,
+        SearchFinished as SearchFinished,
+        SearchStarted as SearchStarted,
+        TrialCancelled as TrialCancelled,
+        TrialFinished as TrialFinished,
+        TrialProgress as TrialProgress,
+        TrialPruned as TrialPruned,
+        TrialStarted as TrialStarted,
+        Unknown as Unknown,
+        read_events as read_events,
     )
-    from memtune.autotune.search.study import search, study_folder
+    from memtune.autotune.search.study import search as search, study_folder as study_folder
     from memtune.autotune.search.study_store import (
-        TIMELINES,
-        StudyFolder,
-        check_writable,
-        has_owner,
-        named_study,
+        TIMELINES as TIMELINES,
+        StudyFolder as StudyFolder,
+        check_writable as check_writable,
+        has_owner as has_owner,
+        named_study as named_study,
     )
-    from memtune.autotune.search.trials import run_trial
+    from memtune.autotune.search.trials import run_trial as run_trial
 else:
     __getattr__ = open_door(__name__)
-
-__all__ = [
-    "TIMELINES",
-    "Absence",
-    "BestChanged",
-    "Calibrated",
-    "CandidatesScored",
-    "Control",
-    "Event",
-    "LogOpened",
-    "LogTail",
-    "Note",
-    "Paused",
-    "PlanReport",
-    "PlanRow",
-    "Recorded",
-    "Resumed",
-    "Role",
-    "SearchFinished",
-    "SearchOutcome",
-    "SearchStarted",
-    "StudyFolder",
-    "TrialCancelled",
-    "TrialFinished",
-    "TrialProgress",
-    "TrialPruned",
-    "TrialStarted",
-    "Unknown",
-    "check_writable",
-    "has_owner",
-    "named_study",
-    "plan",
-    "plan_buckets",
-    "prepare",
-    "read_events",
-    "run_trial",
-    "search",
-    "study_folder",
-    "traced_under",
-]

@@ -23,8 +23,7 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable, Input, Static
 
 from memtune.autotune.search import Control, LogTail
-from memtune.autotune.ui import formatting, tui_panels
-from memtune.autotune.ui import tui_panels as tui_details
+from memtune.autotune.ui import formatting, tui_panels, tui_panels as tui_details
 from memtune.autotune.ui.line_printer import with_lines
 from memtune.autotune.ui.machine_line import MachineLine
 from memtune.autotune.ui.tui_panels import DIM, NARROW

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
-    from memtune.executors.ray.cluster import check_reachable
-    from memtune.executors.ray.executor import RayExecutor
+    from memtune.executors.ray.cluster import check_reachable as check_reachable
+    from memtune.executors.ray.executor import RayExecutor as RayExecutor
 else:
     __getattr__ = open_door(__name__)
-
-__all__ = ["RayExecutor", "check_reachable"]

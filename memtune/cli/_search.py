@@ -48,8 +48,7 @@ def search(given: dict[str, Any]) -> int:
 
     with _showing(progress, quiet):
         options, folder = load()
-    from memtune.autotune.search import Control
-    from memtune.autotune.search import search as run_search
+    from memtune.autotune.search import Control, search as run_search
 
     control = Control()
 

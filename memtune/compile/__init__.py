@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
-    from memtune.compile.partitioner import LEAST_BUDGET, LOW_PEAK
-    from memtune.compile.regions import CompiledModel, Compiling, compile_regions
+    from memtune.compile.partitioner import LEAST_BUDGET as LEAST_BUDGET, LOW_PEAK as LOW_PEAK
+    from memtune.compile.regions import (
+        CompiledModel as CompiledModel,
+        Compiling as Compiling,
+        compile_regions as compile_regions,
+    )
 else:
     __getattr__ = open_door(__name__)
-
-__all__ = ["LEAST_BUDGET", "LOW_PEAK", "CompiledModel", "Compiling", "compile_regions"]

@@ -7,47 +7,25 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
-    from memtune.config.json_schema import schema
+    from memtune.config.json_schema import schema as schema
     from memtune.config.tuned_config import (
-        BUCKET_SLOTS,
-        UNCHANGED,
-        Bucket,
-        MadeFor,
-        Settings,
-        TunedConfig,
-        check_blocks,
-        check_environment,
-        check_machine,
-        check_made_for,
-        dump_yaml,
-        environment,
-        file_texts,
-        fingerprint,
-        load_config,
-        save,
+        BUCKET_SLOTS as BUCKET_SLOTS,
+        UNCHANGED as UNCHANGED,
+        Bucket as Bucket,
+        MadeFor as MadeFor,
+        Settings as Settings,
+        TunedConfig as TunedConfig,
+        check_blocks as check_blocks,
+        check_environment as check_environment,
+        check_machine as check_machine,
+        check_made_for as check_made_for,
+        dump_yaml as dump_yaml,
+        environment as environment,
+        file_texts as file_texts,
+        fingerprint as fingerprint,
+        load_config as load_config,
+        save as save,
     )
-    from memtune.config.yaml_io import flow, save_text
+    from memtune.config.yaml_io import flow as flow, save_text as save_text
 else:
     __getattr__ = open_door(__name__)
-
-__all__ = [
-    "BUCKET_SLOTS",
-    "UNCHANGED",
-    "Bucket",
-    "MadeFor",
-    "Settings",
-    "TunedConfig",
-    "check_blocks",
-    "check_environment",
-    "check_machine",
-    "check_made_for",
-    "dump_yaml",
-    "environment",
-    "file_texts",
-    "fingerprint",
-    "flow",
-    "load_config",
-    "save",
-    "save_text",
-    "schema",
-]

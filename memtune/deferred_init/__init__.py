@@ -8,27 +8,15 @@ from memtune._door import open_door
 
 if TYPE_CHECKING:
     from memtune.deferred_init.deferred_init import (
-        OneFakeMode,
-        Piece,
-        agreed_state,
-        construction_of,
-        deferred,
-        fill,
-        fill_shards,
-        keep_only,
-        require_untouched,
+        OneFakeMode as OneFakeMode,
+        Piece as Piece,
+        agreed_state as agreed_state,
+        construction_of as construction_of,
+        deferred as deferred,
+        fill as fill,
+        fill_shards as fill_shards,
+        keep_only as keep_only,
+        require_untouched as require_untouched,
     )
 else:
     __getattr__ = open_door(__name__)
-
-__all__ = [
-    "OneFakeMode",
-    "Piece",
-    "agreed_state",
-    "construction_of",
-    "deferred",
-    "fill",
-    "fill_shards",
-    "keep_only",
-    "require_untouched",
-]

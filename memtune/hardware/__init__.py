@@ -7,65 +7,47 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
-    from memtune.hardware import calibration_cache as calibration_cache
-    from memtune.hardware import cpu_probe as cpu_probe
-    from memtune.hardware import flops as flops
-    from memtune.hardware import mechanism_costs as mechanism_costs
-    from memtune.hardware.calibration_cache import Calibration, Curve
-    from memtune.hardware.cpu_cores import (
-        core_sets,
-        cpu_threads,
-        numa_nodes,
-        threads_per_rank,
-        usable_cores,
-        use_share_of_cores,
+    from memtune.hardware import (
+        calibration_cache as calibration_cache,
+        cpu_probe as cpu_probe,
+        flops as flops,
+        mechanism_costs as mechanism_costs,
     )
-    from memtune.hardware.known_devices import known_name, names
-    from memtune.hardware.machine_load import BUSY, LoadMeter, reference_s
-    from memtune.hardware.op_clock import OpClock, TimedOp, UpdateClock, clock_of
-    from memtune.hardware.op_time import OpTime
-    from memtune.hardware.op_timings import op_times
-    from memtune.hardware.rate_probe import measure_rates
-    from memtune.hardware.roofline import CLASSES, EVERY_CLASS, matmul_dtype, op_class, op_costs, op_s
-    from memtune.hardware.spec import Device, Hardware, detect, find, gpu_name, with_measured
+    from memtune.hardware.calibration_cache import Calibration as Calibration, Curve as Curve
+    from memtune.hardware.cpu_cores import (
+        core_sets as core_sets,
+        cpu_threads as cpu_threads,
+        numa_nodes as numa_nodes,
+        threads_per_rank as threads_per_rank,
+        usable_cores as usable_cores,
+        use_share_of_cores as use_share_of_cores,
+    )
+    from memtune.hardware.known_devices import known_name as known_name, names as names
+    from memtune.hardware.machine_load import BUSY as BUSY, LoadMeter as LoadMeter, reference_s as reference_s
+    from memtune.hardware.op_clock import (
+        OpClock as OpClock,
+        TimedOp as TimedOp,
+        UpdateClock as UpdateClock,
+        clock_of as clock_of,
+    )
+    from memtune.hardware.op_time import OpTime as OpTime
+    from memtune.hardware.op_timings import op_times as op_times
+    from memtune.hardware.rate_probe import measure_rates as measure_rates
+    from memtune.hardware.roofline import (
+        CLASSES as CLASSES,
+        EVERY_CLASS as EVERY_CLASS,
+        matmul_dtype as matmul_dtype,
+        op_class as op_class,
+        op_costs as op_costs,
+        op_s as op_s,
+    )
+    from memtune.hardware.spec import (
+        Device as Device,
+        Hardware as Hardware,
+        detect as detect,
+        find as find,
+        gpu_name as gpu_name,
+        with_measured as with_measured,
+    )
 else:
     __getattr__ = open_door(__name__)
-
-__all__ = [
-    "BUSY",
-    "CLASSES",
-    "EVERY_CLASS",
-    "Calibration",
-    "Curve",
-    "Device",
-    "Hardware",
-    "LoadMeter",
-    "OpClock",
-    "OpTime",
-    "TimedOp",
-    "UpdateClock",
-    "calibration_cache",
-    "clock_of",
-    "core_sets",
-    "cpu_probe",
-    "cpu_threads",
-    "detect",
-    "find",
-    "flops",
-    "gpu_name",
-    "known_name",
-    "matmul_dtype",
-    "measure_rates",
-    "mechanism_costs",
-    "names",
-    "numa_nodes",
-    "op_class",
-    "op_costs",
-    "op_s",
-    "op_times",
-    "reference_s",
-    "threads_per_rank",
-    "usable_cores",
-    "use_share_of_cores",
-    "with_measured",
-]

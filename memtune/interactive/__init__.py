@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
-    from memtune.interactive.calls import plan, search
-    from memtune.interactive.objects import load_functions
-    from memtune.interactive.results import PlanResult, SearchResult
+    from memtune.interactive.calls import plan as plan, search as search
+    from memtune.interactive.objects import load_functions as load_functions
+    from memtune.interactive.results import PlanResult as PlanResult, SearchResult as SearchResult
 else:
     __getattr__ = open_door(__name__)
-
-__all__ = ["PlanResult", "SearchResult", "load_functions", "plan", "search"]

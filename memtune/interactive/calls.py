@@ -168,8 +168,7 @@ def search(
     """
     quiet = options["quiet"]
     with _loading(quiet):
-        from memtune.autotune.search import Control, study_folder
-        from memtune.autotune.search import search as run_search
+        from memtune.autotune.search import Control, search as run_search, study_folder
         from memtune.autotune.space import SearchOptions
         from memtune.autotune.ui import LinePrinter, with_lines
         from memtune.interactive.results import SearchResult
@@ -228,8 +227,7 @@ def plan(
     """
     quiet = options["quiet"]
     with _loading(quiet):
-        from memtune.autotune.search import check_writable
-        from memtune.autotune.search import plan as run_plan
+        from memtune.autotune.search import check_writable, plan as run_plan
         from memtune.autotune.space import PlanOptions
         from memtune.interactive.results import PlanResult
 

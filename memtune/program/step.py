@@ -21,8 +21,7 @@ from typing import Any, Final, Self
 import numpy as np
 import numpy.typing as npt
 
-from memtune.program.parameter_columns import Parameter as Parameter
-from memtune.program.parameter_columns import columns_of
+from memtune.program.parameter_columns import Parameter as Parameter, columns_of
 from memtune.program.pipeline_order import Stages
 
 FOREVER = np.int32(2**31 - 1)

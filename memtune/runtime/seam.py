@@ -57,8 +57,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memtune.device import DISPATCH_KEYS
-from memtune.program import Resource
-from memtune.program import Tier as TierId
+from memtune.program import Resource, Tier as TierId
 from memtune.runtime import transfer
 from memtune.runtime.memory_tiers import HOST, TIERS, mark
 from memtune.runtime.node_topology import count_collective, is_between_nodes

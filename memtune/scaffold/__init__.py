@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
-    from memtune.scaffold.model_writer import write_model_file
+    from memtune.scaffold.model_writer import write_model_file as write_model_file
 else:
     __getattr__ = open_door(__name__)
-
-__all__ = ["write_model_file"]

@@ -6,8 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from memtune.executors.gradient_digest import GradientSums, Region
 from memtune.executors.gradient_record import BUCKETS, GradientRecord, largest_difference

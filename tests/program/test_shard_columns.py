@@ -6,8 +6,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from support.sharding_programs import step
 
 from memtune.program.shard_columns import Ragged, gathering_order, units_of

@@ -11,8 +11,7 @@ from torch import Tensor
 
 import memtune.ssd.ssd_tensors  # noqa: F401  (defines torch.ops.memtune, to_ssd and from_ssd there too)
 from memtune.device import accelerator
-from memtune.runtime import transfer
-from memtune.runtime import transfer as page_locked
+from memtune.runtime import transfer, transfer as page_locked
 
 
 @pytest.fixture(autouse=True)

@@ -19,8 +19,7 @@ from textwrap import dedent
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from memtune.errors import EnvironmentFault
 from memtune.runtime.memory_tiers import tier_of

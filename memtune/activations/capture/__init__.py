@@ -7,59 +7,33 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
-    from memtune.activations.capture.capture_lock import CaptureLock
+    from memtune.activations.capture.capture_lock import CaptureLock as CaptureLock
     from memtune.activations.capture.grad_layouts import (
-        accumulate_grad,
-        guess_layouts,
-        is_accumulated,
-        is_hooked,
-        is_watched,
-        match_layouts,
+        accumulate_grad as accumulate_grad,
+        guess_layouts as guess_layouts,
+        is_accumulated as is_accumulated,
+        is_hooked as is_hooked,
+        is_watched as is_watched,
+        match_layouts as match_layouts,
     )
-    from memtune.activations.capture.guards import Guards, call_key
+    from memtune.activations.capture.guards import Guards as Guards, call_key as call_key
     from memtune.activations.capture.region_capture import (
-        capture,
-        named_state,
-        no_autocast,
-        shapes_of,
+        capture as capture,
+        named_state as named_state,
+        no_autocast as no_autocast,
+        shapes_of as shapes_of,
     )
     from memtune.activations.capture.tape import (
-        COLLECTIVE_INSIDE,
-        Call,
-        CaptureError,
-        ConstantTensors,
-        GradientLike,
-        Outside,
-        SideEffectError,
-        Slot,
-        Tape,
-        fakes_look_real,
+        COLLECTIVE_INSIDE as COLLECTIVE_INSIDE,
+        Call as Call,
+        CaptureError as CaptureError,
+        ConstantTensors as ConstantTensors,
+        GradientLike as GradientLike,
+        Outside as Outside,
+        SideEffectError as SideEffectError,
+        Slot as Slot,
+        Tape as Tape,
+        fakes_look_real as fakes_look_real,
     )
 else:
     __getattr__ = open_door(__name__)
-
-__all__ = [
-    "COLLECTIVE_INSIDE",
-    "Call",
-    "CaptureError",
-    "CaptureLock",
-    "ConstantTensors",
-    "GradientLike",
-    "Guards",
-    "Outside",
-    "SideEffectError",
-    "Slot",
-    "Tape",
-    "accumulate_grad",
-    "call_key",
-    "capture",
-    "fakes_look_real",
-    "guess_layouts",
-    "is_accumulated",
-    "is_hooked",
-    "is_watched",
-    "match_layouts",
-    "named_state",
-    "no_autocast",
-    "shapes_of",
-]

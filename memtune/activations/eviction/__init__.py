@@ -9,56 +9,34 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
-    from memtune.activations.eviction.evicting_region import OnlineRegion, OnlineSettings
-    from memtune.activations.eviction.eviction_pass import (
-        RuntimeCosts,
-        least_budget_bytes,
-        online_policy,
-        peak_within,
-        with_peak,
+    from memtune.activations.eviction.evicting_region import (
+        OnlineRegion as OnlineRegion,
+        OnlineSettings as OnlineSettings,
     )
-    from memtune.activations.eviction.op_metadata import Costs, scratch_name
+    from memtune.activations.eviction.eviction_pass import (
+        RuntimeCosts as RuntimeCosts,
+        least_budget_bytes as least_budget_bytes,
+        online_policy as online_policy,
+        peak_within as peak_within,
+        with_peak as with_peak,
+    )
+    from memtune.activations.eviction.op_metadata import Costs as Costs, scratch_name as scratch_name
     from memtune.activations.eviction.policy import (
-        COOP,
-        DTR,
-        DTR_HEURISTICS,
-        MEGTAICHI,
-        Policy,
-        Trace,
-        coop_options,
-        dtr_options,
-        megtaichi_options,
+        COOP as COOP,
+        DTR as DTR,
+        DTR_HEURISTICS as DTR_HEURISTICS,
+        MEGTAICHI as MEGTAICHI,
+        Policy as Policy,
+        Trace as Trace,
+        coop_options as coop_options,
+        dtr_options as dtr_options,
+        megtaichi_options as megtaichi_options,
     )
     from memtune.activations.eviction.policy_schedule_planner import (
-        PolicySchedule,
-        freeze,
-        least_bytes,
-        region_trace,
+        PolicySchedule as PolicySchedule,
+        freeze as freeze,
+        least_bytes as least_bytes,
+        region_trace as region_trace,
     )
 else:
     __getattr__ = open_door(__name__)
-
-__all__ = [
-    "COOP",
-    "DTR",
-    "DTR_HEURISTICS",
-    "MEGTAICHI",
-    "Costs",
-    "OnlineRegion",
-    "OnlineSettings",
-    "Policy",
-    "PolicySchedule",
-    "RuntimeCosts",
-    "Trace",
-    "coop_options",
-    "dtr_options",
-    "freeze",
-    "least_budget_bytes",
-    "least_bytes",
-    "megtaichi_options",
-    "online_policy",
-    "peak_within",
-    "region_trace",
-    "scratch_name",
-    "with_peak",
-]

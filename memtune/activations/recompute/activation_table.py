@@ -76,8 +76,7 @@ from memtune.activations.recompute.fingerprint import (
     first_op,
     magnitude,
 )
-from memtune.activations.recompute.region import Region as Region
-from memtune.activations.recompute.region import Traffic
+from memtune.activations.recompute.region import Region as Region, Traffic
 from memtune.activations.recompute.region_contract import RegionRun
 from memtune.activations.recompute.saved_outputs import (
     Keep,

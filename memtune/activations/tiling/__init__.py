@@ -8,28 +8,23 @@ from memtune._door import open_door
 
 if TYPE_CHECKING:
     from memtune.activations.tiling import tiled_loss as tiled_loss
-    from memtune.activations.tiling.cross_entropy_pattern import LossPattern, loss_pattern
-    from memtune.activations.tiling.deferred_logits import install_lazy_head
-    from memtune.activations.tiling.micro_tensors_pass import split_regions
-    from memtune.activations.tiling.position_wise_pattern import PositionWise, made_by, norms, position_wise
-    from memtune.activations.tiling.tiled_loss_pass import tile_loss
-    from memtune.activations.tiling.tiled_region import install_tiled_modules
-    from memtune.activations.tiling.tiled_region_pass import rows_of_parts, tile_regions
+    from memtune.activations.tiling.cross_entropy_pattern import (
+        LossPattern as LossPattern,
+        loss_pattern as loss_pattern,
+    )
+    from memtune.activations.tiling.deferred_logits import install_lazy_head as install_lazy_head
+    from memtune.activations.tiling.micro_tensors_pass import split_regions as split_regions
+    from memtune.activations.tiling.position_wise_pattern import (
+        PositionWise as PositionWise,
+        made_by as made_by,
+        norms as norms,
+        position_wise as position_wise,
+    )
+    from memtune.activations.tiling.tiled_loss_pass import tile_loss as tile_loss
+    from memtune.activations.tiling.tiled_region import install_tiled_modules as install_tiled_modules
+    from memtune.activations.tiling.tiled_region_pass import (
+        rows_of_parts as rows_of_parts,
+        tile_regions as tile_regions,
+    )
 else:
     __getattr__ = open_door(__name__)
-
-__all__ = [
-    "LossPattern",
-    "PositionWise",
-    "install_lazy_head",
-    "install_tiled_modules",
-    "loss_pattern",
-    "made_by",
-    "norms",
-    "position_wise",
-    "rows_of_parts",
-    "split_regions",
-    "tile_loss",
-    "tile_regions",
-    "tiled_loss",
-]

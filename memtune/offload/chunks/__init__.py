@@ -8,48 +8,30 @@ from memtune._door import open_door
 
 if TYPE_CHECKING:
     from memtune.offload.chunks.chunk_planner import (
-        ChunkPlan,
-        as_few_as_used,
-        chunk_sizes,
-        fewest_bytes_moved,
-        least_waste,
-        slots_in,
+        ChunkPlan as ChunkPlan,
+        as_few_as_used as as_few_as_used,
+        chunk_sizes as chunk_sizes,
+        fewest_bytes_moved as fewest_bytes_moved,
+        least_waste as least_waste,
+        slots_in as slots_in,
     )
-    from memtune.offload.chunks.grads_in_chunks import GradientsInPlace
-    from memtune.offload.chunks.lock_free import LockFreeOptimizer
-    from memtune.offload.chunks.lock_free_pass import sweep_in_next_step
-    from memtune.offload.chunks.page_planner import PagePlan, count_pages, in_frames, schedule
-    from memtune.offload.chunks.paged_offloader import PagedOffloader
+    from memtune.offload.chunks.grads_in_chunks import GradientsInPlace as GradientsInPlace
+    from memtune.offload.chunks.lock_free import LockFreeOptimizer as LockFreeOptimizer
+    from memtune.offload.chunks.lock_free_pass import sweep_in_next_step as sweep_in_next_step
+    from memtune.offload.chunks.page_planner import (
+        PagePlan as PagePlan,
+        count_pages as count_pages,
+        in_frames as in_frames,
+        schedule as schedule,
+    )
+    from memtune.offload.chunks.paged_offloader import PagedOffloader as PagedOffloader
     from memtune.offload.chunks.resident_chunks_planner import (
-        OnDevice,
-        Seconds,
-        cheapest_split,
-        most_in_margin,
-        resident_counts,
-        with_resident_first,
+        OnDevice as OnDevice,
+        Seconds as Seconds,
+        cheapest_split as cheapest_split,
+        most_in_margin as most_in_margin,
+        resident_counts as resident_counts,
+        with_resident_first as with_resident_first,
     )
 else:
     __getattr__ = open_door(__name__)
-
-__all__ = [
-    "ChunkPlan",
-    "GradientsInPlace",
-    "LockFreeOptimizer",
-    "OnDevice",
-    "PagePlan",
-    "PagedOffloader",
-    "Seconds",
-    "as_few_as_used",
-    "cheapest_split",
-    "chunk_sizes",
-    "count_pages",
-    "fewest_bytes_moved",
-    "in_frames",
-    "least_waste",
-    "most_in_margin",
-    "resident_counts",
-    "schedule",
-    "slots_in",
-    "sweep_in_next_step",
-    "with_resident_first",
-]

@@ -7,21 +7,15 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
-    from memtune.offload.experts.expert_offload import ExpertOffloader, ExpertOptimizer
+    from memtune.offload.experts.expert_offload import (
+        ExpertOffloader as ExpertOffloader,
+        ExpertOptimizer as ExpertOptimizer,
+    )
     from memtune.offload.experts.expert_offload_pass import (
-        ExpertOffloadSpec,
-        experts_on_ssd,
-        hide_dense_parameters,
-        used_in,
+        ExpertOffloadSpec as ExpertOffloadSpec,
+        experts_on_ssd as experts_on_ssd,
+        hide_dense_parameters as hide_dense_parameters,
+        used_in as used_in,
     )
 else:
     __getattr__ = open_door(__name__)
-
-__all__ = [
-    "ExpertOffloadSpec",
-    "ExpertOffloader",
-    "ExpertOptimizer",
-    "experts_on_ssd",
-    "hide_dense_parameters",
-    "used_in",
-]

@@ -43,8 +43,8 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_leaves
 
 import memtune.ssd.ssd_tensors  # noqa: F401  (defines torch.ops.memtune, to_ssd and from_ssd there too)
-from memtune.offload.core import Piece as Place
 from memtune.offload.core import (
+    Piece as Place,
     allocate_together,
     free_together,
     is_gathered,

@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from memtune.offload.layer_major import Span, StageLayout
-from memtune.offload.layer_major import balanced as even_bytes
+from memtune.offload.layer_major import Span, StageLayout, balanced as even_bytes
 from memtune.offload.multiplexed.stage_placement_planner import BlockBytes, BlockCosts, needed_bytes, steps_s
 from memtune.parallel.pipeline import balanced as even_seconds
 from memtune.program import F64, I64

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
-    from memtune.offload.near_storage.update_workers import Updaters
-    from memtune.offload.near_storage.update_workers_pass import UpdatersSpec, optimizer_on_updaters
+    from memtune.offload.near_storage.update_workers import Updaters as Updaters
+    from memtune.offload.near_storage.update_workers_pass import (
+        UpdatersSpec as UpdatersSpec,
+        optimizer_on_updaters as optimizer_on_updaters,
+    )
 else:
     __getattr__ = open_door(__name__)
-
-__all__ = ["Updaters", "UpdatersSpec", "optimizer_on_updaters"]

@@ -29,6 +29,7 @@ from memtune.offload.near_storage.storage_domains import (
 from memtune.offload.optimizer import (
     ADD,
     COPY,
+    READ as FIRST_OF_STEP,
     InsertedOp,
     InsertedOps,
     free_buckets,
@@ -38,7 +39,6 @@ from memtune.offload.optimizer import (
     sums_to_host,
     without_own_update,
 )
-from memtune.offload.optimizer import READ as FIRST_OF_STEP
 from memtune.program import FOREVER, I32, WRITES, Edit, Kind, Phase, Resource, Step, Tier, columns_of
 
 _TOPK, _PLACES, _TO_SLOT = 6, 7, 8

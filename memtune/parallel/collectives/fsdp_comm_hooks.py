@@ -29,8 +29,7 @@ from memtune.device import streams
 from memtune.errors import ApplyError
 from memtune.parallel.collectives.message_layout import Communication, Form, Row
 from memtune.parallel.sharding import SeamAllGather, SeamReduceScatter
-from memtune.runtime import Context, Nodes, node_topology
-from memtune.runtime import node_topology as nodes
+from memtune.runtime import Context, Nodes, node_topology, node_topology as nodes
 
 
 def install_collectives(context: Context, how: Communication) -> None:

@@ -7,39 +7,27 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
-    from memtune.parallel.pipeline.pipeline_parallel import Layout, pipe
+    from memtune.parallel.pipeline.pipeline_parallel import Layout as Layout, pipe as pipe
     from memtune.parallel.pipeline.pipeline_pass import (
-        Parts,
-        PipelineSettings,
-        declare,
-        hold_batches_on_host,
-        piped,
-        pipelined,
-        upload,
+        Parts as Parts,
+        PipelineSettings as PipelineSettings,
+        declare as declare,
+        hold_batches_on_host as hold_batches_on_host,
+        piped as piped,
+        pipelined as pipelined,
+        upload as upload,
     )
-    from memtune.parallel.pipeline.remote_parameters import keep_own
-    from memtune.parallel.pipeline.stage import Run, become_pieces, shared_batch_form
-    from memtune.parallel.pipeline.stage_cuts_pattern import Chain, batch_on_host, chain_of
-    from memtune.parallel.pipeline.stage_planner import balanced
+    from memtune.parallel.pipeline.remote_parameters import keep_own as keep_own
+    from memtune.parallel.pipeline.stage import (
+        Run as Run,
+        become_pieces as become_pieces,
+        shared_batch_form as shared_batch_form,
+    )
+    from memtune.parallel.pipeline.stage_cuts_pattern import (
+        Chain as Chain,
+        batch_on_host as batch_on_host,
+        chain_of as chain_of,
+    )
+    from memtune.parallel.pipeline.stage_planner import balanced as balanced
 else:
     __getattr__ = open_door(__name__)
-
-__all__ = [
-    "Chain",
-    "Layout",
-    "Parts",
-    "PipelineSettings",
-    "Run",
-    "balanced",
-    "batch_on_host",
-    "become_pieces",
-    "chain_of",
-    "declare",
-    "hold_batches_on_host",
-    "keep_own",
-    "pipe",
-    "piped",
-    "pipelined",
-    "shared_batch_form",
-    "upload",
-]

@@ -7,23 +7,15 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
-    from memtune.parallel.replicas.data_parallel import Replicas
-    from memtune.parallel.replicas.ddp_pass import Replication, replicate
-    from memtune.parallel.replicas.grad_all_reduce import AllReduceGrads
-    from memtune.parallel.replicas.grad_buckets import Buckets
-    from memtune.parallel.replicas.gradient_reducer import GradientReducer, average_now, sum_now
-    from memtune.parallel.replicas.gradient_reducer_pass import average_in_buckets
+    from memtune.parallel.replicas.data_parallel import Replicas as Replicas
+    from memtune.parallel.replicas.ddp_pass import Replication as Replication, replicate as replicate
+    from memtune.parallel.replicas.grad_all_reduce import AllReduceGrads as AllReduceGrads
+    from memtune.parallel.replicas.grad_buckets import Buckets as Buckets
+    from memtune.parallel.replicas.gradient_reducer import (
+        GradientReducer as GradientReducer,
+        average_now as average_now,
+        sum_now as sum_now,
+    )
+    from memtune.parallel.replicas.gradient_reducer_pass import average_in_buckets as average_in_buckets
 else:
     __getattr__ = open_door(__name__)
-
-__all__ = [
-    "AllReduceGrads",
-    "Buckets",
-    "GradientReducer",
-    "Replicas",
-    "Replication",
-    "average_in_buckets",
-    "average_now",
-    "replicate",
-    "sum_now",
-]

@@ -6,8 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from reference.exhaustive import exhaustive_cost
 
 from memtune.activations.schedules.checkmate_planner import (

@@ -5,8 +5,7 @@ comes first.
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from memtune.activations.schedules.free_after_forward_planner import FreeAfterForwardPlanner
 from memtune.program.op_schedule import Action, OpGraph, Schedule, find_schedule_error

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from support.scheduled_net import CPU, Net, everything_again, frozen_net, gradients, graph_of, twin
 from support.training_runs import same, trained_values
 from support.zoo_paths import ZOO

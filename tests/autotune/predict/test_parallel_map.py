@@ -12,8 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from memtune.autotune.predict import parallel_map as side_by_side
 from memtune.autotune.predict.parallel_map import ParallelMap

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from reference.machine import Deadlock, Machine, Ranks, uncovered
 from support.synthetic_steps import columns_of, make_step
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from support.memory_snapshots import Row, record
 
 from memtune.autotune.predict.caching_allocator import Action, AllocatorEvents, AllocatorSettings, replay

@@ -5,8 +5,7 @@ import os
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from memtune.autotune.search import search_events
 from memtune.autotune.search.search_events import (

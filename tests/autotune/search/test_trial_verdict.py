@@ -4,8 +4,7 @@ import math
 import random
 from dataclasses import replace
 
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from memtune.autotune.search.trial_verdict import (
     Measured,

@@ -6,8 +6,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from support.search.prepared_search import rewriter
 
 from memtune.autotune.predict import ParallelMap

@@ -4,8 +4,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from support.search.prepared_search import rewriter
 
 from memtune.autotune.space.baseline_settings import baselines

@@ -21,8 +21,7 @@ from memtune.autotune.search.search_events import (
     TrialStarted,
     Unknown,
 )
-from memtune.autotune.ui import formatting, line_printer, tui_panels
-from memtune.autotune.ui import tui_panels as tui_details
+from memtune.autotune.ui import formatting, line_printer, tui_panels, tui_panels as tui_details
 from memtune.autotune.ui.line_printer import LinePrinter, summary_lines, with_lines
 from memtune.autotune.ui.view import SearchView
 from memtune.executors.base import TrialResult

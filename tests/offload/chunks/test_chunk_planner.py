@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from support.chunk_packings import Sizes, models, size_packings
 
 from memtune.offload.chunks.chunk_planner import as_few_as_used, fewest_bytes_moved, least_waste, slots_in

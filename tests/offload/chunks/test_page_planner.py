@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import product
 from math import prod
 
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from support.chunk_packings import Sizes, models
 from support.page_time import duration_s
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import memtune.offload.near_storage.topk_compression  # noqa: F401  (defines torch.ops.memtune.largest_)
 

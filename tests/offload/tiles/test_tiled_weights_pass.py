@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from support.zoo_paths import ZOO
 
 from memtune.offload.tiles.tile_ops_pass import split_rows

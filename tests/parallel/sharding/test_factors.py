@@ -8,8 +8,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from memtune.hardware.spec import find
 from memtune.parallel.sharding.factors import (

@@ -24,8 +24,10 @@ from memtune.search_spaces.execution import Execution
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
 from memtune.search_spaces.recompute._block_planner.budget import Solution, _solve_budget, solve_budget
-from memtune.search_spaces.recompute._block_planner.measured_options import apply_options as measured_rewrite
-from memtune.search_spaces.recompute._block_planner.measured_options import levels
+from memtune.search_spaces.recompute._block_planner.measured_options import (
+    apply_options as measured_rewrite,
+    levels,
+)
 from memtune.search_spaces.recompute.attention_output import AttentionOutput
 from memtune.search_spaces.recompute.balanced import Balanced
 from memtune.search_spaces.recompute.checkmate import Checkmate
@@ -38,8 +40,13 @@ from memtune.search_spaces.recompute.planned import Planned
 from memtune.search_spaces.recompute.selective import Selective
 from memtune.technique import NO_PLAN, Reason, Target, Technique
 from memtune.testing import TechniqueSuite, drift
-from memtune.testing.drift_check import compare, fresh_program, plain_program, recording_of
-from memtune.testing.drift_check import target_of as costly_target_of
+from memtune.testing.drift_check import (
+    compare,
+    fresh_program,
+    plain_program,
+    recording_of,
+    target_of as costly_target_of,
+)
 from memtune.testing.training import build, config_of, settings_of
 from memtune.units import format_bytes
 from memtune.workload.workload import Workload

@@ -17,8 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fixed_cpu import CPU, NO_HOST_COSTS
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from support.gloo import run_ranks
 from support.ranks.model_parallel_runs import MODELS, SIZE, rewriter, settings
 from support.zoo_paths import ZOO

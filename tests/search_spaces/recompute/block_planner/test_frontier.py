@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from memtune.search_spaces.recompute._block_planner.frontier import Frontier, Problem, solve
 

@@ -6,8 +6,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from memtune.search_spaces.recompute._block_planner import tensor_options
 from memtune.search_spaces.recompute._block_planner.tensor_options import (
