@@ -62,6 +62,7 @@ class ClippedGradients:
             total = self._norm_over_ranks(held, order)
             if how.get("error_if_nonfinite") and not math.isfinite(float(total)):
                 raise RuntimeError(f"The total norm of order {order} of the gradients is non-finite.")
+            # As in torch, with its epsilon.
             factor = float((max_norm / (total + 1e-6)).clamp(max=1.0))
             for each in held:
                 if each.grad is not None:
@@ -113,6 +114,7 @@ class ClippedGradients:
         for each in held:
             if each.grad is not None:
                 norm = torch.linalg.vector_norm(local(each.grad).float(), order).to(self._device)
+                # Replicated gradients count once in the full model's norm.
                 copies = self._ranks / self._parts(each)
                 norms.append(norm if math.isinf(order) else norm**order / copies)
         both = torch.stack(norms)
@@ -174,6 +176,8 @@ def _clip_grad_value(
 def _replace(function: Any, ours: Callable[..., Any]) -> None:
     """Replace the function inside torch's `no_grad` wrapper `function`, once."""
     assert isinstance(function, FunctionType)
+    # The closure of `_no_grad_wrapper`: replacing the name in torch's module would miss `from torch.nn.utils
+    # import ...`.
     cell = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))["func"]
     own = cell.cell_contents
     if not isinstance(own, functools.partial):

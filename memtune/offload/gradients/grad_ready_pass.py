@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune.offload.core import bucket_ends
-from memtune.offload.gradients.block_grad_ready_pass import adding
-from memtune.parallel.replicas import average_in_buckets
+from memtune.offload.gradients.block_grad_ready_pass import adding, average_in_buckets
 from memtune.program import (
     FOREVER,
     I32,

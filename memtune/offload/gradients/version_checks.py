@@ -102,6 +102,7 @@ class WatchedGradients:
     @torch.no_grad()
     def note(self) -> None:
         """Note all gradients and their versions at the end of a backward."""
+        # Now, not when they are used: the update clears `grad` after the event.
         self._spent.update(filter(self._is_spent, self._used))
         self._noted = {
             each: _Noted.of(gradient)
@@ -172,6 +173,7 @@ class WatchedGradients:
         changed = [
             each for each, gradient in now if gradient is not None and not self._noted[each].is_left(gradient)
         ]
+        # The common case, in every step: no more lists are made.
         if not changed and all(gradient is not None for _, gradient in now):
             return [], 0, False
         resident = [each for each in self._resident if each in self._noted]
@@ -288,6 +290,7 @@ def watch_loads(
             continue
         if before is not None:
             module.register_load_state_dict_pre_hook(UncopiedHook(before))
+        # On each module, since a submodule may be loaded alone.
         module.register_load_state_dict_post_hook(UncopiedHook(partial(on_loaded, mine)))
 
 
@@ -363,6 +366,7 @@ class ExternalWrites:
 
     def take_external(self) -> list[nn.Parameter]:
         """Return the weights that user code has written since the last `note_write`, each once."""
+        # In every step: two lists of numbers are compared before any weight is looked at.
         now, before = self._versions(), self._seen
         if now == before:
             return []

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
         place_of as place_of,
         swapped_blocks as swapped_blocks,
     )
+    from memtune.offload.parameters.moments_pass import Overlap as Overlap, in_blocks as in_blocks
     from memtune.offload.parameters.offloader import (
         HostCopies as HostCopies,
         ParameterOffloader as ParameterOffloader,
         host_copy as host_copy,
     )
-    from memtune.offload.parameters.overlap_pass import Overlap as Overlap
     from memtune.offload.parameters.overlapped_offloader import (
         DeferredBlocks as DeferredBlocks,
         OverlappedOffloader as OverlappedOffloader,
@@ -35,6 +35,5 @@ if TYPE_CHECKING:
         streamed_parameters as streamed_parameters,
         whole_state as whole_state,
     )
-    from memtune.offload.parameters.unit_layout_pass import in_blocks as in_blocks
 else:
     __getattr__ = open_door(__name__)

@@ -1,6 +1,6 @@
 """Parameter offload with overlap: D2H of gradients and host updates run while other blocks compute.
 
-Extends `offload.parameters.offloader`; the pass `offload.parameters.overlap_pass` predicts it.
+Extends `offload.parameters.offloader`; the pass `offload.parameters.moments_pass` predicts it.
 
 - Gradients up to a block's bytes may be in D2H copies at once, in grad-ready order. Those of a block have all
   arrived when the moment after its own ends, or backward does.

@@ -17,16 +17,7 @@ import numpy.typing as npt
 
 from memtune.offload.core import Chunks, Pages, aligned
 from memtune.offload.gradients import BlockGradients, averaged, bytes_in_copies, offload_in_place
-from memtune.offload.parameters.overlap_pass import (
-    FreedAt,
-    Overlap,
-    freed_by_next_ready,
-    hold_for_updates,
-    of_a_block_at_once,
-    update_outside_of_backward,
-    updated_blocks,
-)
-from memtune.offload.parameters.unit_layout_pass import (
+from memtune.offload.parameters.moments_pass import (
     ADD,
     ALLOCATE,
     COPY,
@@ -34,13 +25,20 @@ from memtune.offload.parameters.unit_layout_pass import (
     PREFETCH,
     UPDATE,
     Frames,
+    FreedAt,
     MomentOps,
+    Overlap,
     Pieces,
     copies_of_pages,
     dropped_in,
+    freed_by_next_ready,
+    hold_for_updates,
     host_memory,
     in_blocks,
     moment_ops,
+    of_a_block_at_once,
+    update_outside_of_backward,
+    updated_blocks,
 )
 from memtune.program import (
     FOREVER,
@@ -567,7 +565,7 @@ def _update(
     overlap: Overlap | None,
     updated: tuple[Units, ...],
 ) -> None:
-    """Add each block's update, which holds its gradients to its end or by the rules of `overlap_pass`."""
+    """Add each block's update, which holds its gradients to its end or by the bound of `PendingUpdates`."""
     row, moment, updates = inserted.row, inserted.moment, inserted.what == UPDATE
     update_of = np.full(len(hosts), -1, np.int32)
     update_of[row[updates]] = rows[updates]

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
-    from memtune.offload.tiles.tiled_shards_pass import tile_rows as tile_rows, tileable_rows as tileable_rows
     from memtune.offload.tiles.tiled_weights import (
         install as install,
         linear_layers as linear_layers,
         sharded_tiles as sharded_tiles,
     )
     from memtune.offload.tiles.tiled_weights_pass import (
+        tile_rows as tile_rows,
         tile_weights as tile_weights,
         tileable as tileable,
+        tileable_rows as tileable_rows,
         weights_before_biases as weights_before_biases,
     )
 else:

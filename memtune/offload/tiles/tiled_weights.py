@@ -170,6 +170,8 @@ class _Weight(NamedTuple):
         # The caller pops a tile from the list, so that no local variable of this generator keeps it alive.
         there = [self._load(host, rows[0])]
         for i, mine in enumerate(rows):
+            # The tile that is yielded now was prefetched while the last one computed; its product waits for
+            # the copy.
             transfer.wait_prefetched(device)
             if i + 1 < len(rows):
                 with transfer.prefetching(device):
@@ -336,6 +338,7 @@ def sharded_tiles(context: Context, weights: Collection[nn.Parameter]) -> Sharde
                 code="MT364",
             )
         context.undo.callback(setattr, unit, "fsdp_params", unit.fsdp_params)
+        # FSDP2 then neither gathers them nor waits for their gradients; their shard is this rank's rows.
         unit.fsdp_params = [each for each in unit.fsdp_params if each not in mine]
     assert group is not None
     return ShardedTiles(group)

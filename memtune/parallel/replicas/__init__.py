@@ -16,6 +16,5 @@ if TYPE_CHECKING:
         average_now as average_now,
         sum_now as sum_now,
     )
-    from memtune.parallel.replicas.gradient_reducer_pass import average_in_buckets as average_in_buckets
 else:
     __getattr__ = open_door(__name__)

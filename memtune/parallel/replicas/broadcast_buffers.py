@@ -32,6 +32,8 @@ class BroadcastBuffers:
         if not model.training:
             return
         buffers = [buffer for buffer in model.buffers() if buffer.numel()] if self._is_first else []
+        # Once per step, not per micro-batch: buffers that a forward changes (batch norm) then follow this
+        # rank's samples within the step, as under DDP's `no_sync`.
         self._is_first = False
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for buffer in buffers:

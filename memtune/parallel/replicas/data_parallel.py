@@ -64,6 +64,7 @@ class ReplicatedModel(DistributedDataParallel):
                 fix="find_unused_parameters: false, or call the model itself in the loss",
                 code="MT315",
             )
+        # Private in torch: what DDP's forward does before it calls the module.
         self._pre_forward()  # type: ignore[no-untyped-call]
         self.reducer.prepare_for_backward([])
 
@@ -137,6 +138,7 @@ class Replicas:
         """Run the last micro-batch of a step. torch reports only in the next one that buckets were not full,
         and so not averaged.
         """
+        # Counted by bytes in the comm hook, because the reducer's own state cannot be read from Python.
         before = self._averaged_bytes
         yield
         averaged_bytes = self._averaged_bytes - before

@@ -74,6 +74,7 @@ class Buckets:
         self._last, self._next = True, 0
         self._at_end = BackwardEnd(self._finish, self._give_up)
         self._averaged_bytes = 0
+        # Its schedule decides when the last backward ends, so no hooks are needed.
         pipeline: Any = context.loop.pipeline
         if pipeline is not None:  # rule 4
             pipeline.reduce = self._finish
@@ -105,6 +106,7 @@ class Buckets:
         collectives in flight are held until those are complete.
         """
         self._next, self._arrival = 0, []
+        # A new bucket where one is in flight: the collective still writes the old memory.
         self._buckets = [
             _bucket(each.parameters) if each.work is not None else each for each in self._buckets
         ]
@@ -138,6 +140,7 @@ class Buckets:
             parameter.grad = _like(view, parameter)
 
     def _average_what_is_full(self) -> None:
+        # In order only, whichever bucket fills first: all ranks must start the same message next.
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             bucket = self._buckets[self._next]
             self._next += 1
@@ -187,6 +190,7 @@ class Buckets:
         # Buckets must be equal on all ranks, or messages of other parameters would be added.
         order = self._as_first_copy([*self._arrival, *not_arrived])
         for parameter in order:
+            # A message has one dtype; DDP divides buckets in the same way.
             filling = open_.setdefault(parameter.dtype, [])
             filling.append(parameter)
             if sum(local(each).nbytes for each in filling) >= self._cap_bytes:

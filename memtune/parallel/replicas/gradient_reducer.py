@@ -11,8 +11,9 @@
 
 Every rank must have every gradient in each backward; `finish` returns those that this rank lacks.
 
-The pass is `gradient_reducer_pass`. DDP (`grad_buckets`, `data_parallel`) differs in what it keeps: its
-buckets exist as long as the model, and are averaged once per step.
+The pass is `average_in_buckets` (`offload.gradients.block_grad_ready_pass`). DDP (`grad_buckets`,
+`data_parallel`) differs in what it keeps: its buckets exist as long as the model, and are averaged once per
+step.
 """
 
 from __future__ import annotations
@@ -97,7 +98,10 @@ class GradientReducer:
         # The bucket takes it over: autograd accumulates the next one, of another use, from nothing.
         parameter.grad = None
         self._seen.add(parameter)
+        # Before this one: a bucket that other ranks may fill must be averaged at the same place in the order
+        # of messages.
         self._average_up_to(bucket.place)
+        # Taken as it is: no copy, and the memory that autograd has allocated is averaged in place.
         if len(bucket.parameters) == 1:
             bucket.whole = gradient
         else:
