@@ -105,7 +105,9 @@ def use(context: Context, settings: ArenaSettings) -> None:
         install(settings)
         if not serves_already:
             context.undo.callback(uninstall)
+    # The end of backward: requests of the update are in another part of the plan.
     begins = context.optimizer.register_step_pre_hook(lambda *_: _native.arena_begin_update(number))
+    # The end of a step, at which the allocator compares requests with the plan, and may plan again.
     ends = context.optimizer.register_step_post_hook(_StepEnd(number))
     for hook in (begins, ends):
         context.undo.callback(hook.remove)

@@ -61,6 +61,7 @@ def _compile_command() -> list[str]:
 
 
 def _library_path() -> Path:
+    # By the source too: an update of memtune must not load the old build.
     key = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
     return (
         cache_dir()
@@ -73,9 +74,11 @@ def _build(target: Path) -> None:
     """Compile the ledger to `target`; concurrent builds are safe, as rename is atomic."""
     command = _compile_command()
     target.parent.mkdir(parents=True, exist_ok=True)
+    # In the same file system, or the rename would be a copy that others see half done.
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name
         run = subprocess.run(
+            # Libraries after the source: linkers drop those that nothing before them needs.
             [*command[:-4], str(_SOURCE), *command[-4:], "-o", str(made)],
             capture_output=True,
             text=True,

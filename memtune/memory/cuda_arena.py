@@ -65,6 +65,7 @@ def install_from_environment() -> None:
         return
     # Arenas are made per device at the first request, with these options.
     _native.arena_defaults(settings.options())
+    # Last of all: until here torch's own allocator answers.
     _answer_for_torch()
     _installed, _allocator = settings, allocator
 

@@ -246,6 +246,7 @@ class WorkspaceTable:
             return
         request = {"device": str(device), "threads": self.made_for.get("threads", 1), "keys": wanted}
         run = subprocess.run(
+            # `-P`: a `torch.py` or `json.py` in the user's folder must not be imported.
             [sys.executable, "-P", "-m", "memtune.memory.workspace"],
             input=json.dumps(request),
             capture_output=True,
@@ -419,6 +420,7 @@ class RealOutputs(WatchingMode):
         out = func(*args, **kwargs)
         if func.namespace != "aten":
             return out
+        # Nothing to measure: the size follows from the arguments.
         if name in self.SHRUNK:
             return _in_memory_of(args, out)
         if name in self.CONTIGUOUS:
@@ -447,6 +449,7 @@ class RealOutputs(WatchingMode):
             (real[0], *_described(leaf)[1:]) if one_row else real
             for leaf, real in zip(leaves, entry.outputs, strict=True)
         ]
+        # By storage: two outputs that are one fake tensor are two real ones.
         seen: set[int] = set()
         return tuple(_corrected(leaf, real, seen) for leaf, real in zip(leaves, wanted, strict=True))
 

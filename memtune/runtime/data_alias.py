@@ -41,6 +41,7 @@ class _AliasedData(Tensor):
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
+        # An own gradient wins: autograd has accumulated it since the shown one was offloaded.
         held = self._optimized
         if held is None or _GRAD.__get__(self) is not None:
             _GRAD.__set__(self, gradient)

@@ -49,6 +49,7 @@ class ForwardSwitch:
         Args:
             choose: From the shapes of the tensors that the model's forward gets, in order, to the set.
         """
+        # The model itself comes last; its forward chooses the set that the others read.
         modules = dict.fromkeys(each for one in self._sets for each in one if each is not self._model)
         for module in modules:
             forwards = [one.get(module, module.forward) for one in self._sets]
@@ -68,6 +69,7 @@ class ForwardSwitch:
         **kwargs: Any,
     ) -> Any:
         self._chosen = choose([tuple(each.shape) for each in tensors_of((args, kwargs))])
+        # Evaluations are not counted: the audit compares with training steps.
         self.calls[self._chosen] += self._model.training
         return forwards[self._chosen](*args, **kwargs)
 

@@ -62,6 +62,7 @@ class RandomState:
         if isinstance(self.cpu, FakeTensor):
             return True
         now = self.capture(module, [each for each, _ in self.own])
+        # Compared by state, not counted by draws: the user's ops draw without telling anyone.
         pairs = [
             (self.cpu, now.cpu),
             *((then, state) for (_, then), (_, state) in zip(self.own, now.own, strict=True)),
@@ -170,6 +171,7 @@ class NoteGenerators(OpVisitor):
         """Note the generator of the op."""
         generator = generator_of(kwargs)
         self.draws = self.draws or draws(func, args, kwargs)
+        # Before its first draw in the region: a second run must begin from there.
         if generator is not None and generator not in self._known:
             self._known.append(generator)
             with tier(HOST):
@@ -184,6 +186,7 @@ def autocast_now() -> list[Callable[[], AbstractContextManager[Any]]]:
 
     def maker(device: str) -> Callable[[], AbstractContextManager[Any]]:
         enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        # With the cache on, casts of weights are shared within a region; a second run must cast as often.
         cache = torch.is_autocast_cache_enabled()
         return lambda: torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
 

@@ -114,6 +114,8 @@ class TrainingLoop:
             batches: Micro-batches of this rank, of one size, on any device.
             device: Device on which the model computes.
         """
+        # A pipeline runs forward and backward itself, in its own order; a rotation only exchanges
+        # micro-batches between ranks.
         if self.pipeline is not None:
             mean = self.pipeline(model, loss, batches)
             update(optimizer)
@@ -123,6 +125,8 @@ class TrainingLoop:
                 model, optimizer, loss, batches, device, sync=self.micro_batch, order=self.order
             )
         rotated = self.rotation.of(batches)
+        # All ranks draw by the micro-batches' seeds inside, and each continues with its own numbers
+        # afterwards.
         with self.rotation.own_numbers(device):
             return train_step(
                 model,

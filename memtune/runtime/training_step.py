@@ -80,8 +80,11 @@ def accumulate(
             here = upload(batches[index], device)
             loss = loss_function(model, here)
             if len(batches) > 1:
+                # Before backward, not after the sum: gradients of a step are then the mean's, whatever the
+                # optimizer does next.
                 loss = loss / len(batches)
             loss.backward()
+            # The loss itself holds the graph, which must be gone before the next micro-batch runs.
             part = loss.detach()
             total = part if total is None else total + part
             del (
@@ -112,6 +115,7 @@ def train_step(
 
 def update(optimizer: Optimizer) -> None:
     """Run the optimizer at the end of a step."""
+    # Then `zero_grad`, which frees gradients: between two steps none is live, as recorded and predicted.
     optimizer.step()
     optimizer.zero_grad()
 

@@ -150,6 +150,7 @@ def _forget_passed() -> None:
         waiting = list(_pending.items())  # a snapshot, because other threads add SSD reads meanwhile
         for key in [key for key, each in waiting if isinstance(each, torch.Event) and each.query()]:
             _pending.pop(key, None)
+        # Doubled, so that the search costs a constant time per copy even if many events are still to pass.
         _pending_limit = max(_PENDING_LIMIT, 2 * len(_pending))
 
 

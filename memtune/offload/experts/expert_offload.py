@@ -131,6 +131,7 @@ class ExpertOptimizer(SsdOptimizer):
     @torch.no_grad()
     def read(self, expert: int) -> None:
         """Start reading the expert if the cache lacks it; evict another if the cache is full."""
+        # The cache only decides; tensors are here, so that the pass can run the same cache without torch.
         comes, gone = self._cache.take(expert, self.moment)
         if gone is not None:
             self._evict(gone)
@@ -141,6 +142,7 @@ class ExpertOptimizer(SsdOptimizer):
         hosts = self._resident.pop(expert)
         self._write_back(expert, hosts)
         for host in hosts:
+            # A read that nobody has waited for still writes this pinned memory.
             transfer.abandon(host)
 
     def _write_back(self, expert: int, hosts: list[Tensor]) -> None:
@@ -243,6 +245,8 @@ class ExpertOptimizer(SsdOptimizer):
         there = [piece.held.grad is not None for piece in pieces] + [
             piece.device in self._zero for piece in pieces
         ]
+        # One small message decides for all: ranks must agree on which gradients follow, or their messages
+        # would not match.
         flags = torch.tensor(there, dtype=torch.float32, device=self._compute_device)
         torch.ops.memtune.all_reduce_(flags, self._group.group_name, self._group.size(), "avg")
         given, zeros = (part.tolist() for part in flags.chunk(2))

@@ -48,6 +48,8 @@ class CallArguments:
     def of(cls, args: Any, kwargs: Any) -> CallArguments:
         """Flatten the arguments and note the active autocasts."""
         leaves, spec = tree_flatten((args, kwargs))
+        # The user's `with torch.autocast` is left when packs run: the blocks must run under the same casts
+        # all the same.
         on = tuple(
             (device, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
             for device in accelerator.types()
@@ -141,6 +143,8 @@ class ChainRecorder(OpVisitor):
                 f"{self._names[index]} runs {'again' if index < len(self._sources) else 'out of order'}"
             )
         given = CallArguments.of(args, kwargs)
+        # Arguments of the first block are what the prologue makes: masks and positions that later blocks
+        # share are among them.
         self._first = self._first or given.leaves
         self._sources.append(tuple(self._source(index, leaf) for leaf in given.leaves))
         tensors = [leaf for leaf in given.leaves if isinstance(leaf, Tensor)]
@@ -155,6 +159,7 @@ class ChainRecorder(OpVisitor):
             self._reject(f"{self._names[index]} changes its argument in place")
         self._before, returned = tree_flatten(out)
         self._specs.append((given.spec, returned))
+        # The last block's output goes to the user's code, which may do anything with it.
         if index < len(self._names) - 1:
             # Weak references: an output that died cannot be used outside of the next block.
             self._middle += [
@@ -174,6 +179,8 @@ class ChainRecorder(OpVisitor):
         Raises:
             ApplyError: The blocks are no chain; names the broken rule and the module.
         """
+        # What a forward changes besides its outputs: that is restored, and refused, since packs run blocks
+        # twice.
         contract = RegionContract(self._model)
         buffers = contract.buffers()
         versions = {name: buffer._version for name, buffer in buffers.items()}
@@ -208,6 +215,8 @@ class ChainRecorder(OpVisitor):
         links: list[Link] = []
         for index, (spec, returned) in enumerate(self._specs):
             following = self._sources[index + 1] if index + 1 < len(self._sources) else ()
+            # Only what the next block takes is saved between packs; other outputs (attention maps) are
+            # dropped.
             passed = tuple(dict.fromkeys(where for kind, where in following if kind == "returned"))
             at = links[-1].passed if links else ()
             mine = tuple(

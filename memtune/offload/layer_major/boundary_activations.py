@@ -32,6 +32,8 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
+        # Autograd stops here: the graph of the pack before no longer exists, it is made again when that pack
+        # runs.
         ctx.sink[ctx.at] = gradient
         return None, None, None, None
 
@@ -51,6 +53,8 @@ class BoundaryActivations:
 
     def save(self, tensors: Sequence[Any]) -> SavedStart:
         """Save `tensors` for one micro-batch and return the function that restores them."""
+        # Tensors without gradients (masks) remain where they are: packs share them, and would copy them once
+        # each.
         saved = [(self._save_one(x), isinstance(x, Tensor) and x.requires_grad) for x in tensors]
 
         def start(anchor: Tensor, sink: list[Tensor | None]) -> list[Any]:

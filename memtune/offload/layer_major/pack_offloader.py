@@ -52,6 +52,8 @@ class PackOffloader(DeferredBlocks):
         room_bytes: int = 0,
     ) -> None:
         super().__init__(context, optimizer, averages=averages, room_bytes=room_bytes)
+        # Gradients of packs that ran first are used and freed before the step ends, so the user cannot see
+        # all.
         self._shows = False  # its packs are updated inside the step
         self._deferred_blocks = deferred
         self._load_parts: list[list[int]] = []
@@ -62,6 +64,8 @@ class PackOffloader(DeferredBlocks):
         """Their parts, last part first: indices into `_kept_gradients`."""
         self._in_parts, self._update_next = False, list[int]()
         """True if copies run in parts; the blocks whose gradients are offloaded while the next pack runs."""
+        # After `super`, unlike `OverlappedOffloader`: this constructor knows the blocks only now, and has
+        # loaded nothing yet.
         self._defer(context, optimizer, {block: self._blocks[block] for block in deferred})
         self._updated = EarlyUpdates(context, "block")
         self.is_stepping = False
@@ -199,6 +203,7 @@ class PackOffloader(DeferredBlocks):
     def end_step(self) -> None:
         """End forward and backward of all micro-batches; average gradients outside of the blocks."""
         if self._reducer is not None:
+            # Once per step: their sums of all micro-batches are on the device, unlike those of the packs.
             average_now(self._outside, self._reducer.group)
         self._show_gradients(self._finish_averages())
 
@@ -208,6 +213,7 @@ class PackOffloader(DeferredBlocks):
         self._abandon_gradients()
         self._kept_gradients, self._gradient_parts, self._update_next = [], [], []
         for held in self._trained.values():  # gradients that have arrived belong to no step
+            # Unlike in the plain loop the user cannot clear them: they are not shown as `grad` here.
             set_own_grad(held, None)
         self._free_units(range(len(self._units)))
 

@@ -50,6 +50,7 @@ def split(packs: tuple[Span, ...], count: int) -> tuple[Span, ...]:
     """Split the largest packs in two until there are `count`; no pack becomes larger."""
     sizes = [last - first for first, last in packs]
     while len(sizes) < count:
+        # The first of the largest: later packs stay large, as the turnaround is never recomputed.
         at = max(range(len(sizes)), key=lambda i: (sizes[i], -i))
         sizes[at : at + 1] = [sizes[at] // 2, sizes[at] - sizes[at] // 2]
     return spans(sizes)

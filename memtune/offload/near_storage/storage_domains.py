@@ -94,6 +94,7 @@ def divide(
         most: Maximal number of elements of a sub-group.
     """
     total = sum(numel)
+    # By elements, across parameters: all drives then finish a step at the same time.
     cuts = [total * domain // domains for domain in range(domains + 1)]
     firsts = [0]
     for each in numel:
@@ -159,7 +160,11 @@ def step_actions(counts: Sequence[int], buffers: int) -> list[Action]:
         found += [Action(OFFLOAD, domain, i) for domain in now]
         for domain in now:
             found += [Action(kind, domain, i) for kind in (UPDATE, WRITE_WEIGHTS, WRITE_MOMENTS)]
+            # Into the buffer of round i - 1, one round after its writes were ordered: a read waits for these
+            # and would delay the update of this round.
             if 0 < i and i - 1 + buffers < counts[domain]:
                 found.append(Action(READ, domain, i - 1 + buffers))
+        # Behind the orders of round i: the trainer waits here for round i - 1 while the updaters work on
+        # round i (Rule 4).
         found += [Action(RELOAD, domain, i - 1) for domain, count in enumerate(counts) if 0 < i <= count]
     return found

@@ -53,10 +53,12 @@ class Updater:
         self._slots = [every[i * slot_bytes : (i + 1) * slot_bytes] for i in range(spec["slots"])]
         buffers = every[spec["slots"] * slot_bytes :].view(np.float32)
         self._buffers: list[F32] = [buffers[i * numel : (i + 1) * numel] for i in range(spec["buffers"])]
+        # A folder of its own, whose lock the kernel releases with this process.
         self._folder = RunFolder(Path(spec["directory"]))  # the trainer has checked it
         self._file = SsdFile(self._folder.path / TENSORS)
         self._groups = spec["sub_groups"]
         self._extents = [self._reserve(group) for group in self._groups]
+        # Reserved at the start: a drive without room for two slots is refused before training begins.
         self._spares = [self._reserve(group) for group in self._groups] if spec["keep"] else []
         self._fresh: set[int] = (
             set()
@@ -242,6 +244,8 @@ def _scattered(
     """
     count, values_bytes = segment["n_sent"], segment["n_sent"] * segment["itemsize"]
     places = received[segment["places"] :][: 4 * count].view(np.int32)
+    # The update rule then decays weights and moments of elements that were not sent, as for any zero
+    # gradient.
     dense = np.zeros(segment["numel"], dtype)
     dense[places] = received[:values_bytes].view(dtype)
     return dense

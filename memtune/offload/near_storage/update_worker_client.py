@@ -50,11 +50,13 @@ class UpdaterLink:
             "start again: the last complete step is kept" if spec["keep"] else "go on from a checkpoint"
         )
         self._what = f"The updater of storage domain {domain} in {directory}"
+        # Raised again by every later order, so that training cannot continue with part of the state lost.
         self._broken: EnvironmentFault | None = None  # raised as a copy, like `ssd.ssd_tensors.Ticket`
         self._lines: list[bytes] = []
         self._rest = b""
         self.number = next(_numbers)
         slot_bytes, buffer_bytes = spec["slot_bytes"], 4 * spec["buffer_numel"]
+        # Without a name in /dev/shm: nothing is left behind if both processes are killed.
         memory = os.memfd_create("memtune-updater", os.MFD_CLOEXEC)
         ours, theirs = socket.socketpair()
         try:
@@ -89,6 +91,8 @@ class UpdaterLink:
             _over(shared, first + i * buffer_bytes, spec["buffer_numel"], torch.float32, HOST)
             for i in range(spec["buffers"])
         ]
+        # Operators get a number, since an operator's arguments are plain values and tensors. Weakly: a link
+        # that is dropped must end its process.
         _links[self.number] = self
         self.order({"directory": directory, **spec})
 
@@ -154,6 +158,7 @@ class UpdaterLink:
         )
 
     def _line(self) -> bytes:
+        # Replies may arrive in pieces, or several at once: the socket is a stream.
         while not self._lines:
             try:
                 more = self._socket.recv(1 << 16)

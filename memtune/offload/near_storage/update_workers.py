@@ -171,6 +171,7 @@ class Updaters:
         keep: bool = False,
     ) -> None:
         self._optimizer, self._n_buffers, self._share, self._keep = context.optimizer, buffers, share, keep
+        # For its checks and numbers only: the updaters make the updates.
         self._native = NativeUpdate(context.optimizer, "float32")
         self._parameters = list(self._trained(context))
         for each in self._parameters:
@@ -189,6 +190,7 @@ class Updaters:
         watch_loads(context, {each.rows for each in self._parameters}, self._stale.update)
         self._last: LastStep | None = None
         self._writes = ExternalWrites(context, (each.rows for each in self._parameters))
+        # After the processes are up and before `resume`: a run that resumes reads over what is written here.
         self._store(first=True)
         if keep and all(each.link is not None for each in self._domains):
             links = [each.link for each in self._domains if each.link is not None]
@@ -199,7 +201,11 @@ class Updaters:
             context.events.finished.subscribe(self._last.finish)
             self._note_weight_versions()
         context.events.weights_loaded.subscribe(self._store)
+        # `_Parameter.group` must remain the optimizer's after a load, or schedulers would change other
+        # groups.
         keep_groups(self._optimizer)
+        # The optimizer's `state` is empty except inside `state_dict`: it would hold all moments in host
+        # memory.
         self._optimizer.register_state_dict_pre_hook(lambda _: self._collect_state())
         self._optimizer.register_state_dict_post_hook(lambda *_: self._clear_state())
         self._optimizer.register_load_state_dict_post_hook(lambda _: self._store())
@@ -208,6 +214,7 @@ class Updaters:
     def _trained(self, context: Context) -> Iterator[_Parameter]:
         group_of = {each: group for group in self._optimizer.param_groups for each in group["params"]}
         for name, parameter in context.model.named_parameters():
+            # The shard, if states are sharded: each rank's updaters have its rows alone.
             held = context.placement.optimizer_params.get(parameter, parameter)
             if held in group_of and parameter.requires_grad:
                 group = group_of[held]
@@ -401,6 +408,7 @@ class Updaters:
         for domain, number, slot in in_flight:
             transfer.finish(self._domains[domain].slots[slot])
             for _, segment, parameter in self._segments(domain, number, given):
+                # The gradient may still be the source of another domain's copy, in this round or a later one.
                 missing[segment.parameter] -= 1
                 if not missing[segment.parameter]:
                     parameter.free_gradient()
@@ -521,6 +529,8 @@ class Updaters:
                     slice(segment.start, segment.start + segment.numel),
                     self._parameters[segment.parameter].device,
                 )
+                # Straight into the updater's buffer, which it only writes to its file: no second copy of the
+                # state in memory.
                 memory[segment.weight :][: segment.numel].copy_(_flat(device, device)[part])
                 for mine, values in zip(
                     _moments(group, segment, memory, state), state[segment.parameter], strict=True

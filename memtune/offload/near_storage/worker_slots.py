@@ -71,6 +71,7 @@ class UpdaterSlots:
     def look(self, key: str, manifests: list[Manifest]) -> None:
         """Lock the folders that `manifests` name, and remove those that no manifest names any more."""
         self._name = f"{offload_dir.MANIFEST}{key[:16]}-updater"
+        # Two manifests are looked at: the newest may be of a step that another rank has not completed.
         named = {name for each in manifests for name in each.folders}
         for path in (path for path in _folders() if path.name in named):
             if (lock := offload_dir.locked(path, _PATIENCE_S)) is not None:
@@ -148,6 +149,7 @@ class UpdaterSlots:
             weight = self._parameters[segment.parameter].device
             flat = weight.as_strided((weight.numel(),), (1,), weight.storage_offset())
             flat[segment.start :][: segment.numel].copy_(link.buffers[0][segment.weight :][: segment.numel])
+        # Into this run's own file: the old folder is removed once a complete step of this run exists.
         self._write(domain, number)
 
     def back(self) -> None:

@@ -65,6 +65,8 @@ class FusedBackward:
         self._updated: set[Tensor] = set()
         self.n_early = 0
         for parameter in trained:
+            # All but one: with every gradient freed inside backward, a later clip would find nothing and
+            # change nothing.
             hook = self._on_sentinel_ready if parameter is self._sentinel.parameter else self._complete
             context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(hook)).remove)
         context.loop.sync = self.sync
@@ -91,6 +93,7 @@ class FusedBackward:
         self._sentinel.forget()
         self._updated.clear()
         if last:
+            # Read anew in each step: schedulers replace settings, and loads the groups themselves.
             self._groups = {each: group for group in self._optimizer.param_groups for each in group["params"]}
         try:
             yield
@@ -122,6 +125,7 @@ class FusedBackward:
         assert parameter.grad is not None
         self._before_grad_use.emit(parameter, parameter.grad)
         # The optimizer's own step over a group of one parameter, with the settings that its group has now.
+        # A foreach optimizer would otherwise update all parameters that have a gradient by now.
         groups, self._optimizer.param_groups = (
             self._optimizer.param_groups,
             [{**group, "params": [parameter]}],

@@ -85,12 +85,15 @@ def update_(
         count = 1.0
         # Adam counts before it corrects the bias, as torch does.
         if step is not None:
+            # On the update thread, in order with the update: a state dict that waits for it sees both or
+            # neither.
             step.add_(1)
             count = step.item()
         sign = -1.0 if maximize else 1.0
         numbers = _native.OptimizerNumbers(
             **_NUMBERS[rule](count, *settings), sign=sign, seed=_seed(seed, int(count), moments)
         )
+        # The kernel takes rows; any common order of elements will do, since the rules are elementwise.
         rows = _FlatViews(weight)
         arrays = (
             rows.of(weight),
@@ -149,6 +152,7 @@ def _update_together(rule: str, moments: str, jobs: list[_Job]) -> None:
             jobs, counts, strict=True
         ):
             seed = _seed(number, int(count), moments) if is_rounded else 0
+            # Parameters of one group and step share their numbers: bias corrections are computed once.
             key = id(settings), count, seed
             if key != before:
                 before = key
@@ -341,6 +345,7 @@ class NativeUpdate:
         """Number of moments in the complete state of each parameter."""
         self._dense: dict[nn.Parameter, tuple[Tensor | None, Tensor | None, bool]] = {}
         """Moments by parameter, and whether they and the weight are dense."""
+        # A load replaces the state tensors, whose layout is remembered.
         optimizer.register_load_state_dict_post_hook(self._forget)
         for group in optimizer.param_groups:
             _refuse_settings(optimizer, group)
@@ -386,6 +391,7 @@ class NativeUpdate:
             seed, group, weight, gradient = each
             state = states[weight]
             moments = state.get(first), state.get(second)
+            # By identity of the moments: the user may have replaced or cleared `optimizer.state`.
             known = dense.get(weight)
             if known is None or known[0] is not moments[0] or known[1] is not moments[1]:
                 known = dense[weight] = *moments, self._are_dense(weight, moments)

@@ -262,6 +262,7 @@ class RingReduction(SeamReduceScatter):
         name = {dist.ReduceOp.AVG: "avg", dist.ReduceOp.SUM: "sum"}.get(op)
         if name is None or async_op:
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
+        # One part for each node, since consecutive ranks are on one node.
         parts, arriving, arrived = input_tensor.chunk(nodes), None, None
         for hop in range(nodes):
             mine = _like(output_tensor) if hop < nodes - 1 else output_tensor
@@ -321,6 +322,7 @@ class Exchange(SeamReduceScatter):
         """Reduce `input_tensor` (ranks · numel) over the ranks and keep this rank's part in `output_tensor`
         (numel).
         """
+        # Frozen parameters have no gradient in the message.
         row, place = _row(self._form, self._group, trainable=True), self._place
         factor = {dist.ReduceOp.AVG: 1.0 / group.size(), dist.ReduceOp.SUM: 1.0}.get(op)
         if row.numel * group.size() != input_tensor.numel() or factor is None:  # Rule 3
@@ -331,6 +333,7 @@ class Exchange(SeamReduceScatter):
         sent = _packed(input_tensor, row, self._lost, swizzle=place.nodes)
         received = _exchanged(sent, place.inside)
         del sent
+        # Summed in float32 between the hops: a sum of 4-bit codes would not fit their range.
         _add_up(sums, received, row, place.local, 1.0)
         del received
         sent = _packed(sums, row)

@@ -89,6 +89,8 @@ def stretches(row: Row) -> Iterator[Stretch]:
     """Yield the non-empty stretches of `row`, in order."""
     blocks = [-(-count // row.block) for count in row.lengths[::2]]
     kept = 4 * sum(blocks)
+    # In a row all scales come first, then kept values, then codes: 4-byte values need no alignment of their
+    # own.
     codes, scales, begin = kept + 4 * sum(row.lengths[1::2]), 0, 0
     for index, count in enumerate(row.lengths):
         if count and index % 2 == 0:
@@ -119,6 +121,7 @@ def plain_quantise_(
     """Quantize as `quantise_` does, in plain torch: the reference."""
     row = _row(lengths, bits, block)
     out = packed.view(-1, row.n_bytes)
+    # In float32, as the native kernel and Triton compute: all three give the same bits.
     x = in_order(values, row.numel, nodes).reshape(len(out), row.numel).float()
     lost = None if error is None else in_order(error, row.numel, nodes)
     for part in stretches(row):
@@ -135,6 +138,7 @@ def plain_quantise_(
             back = (codes.float().view(len(out), -1, block) * scale[..., None]).view(len(out), -1)[
                 :, : part.count
             ]
+            # A block with infinity or NaN decodes to NaN, whose error must not stay for all later steps.
             lost[..., part.begin : part.begin + part.count] = torch.where(
                 back.isnan(), 0.0, mine - back
             ).view(-1, nodes, part.count)
@@ -151,6 +155,7 @@ def _coded(x: Tensor, row: Row) -> tuple[Tensor, Tensor]:
     levels = torch.full_like(
         largest, LEVELS[row.bits]
     )  # torch divides a number by multiplying with an inverse: rounded twice
+    # Otherwise the scale is 0, or NaN where a value is not finite, so that the receiver sees it as such.
     used = largest.isfinite() & (largest >= _SMALLEST)
     scale = torch.where(used, largest / levels, torch.where(largest.isfinite(), 0.0, torch.nan))
     inverse = torch.where(used, levels / largest, 0.0)
@@ -188,6 +193,7 @@ def _decoded(rows: Tensor, part: Stretch, row: Row) -> Tensor:
     else:
         data = rows[:, part.codes : part.codes + -(-part.count // 2)]
         codes = torch.stack([data & 15, data >> 4], 2).view(len(rows), -1)[:, : part.count].view(torch.int8)
+        # Sign extension of four bits.
         codes = (codes ^ 8) - 8
     return codes.float() * scale.repeat_interleave(row.block, 1)[:, : part.count]
 

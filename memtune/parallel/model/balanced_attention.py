@@ -73,6 +73,7 @@ def forward(ring: Ring, query: Tensor, pair: Tensor, scale: float | None) -> Att
         pair: Keys and values, (2, B, G, P, D).
         scale: Scale of the scores; None: D ** -0.5.
     """
+    # Made before the own attention: its first messages overlap with that (rule 3).
     questions = _HelperQueries(ring, (query,), pair)
     own = attend(query, *pair, causal=True, scale=scale)
     # Results of all rounds are added in the wide type; rounding after each would add up.
@@ -85,6 +86,8 @@ def forward(ring: Ring, query: Tensor, pair: Tensor, scale: float | None) -> Att
         elif round_.helps:
             found += attend(come[0], *pair, causal=False, scale=scale)
         del come  # before `_exchange` allocates what arrives
+        # A helper's result has the shapes of the query and of the log-sum-exp, which serve as templates for
+        # the receives.
         answer = _exchange(ring, found, [query, total.lse] if round_.is_helped else [], -round_.distance)
         del found
         if round_.is_helped:
@@ -108,6 +111,8 @@ def backward(
         all_keys: Result of `forward`.
         scale: As in `forward`.
     """
+    # More than forward sends: softmax cannot be differentiated block by block without the statistics of all
+    # keys (rule 5).
     questions = _HelperQueries(ring, (query, gradient, *all_keys), pair)
     to_query, to_pair = (torch.zeros_like(each, dtype=wide(each.dtype)) for each in (query, pair))
     own = attend_backward(gradient, query, pair[0], pair[1], all_keys, causal=True, scale=scale)

@@ -52,6 +52,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: fl
         )
         # The kernel pads the rows of the log-sum-exp to a multiple of 32.
         return Attended(out, lse[:, :, : query.shape[2]])
+    # No fused kernel returns a log-sum-exp here (old GPUs, odd head sizes, float64): the scores exist in
+    # full.
     scores = _scores(query, key, causal, scale)
     lse = scores.logsumexp(-1)
     out = scores.sub_(lse.unsqueeze(-1)).exp_() @ value.to(scores.dtype)
@@ -122,6 +124,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def merge(total: Attended, more: Attended) -> None:
     """Merge attention to other keys into `total`, in place."""
+    # Both weights are exp of a difference that is at most 0, so nothing overflows.
     lse = torch.logaddexp(total.lse, more.lse)
     total.out.mul_((total.lse - lse).exp_().unsqueeze(-1)).add_(
         more.out * (more.lse - lse).exp_().unsqueeze(-1)
@@ -187,6 +190,7 @@ def _efficient_backward(
     # exp(score - inf) is 0: padded rows contribute nothing.
     lse = all_keys.lse.new_full((*all_keys.lse.shape[:2], rows), math.inf)
     lse[:, :, : query.shape[2]] = all_keys.lse
+    # Philox seed and offset: the kernel wants them, and without dropout never reads them.
     unused = torch.zeros((), dtype=torch.int64, device="cpu")
     found = _aten._scaled_dot_product_efficient_attention_backward(
         gradient,

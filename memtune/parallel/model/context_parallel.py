@@ -86,6 +86,8 @@ class _Call:
             return balanced_attention.forward(self.grid.inner, query, pair, self.scale)
         total: Attended | None = None
         grid = self.grid
+        # The outer ring's hop is in flight during a full round of the inner one: links between nodes get that
+        # much time (rule 3).
         outer = RingRound(grid.outer, pair, prefetch=False)
         for round_ in range(grid.outer.ranks):
             inner = RingRound(grid.inner, outer.next(), prefetch=False)
@@ -96,6 +98,7 @@ class _Call:
         return Attended(total.out.to(query.dtype), total.lse)
 
     def _attend(self, total: Attended | None, query: Tensor, pair: Tensor, source: int) -> Attended | None:
+        # A block that the causal mask hides entirely is passed on without compute: other ranks need it.
         seen = self.grid.seen(source, query.shape[2], self.causal)
         if seen is None:
             return total
@@ -115,10 +118,13 @@ class _Call:
         if self._helped:
             return balanced_attention.backward(self.grid.inner, gradient, query, pair, all_keys, self.scale)
         grid = self.grid
+        # Summed in float32 over contexts, as FlashAttention sums over its blocks of keys.
         to_query = torch.zeros_like(query, dtype=wide(query.dtype))
         outer, outer_sums = RingRound(grid.outer, pair, prefetch=True), RingSums(grid.outer, mean=False)
         to_pair: Tensor | None = None
         for round_ in range(1, grid.outer.ranks + 1):
+            # `mean=False`: queries of all ranks belong to one sample, so gradients of keys are a sum, not an
+            # average.
             inner, sums = RingRound(grid.inner, outer.next(), prefetch=True), RingSums(grid.inner, mean=False)
             for step in range(1, grid.inner.ranks + 1):
                 to_pair = None  # what was passed on is the hop's
@@ -148,6 +154,7 @@ class _Call:
         pair: Tensor,
         all_keys: Attended,
     ) -> None:
+        # As in forward: a hidden block is passed on, and its sums with it, for the ranks that see it.
         seen = self.grid.seen(source, query.shape[2], self.causal)
         if seen is None:
             return
@@ -199,8 +206,12 @@ def divided_attention(grid: Grid) -> Attention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        # Refused at the call, because the recorded step cannot show all arguments that a later batch may
+        # bring.
         require_plain_attention(query, key, value, attn_mask, dropout_p, enable_gqa)
         key, value = require_heads(query, key, value, grid.split.heads)
+        # The replaced function is on autocast's list, a custom Function is not: torch would have cast these
+        # inputs.
         query, key, value = (_as_autocast_wants(each) for each in (query, key, value))
         made: Tensor = _Attention.apply(query, key, value, _Call(grid, is_causal, scale))  # type: ignore[no-untyped-call]
         return made
@@ -333,6 +344,7 @@ def shard_fake_blocks(
     names = summed_parameters(model, (), blocks, FIX)
     divide_blocks(model, blocks, layout, attention)
     for name in names:
+        # The recorded model has no `Average`, but the op that scales must be in the Step.
         model.get_parameter(name).register_hook(scaled_by(layout.ranks))
 
 

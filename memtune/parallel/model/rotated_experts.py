@@ -40,6 +40,8 @@ def expert_refusal(module: nn.Module, expert: nn.Module) -> str:
         return "is of an expert with frozen weights, whose backward depends on the samples"
     try:
         with torch.no_grad():
+            # Tried at apply time, because an error in the middle of a forward would leave other ranks waiting
+            # in the ring.
             expert(_no_tokens(expert))
     except Exception as error:  # code of the user's, which was not written for no tokens
         return f"is of an expert that does not run on zero tokens ({type(error).__name__})"
@@ -71,6 +73,7 @@ class ExpertOrder:
 
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the holder's forward, then the experts that it has not called."""
+        # A forward that raised may have left a position: each call begins at the first expert.
         self._next, self._skipped, self._is_open = 0, [], True
         try:
             made = forward(*args, **kwargs)
@@ -82,6 +85,7 @@ class ExpertOrder:
 
     def _begins(self, index: int) -> None:
         """Run the skipped experts before expert `index`; forward pre-hook."""
+        # The pre-hook also runs for the zero-token calls of `_skip_to`, which are in order already.
         if self._skips:
             return
         if not self._is_open or index < self._next:
@@ -140,12 +144,14 @@ def remove_gradients_of_unused(
         experts = [(order, index) for order in orders for index in range(len(order.experts))]
         here = [order.called[index] for order, index in experts]
         like = next(orders[0].experts[0].parameters())
+        # A flag per expert: ranks agree by one small message, instead of one per parameter.
         remote = set(missing_indices(here, ranks, like))
         for at, (order, index) in enumerate(experts):
             if here[at] or at in remote:
                 continue
             for parameter in order.experts[index].parameters():
                 parameter.grad = None
+                # An offloaded or sharded parameter has a second one, whose gradient the optimizer would use.
                 context.placement.optimizer_params.get(parameter, parameter).grad = None
 
     before_step(context.optimizer, clear)
@@ -167,6 +173,8 @@ def _join(made: Any, skipped: Sequence[Tensor]) -> Any:
     leaves, structure = pytree.tree_flatten(made)
     for at, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            # One node that depends on all skipped outputs: autograd then visits them even though the loss
+            # does not use them.
             leaves[at] = _Joined.apply(leaf, *skipped)  # type: ignore[no-untyped-call]
             break
     return pytree.tree_unflatten(leaves, structure)

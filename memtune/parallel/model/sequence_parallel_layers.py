@@ -88,6 +88,7 @@ class _Scattered(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        # The adjoint of a sum over ranks followed by a slice is the gather of every rank's slice.
         return gather_positions(gradient, ctx.group, ctx.ranks), None, None
 
 
@@ -119,6 +120,8 @@ class _Product(torch.autograd.Function):
         # Only the weight's gradient is a product with the input.
         if ctx.needs_input_grad[2]:
             entry.users += 1
+        # The point of rule 3: `whole` is `ranks` times as large, and is freed after the last column layer's
+        # forward.
         ctx.save_for_backward(share, weight)
         ctx.entry = entry
         return F.linear(whole, weight, bias)
@@ -167,6 +170,7 @@ class ColumnInput:
         of the positions.
         """
         if not self.at_owner:
+            # By identity: q, k and v layers get the same tensor object, and gather it once.
             given = self._whole if given is self._share and self._whole is not None else self.gathered(given)
         whole, share, entry = self._whole, self._share, self._entry
         if whole is None or share is None or entry is None or not _same(given, whole):
@@ -237,6 +241,7 @@ def divide(context: Context, pairs: Sequence[Pair], degree: int) -> None:
         Place(mesh.get_group().group_name, degree, mesh.get_local_rank()),
     )
     sum_gradients(context, mesh, shared)
+    # `cut` has put its check there; the audit reports both under one slot.
     of_layers = context.checks["sharding.parallel"]
     context.checks["sharding.parallel"] = lambda: {**of_layers(), **_check(context, pairs, shared)}
 
@@ -261,6 +266,8 @@ def divide_positions(model: nn.Module, pairs: Sequence[Pair], blocks: Sequence[s
         row = model.get_submodule(pair.row)
         row.__class__ = SequenceRowLinear
         vars(row).update(column_input=column_input)
+        # The owner (attention, MLP) is a block's child: its own code, between the layers, then sees all
+        # positions.
         if column_input.at_owner:
             model.get_submodule(pair.owner).register_forward_pre_hook(
                 _entered(column_input), with_kwargs=True

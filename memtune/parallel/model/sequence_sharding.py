@@ -52,6 +52,7 @@ class SequenceLayout:
         pieces = self._pieces(whole, dim)
         if len(pieces) > 1:
             return torch.cat([whole.narrow(dim, *piece) for piece in pieces], dim)
+        # A copy: a view would keep all positions alive for as long as the blocks save their input.
         return torch.narrow_copy(whole, dim, *pieces[0])
 
     def shard_view(self, whole: Tensor, dim: int) -> Tensor:
@@ -191,6 +192,8 @@ def _sum_gradients(context: Context, mesh: DeviceMesh, names: Sequence[str]) -> 
     """Register the hooks when the sharding is known: FSDP2 unshards and frees a parameter, and the optimizer
     holds a shard of it.
     """
+    # FSDP2 assigns the gradient of a shard itself: a tensor hook on the shard would never run. Its unsharded
+    # parameter, which autograd sees, exists while the block runs.
     of_fsdp_units = {parameter for _, unit in units_of(context.model) for parameter in unit}
     summed = [context.model.get_parameter(name) for name in names]
     for name in context.blocks:

@@ -71,6 +71,7 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: str, ranks: int) -> Tensor:
+        # In place: nothing else uses the partial product, whose linear layer saves its input, not its output.
         whole = part.detach().contiguous()
         torch.ops.memtune.all_reduce_(whole, group, ranks, "sum")
         return whole
@@ -101,6 +102,7 @@ class Sharers:
             copied = _Copied.apply(x, self.group, self.ranks)  # type: ignore[no-untyped-call]
             # Weakly: the last input must not outlive the forward if a column layer is not called.
             self._given, self._copied, self._taken = weakref.ref(x), copied, 0
+        # Counted, not compared with the last column's name: models call q, k and v in any order.
         self._taken += 1
         # All column layers have it, so no reference is needed any more.
         if self._taken == self.columns:
@@ -160,7 +162,9 @@ def cut(context: Context, pairs: Sequence[Pair], degree: int) -> None:
     copies, mesh = meshes(context.device.type, degree)
     before = dict(context.model.named_parameters())
     place = Place(mesh.get_group().group_name, degree, mesh.get_local_rank(), mesh)
+    # A deferred model then materializes, or loads from a checkpoint, only this rank's piece of each weight.
     keep_only(context.model, cut_layers(context.model, pairs, place))
+    # The optimizer holds the old parameter objects; its groups and state follow the names.
     rebind(context.optimizer, before, dict(context.model.named_parameters()))
     mix_plain_and_sharded()
     context.placement.model_parallel_size = degree
@@ -177,9 +181,11 @@ def share_step(context: Context, mesh: DeviceMesh, copies: DeviceMesh | None) ->
     context.loop.rotation = MicroBatchRotation(mesh.get_group())
     handles: list[Any] = []
     handles.append(
+        # A list, because the hook removes itself by a handle that exists only after its registration.
         context.model.register_forward_pre_hook(_same_batch(mesh.get_group(), handles), with_kwargs=True)
     )
     if copies is not None:
+        # After `sharding.states` is applied: a mechanism there may average between copies itself (rule 4).
         context.events.states_sharded.subscribe(lambda: _average_copies(context, copies.get_group()))
 
 
@@ -210,6 +216,7 @@ def _scale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Scale a plain tensor by a sharded number (a norm), which torch supports for lists of tensors only."""
     if not isinstance(args[0], DTensor) and args[1].dim() == 0:
         return op(args[0], args[1].full_tensor())
+    # Without our handler, or the dispatcher would call it again without end.
     own = _handlers().pop(op)
     try:
         return op(*args, **kwargs)
@@ -248,6 +255,7 @@ def _become(
         whole = module._parameters[name]
         if whole is not None:
             module._parameters[name] = _part(whole, piece, place)
+    # The class changes, not the object: hooks, the user's references and `named_modules` remain.
     module.__class__ = kind
     module.sharers = sharers  # type: ignore[assignment]
 
@@ -301,10 +309,9 @@ def _require_heads(model: nn.Module, pair: Pair, degree: int) -> None:
             raise uncuttable_error(f"{degree} ranks do not divide the {outputs // size} heads of {name}")
 
 
-def uncuttable_error(
-    why: str, fix: str = "another degree or  layers: mlp, or parallel: {kind: none}"
-) -> ApplyError:
+def uncuttable_error(why: str) -> ApplyError:
     """Return the error for layers that cannot be sharded, with the reason."""
+    fix = "another degree or  layers: mlp, or parallel: {kind: none}"
     return ApplyError(f"these layers cannot be cut over ranks: {why}.", fix=fix, code="MT390")
 
 
@@ -325,6 +332,8 @@ class Average:
         parameters: Sequence[nn.Parameter],
         outer: Callable[[bool], AbstractContextManager[Any]] | None = None,
     ) -> None:
+        # `_last` is True outside of `sync`: a loop that announces no micro-batch averages in every backward.
+        # Averages of equal values do not change, so sums stay correct.
         self._group, self._last, self._at_end = group, True, BackwardEnd(self._finish)
         self._parameters, self._exchange = parameters, outer or (lambda last: nullcontext())
         for parameter in self._parameters:
@@ -365,6 +374,7 @@ def _same_batch(group: dist.ProcessGroup, handles: list[Any]) -> Any:
             low, high = sums.clone(), sums.clone()
             dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
             dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
+        # NaN is not equal to itself; a padded batch may hold NaN on all ranks alike.
         if not torch.equal(low.nan_to_num(), high.nan_to_num()):
             raise ApplyError(
                 "ranks that share layers were given different micro-batches.",

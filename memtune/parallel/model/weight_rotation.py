@@ -71,13 +71,19 @@ def _add_product(sums: Tensor | None, left: Tensor, right: Tensor, dtype: torch.
 
 def _by_shards(ring: Ring, weight: Tensor, dim: int, run: Callable[[Tensor, int], Tensor]) -> Tensor:
     """Return the outputs of `run(shard, index)` of all shards of `weight`, joined in `dim`."""
+    # Forward begins with the own shard, so compute starts at once. Backward begins one hop later
+    # (`prefetch`), so that it ends with the own one.
     shards, rows, whole = RingRound(ring, weight.detach(), prefetch=False), weight.shape[0], None
     for hop in range(ring.ranks):
         index = ring.owner(hop)
         part = run(shards.next(), index)  # the shard has no name here: it is freed before `whole` is made
         if whole is None:
             shape = list(part.shape)
+            # The first part tells shape, dtype (autocast) and layout of the joined output, which is allocated
+            # only once.
             shape[dim] = rows * ring.ranks
+            # A channels-last input gives channels-last parts; the plain convolution would have kept that
+            # layout.
             layout = suggest_memory_format(part) if dim == 1 else torch.contiguous_format
             whole = torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=layout)
         whole.narrow(dim, index * rows, rows).copy_(part)
@@ -92,6 +98,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Ring, always: bool) -> Tensor:
+        # The own shard, not the joined weight: backward passes the shards round again (rule 4). A frozen
+        # weight needs no input.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.ring, ctx.always = ring, always
         shares = [None] * ring.ranks if bias is None else bias.chunk(ring.ranks)
@@ -105,6 +113,8 @@ class _Linear(torch.autograd.Function):
         (x, weight), ring = ctx.saved_tensors, ctx.ring
         to_x, to_weight, to_bias, *_ = ctx.needs_input_grad
         flat, rows, of_x, of_weight = _flat(gradient), weight.shape[0], None, None
+        # Whether the ring runs must not depend on this rank's samples: another rank would wait for a shard
+        # (rule 6).
         shards = RingRound(ring, weight.detach(), prefetch=True) if to_x or ctx.always else None
         sums = RingSums(ring)
         for hop in range(1, ring.ranks + 1):
@@ -223,6 +233,8 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, index: Tensor, weight: Tensor, ring: Ring) -> Tensor:
         ctx.save_for_backward(index)
+        # The weight is not saved: the gradient of an embedding depends on the indices alone, so no shard
+        # passes in backward.
         ctx.ring, ctx.shape, ctx.dtype = ring, weight.shape, weight.dtype
         # An index outside of all shards would silently give zeros.
         torch._assert_async(((index >= 0) & (index < weight.shape[0] * ring.ranks)).all())
@@ -246,6 +258,8 @@ class _Embedding(torch.autograd.Function):
             of_weight = sums.next()
             if of_weight is None:
                 of_weight = gradient.new_zeros(ctx.shape, dtype=ctx.dtype)
+            # Indices of other shards point at row 0 and add zeros there: shapes then depend on no values, and
+            # nothing synchronizes.
             part = _flat(gradient.masked_fill(is_remote, 0)).to(ctx.dtype)
             of_weight = sums.add(of_weight.index_add_(0, row.view(-1), part))
             del part
@@ -295,6 +309,8 @@ class _SameCalls:
         self._forwards += 1
 
     def _calls(self, name: str) -> None:
+        # True for powers of two: divergence shows early, and the cost of the comparison vanishes in a long
+        # run.
         if not self._forwards or self._forwards & (self._forwards - 1):
             return
         # Python's `hash` of a string differs between processes.
@@ -489,6 +505,7 @@ def rotate(context: Context, layers: Sequence[str], degree: int, *, in_place: bo
         if name not in found:
             why = next((line for line in refused if line.startswith(f"{name} ")), f"{name} is not there")
             raise refusals.error_of(refusals.does_not_rotate(why))
+    # Refusals are above: from here on the model changes, which a failed `apply` restores.
     copies, mesh = meshes(context.device.type, degree)
     before = dict(context.model.named_parameters())
     ring = Ring(mesh.get_group().group_name, degree, mesh.get_local_rank(), in_place, mesh)
@@ -497,11 +514,13 @@ def rotate(context: Context, layers: Sequence[str], degree: int, *, in_place: bo
     keep_only(context.model, dict.fromkeys(rotated, ring.piece))
     rebind(context.optimizer, before, dict(context.model.named_parameters()))
     mix_plain_and_sharded()
+    # A recording has no other ranks to compare with.
     if not isinstance(local(context.model.get_parameter(rotated[0]).detach()), FakeTensor):
         _SameCalls(context, layers, mesh.get_group())
     if orders:
         remove_gradients_of_unused(context, orders, dist.distributed_c10d._get_default_group())
     context.placement.model_parallel_size = degree
+    # Not now: whether `sharding.states` averages between the rings is known once that slot is applied.
     context.events.states_sharded.subscribe(lambda: _average(context, rotated, mesh, copies))
     context.checks["sharding.parallel"] = lambda: _check(context, layers, rotated, degree)
 
@@ -517,6 +536,7 @@ def _average(context: Context, rotated: Sequence[str], ring: DeviceMesh, copies:
         if context.placement.states_average_grads
         else dist.distributed_c10d._get_default_group()
     )
+    # Rotated weights need no average inside a ring: their sums have passed all of its ranks (rule 2).
     context.loop.sync = Average(context, everyone, whole, context.loop.sync).sync
     if copies is not None and not context.placement.states_average_grads:
         mine = [trainable[name] for name in rotated if name in trainable]

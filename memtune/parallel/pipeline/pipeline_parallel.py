@@ -183,6 +183,8 @@ class Pipeline:
             for stage in stages:
                 stage.begin(model, loss_function, here, [each.seed for each in micro_batches])
             try:
+                # torch splits a target among the micro-batches; the loss is the last stage's output, so its
+                # values are unused.
                 schedule.step(target=torch.zeros(len(micro_batches)), losses=losses, return_outputs=False)
             except RuntimeError as error:  # torch wraps whatever a stage raises
                 own = _original_error(error)
@@ -271,6 +273,7 @@ class Pipeline:
     def _total(self, losses: list[Tensor]) -> Tensor:
         """Return the sum of the last stage's losses, in the order of the micro-batches, on every rank."""
         total, last = sum(losses[1:], losses[0]) if losses else torch.zeros(()), self._layout.last_rank
+        # In double, so that a loss of any float type arrives exactly.
         total = total.to(self._context.device, torch.float64)  # other stages do not know its type
         dist.broadcast(total, group=self._group, group_src=last)
         if self._copies is not None:
@@ -312,6 +315,8 @@ class Pipeline:
             norms[0, mine] = torch.stack([norm.float() for norm in found])
             norms[1, mine] = 1
         if self._sharers is not None:  # each has some rows of what the stage holds
+            # A norm of sharded rows is a norm of partial norms: sum of squares over those that share the
+            # stage.
             norms[0].square_()
             torch.ops.memtune.all_reduce_(norms[0], self._sharers.group_name, self._sharers.size(), "sum")
             norms[0].sqrt_()
@@ -319,6 +324,8 @@ class Pipeline:
         there = norms[1].tolist()
         for index, (name, parameter) in enumerate(trained):
             if name in held.absent:
+                # One value per absent parameter: `clip_grad_norm_` over all of them then gives the full
+                # model's norm.
                 norm = norms[0, index].to(parameter.dtype).reshape(parameter.shape)
                 parameter.grad = norm.clone().as_subclass(NormAlone) if there[index] else None
 

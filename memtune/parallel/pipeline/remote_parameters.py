@@ -54,6 +54,7 @@ class OtherStages:
 
     def optimizer_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the optimizer's state of `name` from its owner; collective."""
+        # Two messages: other ranks do not know the state's names and shapes, which depend on the optimizer.
         forms: list[Any] = [
             {what: _form(value) for what, value in state.items()} if self.owns(name) else None
         ]
@@ -141,6 +142,7 @@ def keep_own(
         group: The ranks of this pipeline.
     """
     named = dict(context.model.named_parameters(remove_duplicate=False))
+    # `named_parameters` reports a tied weight under its first name only; that one decides.
     canonical = {id(p): name for name, p in context.model.named_parameters()}
     owner_of = {name: owners[canonical[id(named[name])] if name in named else name] for name in owners}
     absent = {name for name, stages in owner_of.items() if not set(stages) & set(mine)}
@@ -152,10 +154,12 @@ def keep_own(
             if parameter is not None and canonical[id(parameter)] in absent:
                 new_of.setdefault(parameter, _in_place_of(parameter))
                 module._parameters[name] = new_of[parameter]
+    # A deferred model never materializes the weights of other stages.
     keep_only(context.model, {name: _one_value for name in canonical.values() if name in absent})
     for group_of in context.optimizer.param_groups:
         group_of["params"] = [new_of.get(parameter, parameter) for parameter in group_of["params"]]
     for old in new_of:
+        # State of another stage's weight would stay in memory, and be wrong after its first update there.
         context.optimizer.state.pop(old, None)
     context.placement.remote_parameters = OtherStages(
         shapes,

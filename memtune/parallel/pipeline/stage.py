@@ -87,6 +87,8 @@ class Run:
 
     def probe(self, model: nn.Module, loss_function: LossFunction, batch: Any) -> Tensor:
         """Return a tensor without memory like the first block's input for `batch`."""
+        # Before torch's stage is made, which wants a tensor like its input; a plan knows no batch size of the
+        # user's.
         with torch.no_grad(), self._entered(0, 0, None, absent=True):
             self._probing = True
             try:
@@ -192,6 +194,7 @@ class Run:
             self.activations.own.returned(output)
         # The model's last block returns instead: norm, head and loss follow.
         if index == last and last + 1 < self._count:
+            # An exception is the only way out of the middle of the user's forward.
             raise _Done(output)
         return output
 
@@ -301,11 +304,13 @@ class StageModule(nn.Module):
         assert self._now is not None
         model, loss_function, batches, seeds = self._now
         # Each stage has a seed of its own per micro-batch, whatever ran before on this rank.
+        # With the schedule alone, the numbers would depend on the order in which a rank runs its stages.
         seed_generators(seeds[micro_batch] + self._index)
         output = self._run.of(
             self._first, self._last, given, lambda: loss_function(model, batches[micro_batch])
         )
         if self._frees_batch:
+            # Inputs of micro-batches that have run forward are dropped one by one, as the pass predicts.
             batches[micro_batch] = None
         return output / len(batches) if self._is_last and len(batches) > 1 else output
 
@@ -395,6 +400,8 @@ class Stage(PipelineStage):
     def _room(self, infos: Mapping[int, Sequence[Any]], chunk: int) -> None:
         for index, (info,) in infos.items():  # at first torch has allocated the buffers of all micro-batches
             if info.buffer is not None and index not in self._posted:
+                # Keeps one input and one output gradient per micro-batch in flight, not of all micro-batches
+                # of the step.
                 info.buffer = None
         self._posted.add(chunk)
         infos[chunk][0].buffer = torch.empty(self._like.shape, dtype=self._like.dtype, device=self.device)

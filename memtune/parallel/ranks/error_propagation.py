@@ -44,6 +44,7 @@ def share_first_failure() -> Iterator[None]:
     except Exception as error:
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             raise
+        # Counted on every rank that fails, so that all look under the same key.
         _raised += 1
         if isinstance(error, RankFailed):
             raise
@@ -77,6 +78,7 @@ def _key() -> str:
 
 def _publish(message: str) -> None:
     try:
+        # Only the first message counts: later failures are its consequences.
         dist.distributed_c10d._get_default_store().compare_set(_key(), "", message)
     except (RuntimeError, ValueError):  # the rank that hosted the store has ended, so no rank can read it
         return
@@ -85,6 +87,8 @@ def _publish(message: str) -> None:
 def _first_message() -> str:
     try:
         store = dist.distributed_c10d._get_default_store()
+        # The other rank raises and publishes in its own time; without a limit a killed rank would be waited
+        # for without end.
         store.wait([_key()], _TIMEOUT)
         return store.get(_key()).decode()
     except (RuntimeError, ValueError):

@@ -63,13 +63,17 @@ class Ring:
 
     def _exchange(self, sent: Tensor | None, arriving: Tensor | None, pass_on: Callable[[], None]) -> Hop:
         here = arriving if sent is None else sent
+        # No message in either direction in this round.
         if here is None:
             return Hop(None, None, None)
+        # Made at the first hop: the device is that of its tensors.
         self._stream = self._stream or streams.new_stream(here.device)
         # The current stream has computed the sent tensor, and may still read the receive buffer's memory.
         streams.wait_current(self._stream, here.device)
         with streams.on(self._stream):
             pass_on()
+        # The hop references both tensors: freed earlier, the allocator could give their memory to the compute
+        # stream.
         return Hop(sent, arriving, streams.end_of(self._stream))
 
 

@@ -42,6 +42,7 @@ class Factors:
             return f"optimizer={o} is no multiple of gradients={g}"
         if o % p:
             return f"optimizer={o} is no multiple of parameters={p}"
+        # FSDP2 reduces gradients to the division of parameters first; a coarser one than that cannot follow.
         if g != 1 and g % p:
             return f"gradients={g} is neither 1 nor a multiple of parameters={p}"
         return ""
@@ -171,6 +172,8 @@ def _rate(hop: Hop, ranks_per_node: int, hardware: Hardware) -> float:
     """
     if not hop.crosses_nodes(ranks_per_node):
         return hardware.intra_link_bytes_per_s
+    # That many members of the ring are on this node; with a stride other rings use its cards at the same
+    # time.
     here = max(1, ranks_per_node // hop.stride)
     return min(hardware.intra_link_bytes_per_s, hardware.inter_link_bytes_per_s * here)
 
@@ -184,6 +187,7 @@ def every(ranks: int) -> tuple[Factors, ...]:
         for o in divisors
         for p in divisors
         if o % p == 0
+        # 1 is always possible: gradients then stay unsharded until the last micro-batch.
         for g in {1, *(g for g in divisors if o % g == 0 and g % p == 0)}
     )
     return tuple(sorted(nested))

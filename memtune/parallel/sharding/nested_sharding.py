@@ -108,6 +108,7 @@ def divide(
     require_ranks(context, kind)
     if factors.optimizer > 1:
         require_real_weights(context, kind)
+    # The plan's factors may be written by hand, or made for another number of ranks.
     problem = factors.problem(context.placement.data_parallel_size)
     if problem:
         raise refusals.error_of(refusals.no_factors(problem), f"sharding.states: {kind}")
@@ -125,6 +126,7 @@ def divide(
             blocks_per_unit=blocks_per_unit,
             kind=kind,
             precision=precision,
+            # Unsharded gradients skip FSDP2's reduction until the last micro-batch anyway (`_pass_through`).
             two_hop=not whole_gradients,
             sharers=sharers,
         )
@@ -146,6 +148,7 @@ def _sync(context: Context, levels: _Levels | None, whole_gradients: bool, last:
 
 def _pass_through(context: Context, levels: _Levels | None, whole_gradients: bool, last: bool) -> None:
     if whole_gradients:
+        # As DDP's `no_sync`: FSDP2 accumulates unsharded gradients meanwhile.
         context.model.set_requires_gradient_sync(last)  # type: ignore[operator]  # FSDP2's module
     if levels is not None:
         for level in levels.rows:
@@ -276,6 +279,7 @@ class _Levels:
 
     def _gather(self) -> None:
         """Gather the updates of the other ranks, from the inside out."""
+        # Each division gathers what the next one inside it has completed.
         for level in reversed(self.rows):
             level.gather()
         self._weights_gathered.emit()

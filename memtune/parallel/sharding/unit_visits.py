@@ -89,6 +89,7 @@ def backward_visits(step: Step, blocks_per_unit: int) -> UnitVisits:
     if _runs_once(step):
         order = np.arange(len(units))[::-1]
         # Blocks that share weights with a later one have their backward out of order.
+        # The reverse of forward by default; stable, so that units without a backward keep their place.
         order = order[np.argsort(units.first_backward[order], kind="stable")]
         if units.has_root:  # its backward begins where the model's does
             order = np.concatenate([[0], order[order != 0]])
