@@ -246,7 +246,7 @@ class WorkspaceTable:
             return
         request = {"device": str(device), "threads": self.made_for.get("threads", 1), "keys": wanted}
         run = subprocess.run(
-            # `-P`: a `torch.py` or `json.py` in the user's folder must not be imported.
+            # `-P`: modules in the user's folder must not be imported instead of torch or json.
             [sys.executable, "-P", "-m", "memtune.memory.workspace"],
             input=json.dumps(request),
             capture_output=True,

@@ -142,7 +142,7 @@ class ExpertOptimizer(SsdOptimizer):
         hosts = self._resident.pop(expert)
         self._write_back(expert, hosts)
         for host in hosts:
-            # A read that nobody has waited for still writes this pinned memory.
+            # A read that was never waited for still writes this pinned memory.
             transfer.abandon(host)
 
     def _write_back(self, expert: int, hosts: list[Tensor]) -> None:

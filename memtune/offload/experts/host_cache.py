@@ -47,7 +47,7 @@ class HostCache:
         """Count a use."""
         # Uses, not moments: several experts of one block are used one after the other.
         self._clock += 1
-        # LFU with decay: frequent experts of long ago must give way to those that the router prefers now.
+        # LFU with decay: experts of long ago must not displace those that the router prefers now.
         since = self._clock - self._last.get(expert, self._clock)
         self._count[expert] = self._count.get(expert, 0.0) * DECAY**since + 1.0
         self._last[expert] = self._clock

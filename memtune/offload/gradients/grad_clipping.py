@@ -176,8 +176,7 @@ def _clip_grad_value(
 def _replace(function: Any, ours: Callable[..., Any]) -> None:
     """Replace the function inside torch's `no_grad` wrapper `function`, once."""
     assert isinstance(function, FunctionType)
-    # The closure of `_no_grad_wrapper`: replacing the name in torch's module would miss `from torch.nn.utils
-    # import ...`.
+    # In the closure of torch's wrapper: modules that imported the function before hold that wrapper.
     cell = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))["func"]
     own = cell.cell_contents
     if not isinstance(own, functools.partial):

@@ -179,8 +179,7 @@ class ChainRecorder(OpVisitor):
         Raises:
             ApplyError: The blocks are no chain; names the broken rule and the module.
         """
-        # What a forward changes besides its outputs: that is restored, and refused, since packs run blocks
-        # twice.
+        # All that a forward changes besides its outputs is restored, and refused: packs run blocks twice.
         contract = RegionContract(self._model)
         buffers = contract.buffers()
         versions = {name: buffer._version for name, buffer in buffers.items()}

@@ -93,7 +93,7 @@ class FusedBackward:
         self._sentinel.forget()
         self._updated.clear()
         if last:
-            # Read anew in each step: schedulers replace settings, and loads the groups themselves.
+            # Read again in each step: schedulers replace settings, and loads the groups themselves.
             self._groups = {each: group for group in self._optimizer.param_groups for each in group["params"]}
         try:
             yield
