@@ -28,7 +28,7 @@ from memtune.autotune.predict import (
     ssd_shortage,
 )
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
-from memtune.autotune.space.dominance import Budgeted, Dominance
+from memtune.autotune.space.preselection import Preselection, size_of
 from memtune.autotune.space.search_space import ENUMERATE_UP_TO, SAMPLE, Space
 from memtune.effects import DISPATCH_MODE
 from memtune.hardware import Hardware, OpTime, usable_cores
@@ -56,29 +56,14 @@ _SLOWER = 1.5
 """The neighbourhood of a technique is not explored if its best candidate is slower than the best of all by
 this factor: no other slot makes up for it.
 """
-_SLOWER_WITHOUT = 1.1
-"""A setting of a technique by budget is not solved if it is slower than the best of all by this factor even
-without the technique.
-"""
 _EXPLORE_AGAIN = 0.01
 """Relative improvement of the best candidate with a technique from which its neighbourhood is explored
 again.
-"""
-_SURELY_OVER = 2.0
-"""A setting is not scored if with a smaller micro-batch it needs more than this part of the budget. A larger
-one needs no less, but for the gradients, which a step of one micro-batch may free early: at most half.
 """
 _ACTIVATIONS_SHARE = 0.5
 """Part of the budget that activations under full recompute may take at the micro-batch at which pairs of
 techniques are compared.
 """
-_MOST_LAYER_MAJOR = 32
-"""Micro-batches of a step that layer-major order is tried with: its program has the ops of all of them, and
-weights that move once for 32 cost no less for more.
-"""
-_TOO_LONG = (
-    f"layer-major order is tried with up to {_MOST_LAYER_MAJOR} micro-batches a step (a larger micro_batch)"
-)
 _PROCESSES = 4
 """Limit on scoring processes: each has a memory of programs of its own."""
 _COLLECT_AFTER = 50_000
@@ -297,16 +282,19 @@ def score_all(
     """Score the space, or a sample and neighbourhoods above `ENUMERATE_UP_TO`; refine the best.
 
     A neighbourhood: another technique, or other knobs, in one slot. It is explored until nothing better is
-    found. Settings of techniques by budget that cannot be the best of their kind are not solved
-    (`dominance`).
+    found. Settings that cannot be chosen are left out (`preselection`).
     """
     started = time.monotonic()
     with (
         rare_collections(),
         ParallelMap(scorer.asked, lambda asked: same_passes(asked.choice), processes()) as side_by_side,
     ):
-        optional = [slot for slot, techniques in space.slots.items() if null(slot) in techniques]
-        found = _ScoredSet(scorer, side_by_side, goal, Dominance(optional))
+        preselection = Preselection(
+            scorer.rewriter.target.budget_bytes,
+            for_speed=goal == "throughput",
+            optional_slots=[slot for slot, techniques in space.slots.items() if null(slot) in techniques],
+        )
+        found = _ScoredSet(scorer, side_by_side, goal, preselection)
         if space.size <= ENUMERATE_UP_TO:
             found.add(space)
         else:
@@ -365,79 +353,51 @@ def same_passes(choice: Choice) -> Hashable | None:
 class _ScoredSet:
     """The candidates scored so far; of equal ones the simplest is kept."""
 
-    def __init__(self, scorer: Scorer, side_by_side: _SideBySide, goal: Goal, dominance: Dominance) -> None:
+    def __init__(
+        self, scorer: Scorer, side_by_side: _SideBySide, goal: Goal, preselection: Preselection
+    ) -> None:
         self._scorer, self._side_by_side = scorer, side_by_side
-        self._goal, self._dominance = goal, dominance
+        self._goal, self._preselection = goal, preselection
         self.by_key: dict[str, Scored] = {}
         self.unfit: Counter[str] = Counter()
         self.short_of_host: HostShortage | None = None
         self.seen: set[Choice] = set()
         self.n_scored = 0
         self.n_merged = 0
-        self._found: dict[Choice, Prediction] = {}
-        """By choice that fits, also if an equal one is kept."""
-        self._over_from: dict[Hashable, float] = {}
-        """Micro-batch above which a choice is surely over the budget, by its other settings."""
         self._predictions: dict[Hashable, list[Prediction]] = defaultdict(list)
         """One object for equal predictions, whichever process made them (see `_refine`)."""
 
     def add(self, choices: Iterable[Choice]) -> None:
-        """Score choices that are new, except settings of techniques by budget that another one dominates, and
-        those that without the technique fit, or are much slower than the best.
-        """
-        new = [each for each in dict.fromkeys(choices) if each not in self.seen]
-        if untried := [each for each in new if not _is_tried(each)]:
-            self.seen.update(untried)
-            self.n_scored += len(untried)
-            self.unfit[_TOO_LONG] += len(untried)
-            new = [each for each in new if each not in self.seen]
-        by_choice = {choice: self._dominance.budgeted(choice) for choice in new}
+        """Score choices that are new and that the preselection does not leave out."""
+        rules = self._preselection
+        new = []
+        for choice in dict.fromkeys(choices):
+            if choice in self.seen:
+                continue
+            if (reason := rules.refusal(choice)) is None:
+                new.append(choice)
+            else:
+                self.seen.add(choice)
+                self.n_scored += 1
+                self.unfit[reason] += 1
+        by_choice = {choice: rules.budgeted(choice) for choice in new}
         budgeted = [each for each in by_choice.values() if each is not None]
         bare = {one.without: None for one in budgeted if one.without not in self.seen}
         self.seen.update(bare, (each.choice for each in budgeted))
         self._score(bare)  # all of them: the time of a step without the technique says whether to solve it
         others = [choice for choice, each in by_choice.items() if each is None and choice not in bare]
-        for _, larger in groupby(sorted(others, key=_size), key=lambda each: _size(each).bit_length()):
-            hopeful = [choice for choice in larger if not self._is_surely_over(choice)]
+        # By powers of two of the micro-batch, the smaller first: their peaks tell which larger ones to skip.
+        for _, larger in groupby(sorted(others, key=size_of), key=lambda each: size_of(each).bit_length()):
+            hopeful = [choice for choice in larger if not rules.is_surely_over(choice)]
             self.seen.update(hopeful)
             self._score(hopeful)
-        for each in budgeted:
-            if (without := self._found.get(each.without)) is not None:
-                self._dominance.add(each, without)
+        rules.ask(budgeted)
         waiting = {each.choice: each for each in budgeted}
-        while ready := self._worthwhile(waiting):
+        # Again after each round: a setting that turned out not to fit dominates none.
+        while ready := rules.worth_solving(waiting.values()):
             self._score(ready)
             for choice in ready:
-                each = waiting.pop(choice)
-                if choice not in self._found:
-                    self._dominance.refuse(each)
-
-    def _worthwhile(self, waiting: Mapping[Choice, Budgeted]) -> list[Choice]:
-        open_ones = self._dominance.undominated(waiting.values())
-        fastest = max((each.samples_per_s for each in self._found.values() if self._fits(each)), default=0.0)
-        least = fastest / _SLOWER_WITHOUT if self._goal == "throughput" else 0.0
-        return [
-            choice
-            for choice, each in waiting.items()
-            if (without := self._found.get(each.without)) is None
-            or (choice in open_ones and not self._fits(without) and without.samples_per_s >= least)
-        ]
-
-    def _is_surely_over(self, choice: Choice) -> bool:
-        return _size(choice) > self._over_from.get(_but_size(choice), math.inf)
-
-    def _note_if_over(self, choice: Choice, peak_bytes: int) -> None:
-        budget = self._scorer.rewriter.target.budget_bytes
-        if budget is not None and peak_bytes > _SURELY_OVER * budget:
-            key = _but_size(choice)
-            self._over_from[key] = min(_size(choice), self._over_from.get(key, math.inf))
-
-    def _fits(self, prediction: Prediction) -> bool:
-        return self._fits_budget(prediction.peak_allocated_bytes)
-
-    def _fits_budget(self, n_bytes: int) -> bool:
-        budget = self._scorer.rewriter.target.budget_bytes
-        return budget is None or n_bytes <= budget
+                rules.solved(waiting.pop(choice))
 
     def _score(self, choices: Iterable[Choice]) -> None:
         requests = [ScoreRequest(choice) for choice in choices]
@@ -448,14 +408,13 @@ class _ScoredSet:
         for (choice, _), scored in zip(requests, scores, strict=True):
             if isinstance(scored, Reason):
                 self.unfit[str(scored)] += 1
-                if isinstance(scored, HostShortage) and self._fits_budget(scored.peak_bytes):
+                if isinstance(scored, HostShortage) and self._preselection.fits(scored.peak_bytes):
                     least = self.short_of_host or scored
                     self.short_of_host = min(least, scored, key=lambda each: each.needed_bytes)
                 continue
             # A copy's choice is another object, and objects are known by their id.
             scored = replace(scored, choice=choice, prediction=self._one_object(scored.prediction))
-            self._found[choice] = scored.prediction
-            self._note_if_over(choice, scored.prediction.peak_allocated_bytes)
+            self._preselection.add(choice, scored.prediction)
             known = self.by_key.get(scored.key)
             self.n_merged += known is not None
             if known is None or choice.complexity < known.choice.complexity:
@@ -499,7 +458,7 @@ class _ScoredSet:
         best: dict[Hashable, Scored] = {}
         executions: set[Execution] = set()
         for each in sorted(self.by_key.values(), key=lambda each: each.rank(goal)):
-            if self._fits(each.prediction):
+            if self._preselection.fits(each.prediction.peak_allocated_bytes):
                 parts: list[Hashable] = [_ALL, *map(_part, each.choice.techniques)]
                 if len(executions) < _EXECUTIONS:
                     executions.add(each.choice.execution)
@@ -508,21 +467,6 @@ class _ScoredSet:
                     best.setdefault(part, each)
         small = heapq.nsmallest(len(_SMALL), self.by_key.values(), key=lambda each: each.rank("memory"))
         return best | dict(zip(_SMALL, small, strict=False))
-
-
-def _is_tried(choice: Choice) -> bool:
-    is_long = choice.execution.accumulate > _MOST_LAYER_MAJOR
-    return not (is_long and any(each.effects.layer_major for each in choice.techniques))
-
-
-def _size(choice: Choice) -> int:
-    return choice.execution.micro_batch or 1
-
-
-def _but_size(choice: Choice) -> Hashable:
-    """Return all of `choice` but its micro-batch."""
-    execution = choice.execution
-    return execution.compile, execution.compile_backend, execution.autocast_cache, choice.techniques
 
 
 def _part(technique: Technique) -> Hashable:

@@ -11,7 +11,7 @@ from support.search.prepared_search import rewriter
 
 from memtune.autotune.predict import ParallelMap
 from memtune.autotune.predict.simulation import Calibration
-from memtune.autotune.space import scoring
+from memtune.autotune.space import preselection, scoring
 from memtune.autotune.space.candidates import Choice
 from memtune.autotune.space.pruning import Pruner
 from memtune.autotune.space.scoring import Goal, Scored, Scorer, Scores, score_all
@@ -119,7 +119,7 @@ def test_scoring_skips_larger_micro_batches_only_where_none_fits(monkeypatch: py
         }
 
     some = score_all(space, Scorer(made), "throughput")
-    monkeypatch.setattr(scoring, "_SURELY_OVER", math.inf)
+    monkeypatch.setattr(preselection, "_SURELY_OVER", math.inf)
     every = score_all(space, Scorer(made), "throughput")
     assert fitting(some) == fitting(every) != {}
     assert some.n_candidates < every.n_candidates
