@@ -124,7 +124,9 @@ class Driver:
         self._sampler, self._executor, self._log = sampler, executor, log
         self.reference: FinishedTrial | None = None
         self.executor_name, self.slots, self.measures = executor.name, executor.slots, executor.measures
+        # Results of candidates that came before the baseline's whose losses they are compared with.
         self._held: list[tuple[Job, TrialResult]] = []
+        # On Ray, trials run on other machines too, whose free memory is not known here.
         self._host_room_bytes = available_bytes() if executor.name == "local" else None
         self._best_number: int | None = None
         self._crashes: list[str] = []
@@ -172,6 +174,7 @@ class Driver:
             for round_ in range(complete)
             if not any(self.is_disturbed(repeats[key][round_]) for key in racing)
         ]
+        # Few quiet rounds would decide by chance, so then all of them count.
         counted = quiet if len(quiet) >= _QUIET_ROUNDS else range(complete)
         return [
             Measured(
@@ -248,6 +251,7 @@ class Driver:
                             number=happened.number, stage=happened.stage, device_bytes=happened.device_bytes
                         )
                     )
+                # Not of a job that was cancelled meanwhile: that one has its record.
                 elif happened.number in self.running:
                     exhausted = False
                     # A result changes what is proposed, so `next_job` is asked again.
@@ -287,6 +291,7 @@ class Driver:
     def _host_bytes(self, job: Job) -> int:
         """Return the bytes of host memory that the ranks of a trial on this machine are predicted to need."""
         prediction = job.scored.prediction
+        # On CPU the device tier is host memory as well.
         on_host = prediction.peak_allocated_bytes if self.setup.device == "cpu" else 0
         return self.setup.ranks * (on_host + prediction.host_peak_bytes + _PROCESS_BYTES)
 
@@ -463,6 +468,7 @@ class Driver:
                 )
                 self.pruner = self.pruner.calibrated(calibration)
             if done.job.role == "audit" and result.peak_allocated_bytes:
+                # After the calibration: the audit widens the interval that trials gave.
                 self.pruner = self.pruner.after_audit(prediction, result.peak_allocated_bytes)
 
     def op_times(self, *, without: int | None = None, quiet: bool = False) -> list[OpTime]:
@@ -490,6 +496,7 @@ class Driver:
         scorer, calibration = self.setup.scorer, Calibration()
         scorer.learn(self.op_times(), self.rates())
         for i, each in enumerate(self.finished):
+            # None keeps what `learn` above has set: without op times of its own nothing is hidden.
             taught_by = self.op_times(without=each.number) if each.result.op_times else None
             scored = scorer.again(each.job.scored, taught_by=taught_by)
             self.finished[i] = replace(each, job=replace(each.job, scored=scored))
@@ -624,6 +631,7 @@ class Driver:
         """
         again = []
         for trial in stored:
+            # No process of it is left, so Optuna must not count it as running.
             if trial.outcome == "running":
                 self._sampler.fail(trial.number, "its process ended")
             if trial.settings is None or trial.outcome == "pruned":

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 from memtune.autotune.predict import SearchErrors, store_search
 from memtune.autotune.search import search_events
@@ -16,7 +16,6 @@ from memtune.autotune.search.driver import Driver, FinishedTrial, Job
 from memtune.autotune.search.numerics_check import numerics
 from memtune.autotune.search.outcome import (
     SearchOutcome,
-    Status,
     nothing_fits,
     numbers,
     trial_rows,
@@ -41,6 +40,7 @@ from memtune.errors import MemtuneError, NothingFits, UsageError
 from memtune.hardware import BUSY
 from memtune.technique import Reason
 
+Ended = Literal["done", "stopped", "interrupted"]
 _DRIFT = 0.05
 """Relative change of a baseline's time between start and end that flags the study."""
 
@@ -130,12 +130,11 @@ class Stages:
                 plain_peak_bytes=self._plain_peak_bytes(),
             )
         )
-        pruned = self._n_pruned()
         self.log.write(
             search_events.CandidatesScored(
                 n_candidates=self.scores.n_candidates,
                 n_merged=self.scores.n_merged,
-                n_pruned=pruned,
+                n_pruned=self._n_pruned(),
                 n_unfit=self.scores.n_unfit,
                 score_s=self.scores.score_s,
                 refused=dict(self.scores.unfit),
@@ -187,6 +186,7 @@ class Stages:
         # "plain" first: its losses are those of the user's own code.
         fitting.sort(key=lambda each: (each.name != "plain", *each.scored.rank_among_levels(goal)))
         # A short search must keep trials for candidates.
+        # Left-out baselines remain candidates, and are proposed if they may win.
         first = fitting[: max(1, options.trials // _TRIALS_PER_BASELINE)]
         return [Job("baseline", each.scored, each.name) for each in first if each.name not in done]
 
@@ -229,6 +229,7 @@ class Stages:
         def next_job() -> Job | None:
             if waiting:
                 return waiting.pop(0)
+            # Losses and op times of a baseline: not before it has ended.
             if not any(job.role == "baseline" for job in driver.pending()):
                 while notes:
                     notes.pop(0)()
@@ -259,6 +260,7 @@ class Stages:
         that may fit come first.
         """
         driver = self.driver
+        # Without anything that fits, a further candidate tells more than the audit of the interval.
         kept = int(self._to_audit() is not None and driver.best_value() is not None)
         if driver.n_trials >= driver.options.trials - kept or self._out_of_time():
             return None
@@ -342,6 +344,7 @@ class Stages:
             low = choice.execution.micro_batch or 1
             # Again each time: the calibration has changed with the last trial.
             high = self._smallest_that_fails(choice, low)
+            # To about 3 %: each halving costs a trial.
             if high - low <= max(1, low // 32):
                 return None
             middle = Choice(choice.execution.of_size((low + high) // 2), choice.techniques)
@@ -383,10 +386,12 @@ class Stages:
         by_choice = {each.job.scored.choice: each.job.scored for each in driver.finished}
         jobs = [Job("repeat", by_choice[each.choice], each.baseline) for each in best]
         driver.finalists = {job.scored.key for job in jobs}
+        # `repeats: 1` asks for no comparison beyond the first round, so nothing races then.
         rounds = least = driver.options.repeats
         self._run_rounds(jobs, rounds)
         while least > 1 and not self._out_of_time() and not driver.stopped:
             racers = {job.scored.choice for job in jobs}
+            # Only what ran in rounds is comparable: earlier trials met another state of the machine.
             in_rounds = [each for each in driver.measured() if each.rounds and each.choice in racers]
             wanted = {each.choice for each in racing(in_rounds, goal, least + _MORE_ROUNDS - rounds)}
             if not wanted:
@@ -429,6 +434,7 @@ class Stages:
             scored = self._scored(verdict)
             # A fresh process has none of the state that the search may have left in the last one.
             driver.run_all([Job("confirm", scored, verdict.winner.baseline)], alone=True)
+            # The trial may have been cancelled by a stop, so the last confirmation need not be this winner's.
             last = next((each for each in reversed(driver.finished) if each.job.role == "confirm"), None)
             if last is not None and last.job.scored.key == scored.key and last.result.status == "ok":
                 return self._unchanged(verdict), last
@@ -485,18 +491,14 @@ class Stages:
         self, verdict: Verdict | None, confirmed: FinishedTrial | None, certificate: dict[str, Any]
     ) -> SearchOutcome:
         driver, control = self.driver, self.driver.control
-        status: Status = "interrupted" if control.interrupted else "stopped" if driver.stopped else "done"
+        status: Ended = "interrupted" if control.interrupted else "stopped" if driver.stopped else "done"
         trials = trial_rows(driver.finished)
         if verdict is None:
             if driver.broken:
                 raise _broken(driver)
             if not driver.stopped:
                 raise nothing_fits(driver)
-            self.log.write(
-                search_events.SearchFinished(
-                    status="interrupted" if control.interrupted else "stopped", message=driver.stopped
-                )
-            )
+            self.log.write(search_events.SearchFinished(status=status, message=driver.stopped))
             return SearchOutcome(
                 status,
                 str(self.folder.path),
@@ -532,7 +534,7 @@ class Stages:
             save_text(self.folder.path / RESULT, json.dumps(outcome.to_dict(), indent=1) + "\n")
         self.log.write(
             search_events.SearchFinished(
-                status=status if status != "dry_run" else "done",
+                status=status,
                 out=str(out),
                 best_number=verdict.winner.number,
                 samples_per_s=verdict.winner.samples_per_step / verdict.winner.step_s,
@@ -569,6 +571,7 @@ class Stages:
         limit = self.driver.options.time_s
         if limit is None:
             return False
+        # One confirmation, and rounds of about four finalists (the best three and a baseline).
         rest = 1 + (4 * self.driver.options.repeats if self.driver.setup.goal == "throughput" else 0)
         wall = self.driver.median_wall_s()
         # At most half of the limit is kept for the rest, or a short search would try nothing.
