@@ -9,7 +9,6 @@ from pathlib import Path
 from memtune.device import platform_of
 from memtune.executors.base import Progress, Trial, TrialResult
 from memtune.executors.fork_server import ForkServer
-from memtune.executors.monitor import SILENCE_S
 from memtune.executors.rank_group import WORKER, make_log_dir, run_group
 from memtune.executors.slot_pool import PoolExecutor
 from memtune.hardware import core_sets, usable_cores
@@ -26,7 +25,6 @@ class LocalExecutor(PoolExecutor):
         gpus: Ids (as in CUDA_VISIBLE_DEVICES) that the slots share evenly; empty leaves the choice to the
             trial.
         command: Program and arguments of one rank.
-        silence_s: Once steps are made, a rank silent for longer than this and than 20 steps has hung.
 
     Raises:
         EnvironmentFault: The folder for logs cannot be written.
@@ -41,11 +39,10 @@ class LocalExecutor(PoolExecutor):
         log_dir: Path | str | None = None,
         gpus: Sequence[str] = (),
         command: Sequence[str] = WORKER,
-        silence_s: float = SILENCE_S,
     ) -> None:
         self._temporary = RunFolder.temporary() if log_dir is None else None
         self.log_dir = make_log_dir(self._temporary.path if self._temporary else log_dir or "")
-        self._gpus, self._command, self._silence_s = tuple(gpus), tuple(command), silence_s
+        self._gpus, self._command = tuple(gpus), tuple(command)
         self._server = ForkServer()
         self._cores = core_sets(slots) if slots > 1 else []
         super().__init__(slots)
@@ -75,7 +72,6 @@ class LocalExecutor(PoolExecutor):
             env={platform_of(trial.device).visible_devices: ",".join(mine)} if mine else None,
             on_progress=on_progress,
             cancelled=cancelled,
-            silence_s=self._silence_s,
             # A forked process cannot use a GPU driver that its parent has started.
             server=self._server if trial.device == "cpu" else None,
         )

@@ -128,11 +128,6 @@ def last_line(text: str) -> str:
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
-def shorten(text: str, lines: int = TAIL_LINES) -> str:
-    """Return the last `lines` lines of `text`."""
-    return "\n".join(text.splitlines()[-lines:])
-
-
 def _largest(values: Iterable[int | None]) -> int | None:
     return max((value for value in values if value is not None), default=None)
 
@@ -154,7 +149,7 @@ def failed(trial: Trial, failure: Failure, tail: str, wall_s: float) -> TrialRes
         code=record.code,
         raised_at=record.raised_at,
         exit_code=record.exit_code,
-        log_tail=shorten(tail),
+        log_tail="\n".join(tail.splitlines()[-TAIL_LINES:]),
         peak_allocated_bytes=record.peak_allocated_bytes,
         peak_reserved_bytes=record.peak_reserved_bytes,
         host_peak_bytes=record.host_peak_bytes,

@@ -36,6 +36,7 @@ _GUARD = 'move the loop under  if __name__ == "__main__":'
 _LEAST_WAIT_S = 0.1
 _TRACE_WAIT_S = 0.5  # how long a hanging child may take to say where it hangs
 _MOST_IMPORTS = 10
+_MOST_OUTPUT_BYTES = 65536
 """Deadlines that a child inside an import of another module may take: a cold disk or a busy machine loads
 large packages slowly.
 """
@@ -265,10 +266,14 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _text(file: IO[bytes], limit_bytes: int = 65536) -> str:
+def _text(file: IO[bytes]) -> str:
     """Return the end of a child's output in `file`, which may be large."""
     size = os.fstat(file.fileno()).st_size
-    return masked(os.pread(file.fileno(), limit_bytes, max(0, size - limit_bytes)).decode(errors="replace"))
+    return masked(
+        os.pread(file.fileno(), _MOST_OUTPUT_BYTES, max(0, size - _MOST_OUTPUT_BYTES)).decode(
+            errors="replace"
+        )
+    )
 
 
 def _child(request_json: str) -> None:

@@ -131,9 +131,10 @@ def send(pids: list[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def kill_marked(marker: str, patience_s: float = 5.0) -> None:
-    """Kill processes that carry `marker` until there are none, for at most `patience_s`."""
-    stop = time.monotonic() + patience_s
+def kill_marked(marker: str) -> None:
+    """Kill processes that carry `marker` until there are none, for at most 5 s."""
+    # Again and again: a process may have been forked after its parent was listed.
+    stop = time.monotonic() + 5.0
     while (pids := marked(marker)) and time.monotonic() < stop:
         send(pids, signal.SIGKILL)
         time.sleep(0.02)

@@ -57,15 +57,14 @@ def calibrate(
     device: Device,
     *,
     tiny: bool = False,
-    place: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Calibration:
-    """Measure this machine for `device` and store the result; takes under a minute.
+    """Measure this machine for `device`, and the drive of temporary files; store the result. Takes under a
+    minute.
 
     Args:
         device: The device to measure; host rates, drives and links are measured in any case.
         tiny: Use sizes that take a second or two.
-        place: Folder on the drive to measure; by default that of temporary files.
         say: Called with a line about each measurement as it begins.
 
     Raises:
@@ -98,7 +97,7 @@ def calibrate(
         _outside(found, on)
     say("optimizer on the host, drive, links between ranks")
     _host_adam(found, tiny)
-    _drive(found, place or Path(tempfile.gettempdir()), 2**20 if tiny else 2**27)
+    _drive(found, Path(tempfile.gettempdir()), 2**20 if tiny else 2**27)
     _links(found, device, 2**16 if tiny else 2**24)
     found.details["seconds"] = round(time.monotonic() - started, 2)
     today = datetime.now(UTC).date().isoformat()

@@ -20,6 +20,8 @@ from memtune.units import format_bytes
 
 _NOTICEABLE = 0.03
 """Relative gains below this are not suggested."""
+_MOST = 3
+"""Suggestions to return."""
 _LEAN = ("offload.states", "recompute", "offload.activations", "sharding.states")
 """Slots that trade time for memory; all of their kinds are tried, because the search may have excluded
 them.
@@ -45,9 +47,8 @@ def remedies(
     closest: Scored,
     budget_bytes: int,
     short_of_host: HostShortage | None = None,
-    count: int = 3,
 ) -> tuple[Remedy, ...]:
-    """Return the `count` cheapest changes after which `closest`, the smallest candidate, is predicted to fit.
+    """Return the cheapest changes after which `closest`, the smallest candidate, is predicted to fit.
 
     Tries a smaller micro-batch, other kinds in the slots (the search may have excluded them) and more ranks;
     if no single change suffices on as many ranks, two other kinds; if more ranks do not suffice either, other
@@ -67,7 +68,7 @@ def remedies(
     unique = {
         each.change: each for each in sorted(found, key=lambda each: (-each.slowdown, -each.peak_bytes))
     }
-    cheapest = sorted(unique.values(), key=lambda each: (each.slowdown, each.peak_bytes))[: count - 1]
+    cheapest = sorted(unique.values(), key=lambda each: (each.slowdown, each.peak_bytes))[: _MOST - 1]
     needs = max(
         closest.prediction.peak_allocated_bytes, budget_bytes + 1
     )  # a trial may have needed more than predicted
@@ -91,10 +92,8 @@ class Improvement:
         return asdict(self)
 
 
-def improvements(
-    scorer: Scorer, best: Scored, others: Iterable[Scored], count: int = 3
-) -> tuple[Improvement, ...]:
-    """Return up to `count` changes of memory, batch and ranks under which a step is predicted to be faster
+def improvements(scorer: Scorer, best: Scored, others: Iterable[Scored]) -> tuple[Improvement, ...]:
+    """Return the changes of memory, batch and ranks under which a step is predicted to be faster
     than `best`, the fastest candidate that fits; the largest gain first.
     """
     base = best.prediction.samples_per_s
@@ -104,7 +103,7 @@ def improvements(
         for change, now in tried
         if now.samples_per_s > (1 + _NOTICEABLE) * base
     ]
-    return tuple(sorted(found, key=lambda each: -each.speedup)[:count])
+    return tuple(sorted(found, key=lambda each: -each.speedup)[:_MOST])
 
 
 def _more_memory(scorer: Scorer, others: Iterable[Scored]) -> Iterator[tuple[str, Prediction]]:

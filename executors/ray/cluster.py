@@ -41,18 +41,18 @@ _RESOLVED_BY_RAY = ("auto", "local")
 """Addresses that Ray resolves itself."""
 
 
-def check_reachable(address: str, patience_s: float = _PATIENCE_S) -> None:
+def check_reachable(address: str) -> None:
     """Open and close one connection to `address`: `host:port` or `ray://host[:port]`.
 
     Raises:
         UsageError: It is no such address.
-        EnvironmentFault: There is no answer within `patience_s`.
+        EnvironmentFault: There is no answer.
     """
     if address in _RESOLVED_BY_RAY:
         return
     host, port = _parts(address)
     try:
-        socket.create_connection((host, port), timeout=patience_s).close()
+        socket.create_connection((host, port), timeout=_PATIENCE_S).close()
     except OSError as error:
         raise EnvironmentFault(
             f"The Ray cluster at {address} cannot be reached.",

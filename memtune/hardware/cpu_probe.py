@@ -169,17 +169,19 @@ def _measure() -> CpuRates:
     )
 
 
-def _matmul_flops_per_s(dtype: torch.dtype, n: int = 384, *, budget_s: float = 0.04) -> float:
+def _matmul_flops_per_s(dtype: torch.dtype, *, budget_s: float = 0.04) -> float:
+    n = 384
     a = torch.ones(n, n, dtype=dtype)
     return float(2 * n**3 / best_s(lambda: a @ a, budget_s))
 
 
-def _op_s(layers: int = 6, width: int = 8) -> float:
+def _op_s() -> float:
     """Return the overhead of an op: seconds per op of a tiny training step, with Python, autograd and
     optimizer.
 
     The median, not the minimum: it includes the garbage collector and cold caches of a real program.
     """
+    layers, width = 6, 8
     parts = [
         part for _ in range(layers) for part in (nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
     ]

@@ -439,8 +439,8 @@ def _described(value: object) -> str:
     return f"{article} {type(value).__name__}"
 
 
-def _listed(shapes: list[tuple[int, ...]], limit: int = 6) -> str:
-    return ", ".join(map(str, shapes[:limit])) + (", …" if len(shapes) > limit else "")
+def _listed(shapes: list[tuple[int, ...]]) -> str:
+    return ", ".join(map(str, shapes[:6])) + (", …" if len(shapes) > 6 else "")
 
 
 @contextmanager

@@ -268,7 +268,7 @@ class _Columns:
         ]
         frees = [(i, *each) for i, (_, _, action) in enumerate(every) for each in action.frees]
         tensor, number = (np.asarray([each[k] for each in every], np.int32) for k in (0, 1))
-        action, first, stop, n_bytes = (np.asarray(column, np.int64) for column in _columns(frees, 4))
+        action, first, stop, n_bytes = (np.asarray(column, np.int64) for column in _columns(frees))
         return cls(
             tensor,
             number,
@@ -306,9 +306,10 @@ class _Link:
                 (i, a.start_s, min(a.until_s, b.start_s), a.seconds)
                 for a, b in zip(copies, following, strict=False)
             ]
-        action, start, end, seconds = (np.asarray(column, np.float64) for column in _columns(rows, 4))
+        action, start, end, seconds = (np.asarray(column, np.float64) for column in _columns(rows))
         return cls(action.astype(np.int32), start, end, seconds)
 
 
-def _columns(rows: Sequence[tuple[float, ...]], width: int) -> list[list[float]]:
-    return [[row[k] for row in rows] for k in range(width)]
+def _columns(rows: Sequence[tuple[float, ...]]) -> list[list[float]]:
+    # Not `zip(*rows)`, which has no columns where there are no rows.
+    return [[row[k] for row in rows] for k in range(4)]
