@@ -264,18 +264,15 @@ def common(given: dict[str, Any], *, for_trials: bool) -> dict[str, Any]:
     device, ranks = place(given, for_trials=for_trials)
     offload_dir(given, for_trials=for_trials)
     return {
+        **{name: given[name] for name in ("gpu_type", "global_batch", "allow_lossy", "seed")},
         "workload": target,
         "device": device,
         "ranks": ranks,
-        "gpu_type": given["gpu_type"],
         "budget_bytes": memory(given["max_memory"]),
         "host_memory_bytes": memory(given["host_memory"], "--host-memory"),
         "goal": one_of("--goal", given["goal"], _GOALS),
-        "global_batch": given["global_batch"],
         "axes": searched(given["axes"]),
         "freeze": frozen(given["freeze"]),
-        "allow_lossy": given["allow_lossy"],
-        "seed": given["seed"],
     }
 
 
@@ -333,15 +330,30 @@ def search_only(given: dict[str, Any]) -> dict[str, Any]:
         from memtune.executors.ray import check_reachable
 
         check_reachable(given["ray_address"])
+    as_given = ("out", "force", "study", "resume", "trials", "ray_address", "dry_run")
     return {
-        "out": given["out"],
-        "force": given["force"],
-        "study": given["study"],
-        "resume": given["resume"],
-        "trials": given["trials"],
+        **{name: given[name] for name in as_given},
         "time_s": _time_limit(given["time_limit"]),
         "parallel": parallel(given["parallel"]),
         "executor": executor,
-        "ray_address": given["ray_address"],
-        "dry_run": given["dry_run"],
     }
+
+
+def plan_only(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a plan that a search does not have; checks them before the recording."""
+    if given["config"] is None and given["micro_batch"] is not None:
+        raise UsageError(
+            "--micro-batch changes the config of --config, and there is none.",
+            fix=f"--freeze micro_batch={given['micro_batch']} plans with this micro-batch",
+            code="MT100",
+        )
+    if given["why_not"] is not None:
+        from memtune.search_spaces import matching
+
+        matching(given["why_not"])
+    if given["out"] is not None:
+        from memtune.autotune.search import check_writable
+
+        check_writable(given["out"], force=given["force"])
+    as_given = ("nodes", "config", "micro_batch", "exact", "out", "row", "why_not")
+    return {**{name: given[name] for name in as_given}, "top": max(given["top"], given["row"])}

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from memtune.cli import _options
 from memtune.cli._crash_report import report_crashes
 from memtune.cli._output import emit, results, say
-from memtune.errors import Interrupted, UsageError
+from memtune.errors import Interrupted
 from memtune.progress import Progress, columns, shown
-from memtune.search_spaces import matching
 
 if TYPE_CHECKING:
     from memtune.autotune.search import Control, SearchOutcome, StudyFolder
@@ -138,20 +137,8 @@ def plan(given: dict[str, Any]) -> int:
     common = _options.common(given, for_trials=False)
     if given["config"] is not None:
         _options.config_file(given["config"])
-    elif given["micro_batch"] is not None:
-        raise UsageError(
-            "--micro-batch changes the config of --config, and there is none.",
-            fix=f"--freeze micro_batch={given['micro_batch']} plans with this micro-batch",
-            code="MT100",
-        )
     _options.check_predictable(given["gpu_type"], common["device"])
-    if given["why_not"] is not None:
-        matching(given["why_not"])
-    if given["out"] is not None:
-        from memtune.autotune.search import check_writable
-
-        check_writable(given["out"], force=given["force"])
-
+    only = _options.plan_only(given)
     from memtune.executors import probing
 
     progress = Progress(_options.header(given, common))
@@ -169,17 +156,7 @@ def plan(given: dict[str, Any]) -> int:
 
         if given["config"] is not None:
             _options.config(given["config"])  # a typo ends the command before the workload is recorded
-        options = PlanOptions(
-            **common,
-            nodes=given["nodes"],
-            config=given["config"],
-            micro_batch=given["micro_batch"],
-            top=max(given["top"], given["row"]),
-            exact=given["exact"],
-            out=given["out"],
-            row=given["row"],
-            why_not=given["why_not"],
-        )
+        options = PlanOptions(**common, **only)
         with shown(progress, sys.stderr):
             report = make_plan(options, say=progress.phase, begun=begun)
         if given["as_json"]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar, U
 
 from memtune.cli import _options
 from memtune.progress import Progress, shown, shown_phase
-from memtune.search_spaces import did_you_mean, matching
+from memtune.search_spaces import did_you_mean
 
 if TYPE_CHECKING:
     from memtune.interactive.results import PlanResult, SearchResult
@@ -72,7 +72,19 @@ class SharedOptions(TypedDict, total=False):
     quiet: bool
 
 
-_NO_OPTIONS = ("model", "batch", "loss", "optimizer", "blocks", "quiet", "out", "force")
+_NO_OPTIONS = (
+    "model",
+    "batch",
+    "loss",
+    "optimizer",
+    "blocks",
+    "quiet",
+    "out",
+    "force",
+    "top",
+    "row",
+    "why_not",
+)
 """Arguments that the command line for the same model does not repeat."""
 _DEFAULTS: SharedOptions = {
     "goal": "throughput",
@@ -227,33 +239,27 @@ def plan(
     """
     quiet = options["quiet"]
     with _loading(quiet):
-        from memtune.autotune.search import check_writable, plan as run_plan
+        from memtune.autotune.search import plan as run_plan
         from memtune.autotune.space import PlanOptions
         from memtune.interactive.results import PlanResult
 
-    given = _given(options, {"out": out})
+    own: dict[str, Any] = {"nodes": nodes, "config": None if config is None else Path(config)}
+    own |= {
+        "micro_batch": micro_batch,
+        "top": top,
+        "exact": exact,
+        "out": out,
+        "row": row,
+        "why_not": why_not,
+    }
+    given = _given(options, own)
+    only = _options.plan_only(given)
     given["model"] = _workload(model, options)
-    if why_not is not None:
-        matching(why_not)
-    if given["out"] is not None:
-        check_writable(given["out"], force=options["force"])
     common = _options.common(given, for_trials=False)
-    plan_options = PlanOptions(
-        **common,
-        nodes=nodes,
-        config=None if config is None else Path(config),
-        micro_batch=micro_batch,
-        top=max(top, row),
-        exact=exact,
-        out=given["out"],
-        row=row,
-        why_not=why_not,
-    )
     progress = _announced("memtune.plan", given, common, quiet)
     with _shown(progress, quiet):
-        report = run_plan(plan_options, say=progress.phase)
-    own = {"nodes": nodes, "config": config, "micro_batch": micro_batch, "exact": exact}
-    return PlanResult(report, _command_line({**given, **own}))
+        report = run_plan(PlanOptions(**common, **only), say=progress.phase)
+    return PlanResult(report, _command_line(given))
 
 
 @contextlib.contextmanager

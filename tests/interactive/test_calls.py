@@ -87,6 +87,11 @@ def test_mistyped_option_is_named_with_the_nearest():
         memtune.plan(ZOO["gpt"], gpu_tpye="h100-80g")
 
 
+def test_plan_refuses_a_micro_batch_without_the_config_that_it_changes():
+    with pytest.raises(UsageError, match="freeze micro_batch=2"):
+        memtune.plan(ZOO["gpt"], device="cpu", micro_batch=2)
+
+
 def test_plan_reports_a_mistyped_axis():
     with pytest.raises(UsageError, match="Did you mean 'recompute'"):
         memtune.plan(ZOO["gpt"], device="cpu", axes="recompte")
