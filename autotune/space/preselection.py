@@ -1,4 +1,4 @@
-"""Decide which settings are scored at all: each rule leaves out what cannot be chosen, by what is known.
+"""Decide which settings are scored at all: four rules leave out those that cannot be chosen.
 
 1. Layer-major order of long steps: its program has the ops of all micro-batches.
 2. A micro-batch above one that needs far more than the budget, with all other settings equal.
@@ -52,7 +52,7 @@ class Budgeted:
 
 
 class Preselection:
-    """Which settings are worth a score, by the predictions so far.
+    """Chooses the settings that are worth a score, by the predictions so far.
 
     Args:
         budget_bytes: Device bytes per rank; None for no limit.
