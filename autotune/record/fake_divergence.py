@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.optim import Optimizer
 
-from memtune.activations.capture import ConstantTensors, fakes_look_real
+from memtune.activations.capture import SIZED_BY_VALUES, ConstantTensors, fakes_look_real
 from memtune.runtime import EagerRecorder, OpVisitor, mutated
 
 _NUMBER = torch.ops.aten._local_scalar_dense.default
@@ -22,8 +22,10 @@ _ONE_SEQUENCE = (
 )
 
 
-_SAME_MASKS = (
-    "assumed that every batch has masks like those recorded with: transformers decides by looking at them"
+_SAME_MASKS = "assumed that every batch has masks like those recorded with: the code decides by looking at them"
+_SAME_COUNTS = (
+    "sizes depend on the data (a mask selects, nonzero): they are those of the batches drawn, between which"
+    " sizes of other micro-batches are extrapolated linearly"
 )
 
 
@@ -37,11 +39,7 @@ def as_in_training(assumed: list[str], optimizer: Optimizer, batch: BatchValues 
     numbers = _OptimizerScalarReads(assumed)
     before = optimizer.register_step_pre_hook(lambda *_: numbers.begin())
     after = optimizer.register_step_post_hook(lambda *_: numbers.end())
-    value_reads = (
-        batch.answering_reads(assumed)
-        if batch is not None and "transformers" in sys.modules
-        else nullcontext()
-    )
+    value_reads = nullcontext() if batch is None else batch.answering_reads(assumed)
     try:
         with _one_sequence(assumed), fakes_look_real(), value_reads:
             yield
@@ -54,12 +52,12 @@ def as_in_training(assumed: list[str], optimizer: Optimizer, batch: BatchValues 
 class BatchValues:
     """Known integers and masks of a session's micro-batches, taken before they were made fake."""
 
-    def __init__(self) -> None:
-        self._known = ConstantTensors()
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._known, self._mode = ConstantTensors(), mode
 
-    def fake(self, tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    def fake(self, tensor: Tensor) -> Tensor:
         """Return `tensor` as a fake one; its values remain known unless they are floating-point."""
-        made = mode.from_tensor(tensor)
+        made = self._mode.from_tensor(tensor)
         self._known.know(made, tensor)
         return made
 
@@ -67,20 +65,28 @@ class BatchValues:
         """Return a mode that answers reads of values computed from them and constants alone as in
         training.
         """
-        return EagerRecorder(_KnownValueReads(self._known, assumed))
+        return EagerRecorder(_KnownValueReads(self._known, self._mode, assumed))
 
 
 class _KnownValueReads(OpVisitor):
-    def __init__(self, known: ConstantTensors, assumed: list[str]) -> None:
-        self._known, self._assumed = known, assumed
+    def __init__(self, known: ConstantTensors, mode: FakeTensorMode, assumed: list[str]) -> None:
+        self._known, self._mode, self._assumed = known, mode, assumed
 
     def before(self, func: Any, args: Any, kwargs: Any) -> Any:
-        known = self._known.look(func, args)
-        if known is not None:
-            if _SAME_MASKS not in self._assumed:
-                self._assumed.append(_SAME_MASKS)
-            return known
+        number = self._known.look(func, args)
+        if number is not None:
+            self._assume(_SAME_MASKS)
+            return number
+        if func in SIZED_BY_VALUES:
+            out = self._known.sized(func, args, kwargs, self._mode)
+            if out is not None:
+                self._assume(_SAME_COUNTS)
+                return out
         return NotImplemented
+
+    def _assume(self, note: str) -> None:
+        if note not in self._assumed:
+            self._assumed.append(note)
 
     def after(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         # Values of floating-point tensors are never known, and are never written into known tensors.

@@ -111,8 +111,8 @@ class Session:
     """Records forward and backward of equal blocks once; None runs all blocks."""
     assumed: list[str] = field(default_factory=list)
     """Notes on answers that user code got where it read the data of fake tensors."""
-    values: BatchValues = field(default_factory=BatchValues)
-    """Known integers and masks of the micro-batches, although the tensors are fake."""
+    values: BatchValues | None = None
+    """Known integers and masks of the micro-batches, although the tensors are fake; None on the real rung."""
     spreads: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Least and most bytes of the batches drawn, by micro-batch, if they vary in size."""
     observes_saves: bool = True
@@ -128,9 +128,8 @@ class Session:
             batch, spread = self.workload.largest_batch(size)
         if spread is not None:
             self.spreads[size] = spread
-        fake = self.fake
-        if fake is not None:
-            batch = map_tensors(batch, lambda tensor: self.values.fake(tensor, fake))
+        if self.values is not None:
+            batch = map_tensors(batch, self.values.fake)
         map_tensors(batch, lambda tensor: mark(tensor, HOST))
         return batch
 
@@ -665,7 +664,17 @@ def _build_session(workload: Workload, rung: str) -> Session:
     with mode:
         optimizer = workload.make_optimizer(model)
     blocks = workload.find_blocks(model)
-    return Session(workload, rung, mode, fake, model, optimizer, blocks, WorkspaceTable.cached())
+    return Session(
+        workload,
+        rung,
+        mode,
+        fake,
+        model,
+        optimizer,
+        blocks,
+        WorkspaceTable.cached(),
+        values=None if fake is None else BatchValues(fake),
+    )
 
 
 def _make_fake(model: nn.Module, fake: FakeTensorMode | None, device: torch.device | None) -> None:

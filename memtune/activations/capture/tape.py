@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, UnsupportedFakeTensorException
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_map
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memtune.program import BATCH_NORMS, EMPTY, OpGraph
@@ -255,6 +255,23 @@ def _separate_storages(outputs: Any) -> Any:
 _MOST_ELEMENTS = 1 << 20
 
 
+_SELECTS = torch.ops.aten.masked_select.default
+_INDEXES = torch.ops.aten.index.Tensor
+SIZED_BY_VALUES = frozenset(
+    {
+        _SELECTS,
+        _INDEXES,
+        torch.ops.aten.nonzero.default,
+        torch.ops.aten._unique2.default,
+        torch.ops.aten.unique_consecutive.default,
+        torch.ops.aten.unique_dim.default,
+        torch.ops.aten.repeat_interleave.Tensor,
+        torch.ops.aten.bincount.default,
+    }
+)
+"""Ops whose output has a size that follows from values of their arguments, `aten.index` for masks only."""
+
+
 class ConstantTensors:
     """Real twins on the CPU of fake integer and bool tensors that follow from constants."""
 
@@ -276,6 +293,47 @@ class ConstantTensors:
             return None
         with _disable_current_modes():
             return func(*tree_map(self._real, args))
+
+    def sized(self, func: Any, args: Any, kwargs: Any, mode: FakeTensorMode) -> Any | None:
+        """Return the fake output of one of `SIZED_BY_VALUES`, of the size that known values give it; None
+        where they are not known, or where no size depends on them.
+        """
+        if func in (_SELECTS, _INDEXES):
+            return self._selected(args[0], [args[1]] if func is _SELECTS else args[1], flat=func is _SELECTS)
+        if any(each not in self._twin for each in tensors_in([*args, *kwargs.values()])):
+            return None
+        with _disable_current_modes():
+            real = func(*tree_map(self._real, args), **tree_map(self._real, kwargs))
+        out = tree_map_only(Tensor, mode.from_tensor, real)
+        for each, value in zip(tree_leaves(out), tree_leaves(real), strict=True):
+            if isinstance(value, Tensor):
+                self.know(each, value)
+        return out
+
+    def _selected(self, source: Tensor, indices: list[Tensor | None], *, flat: bool) -> Tensor | None:
+        """Return the rows of `source`, whose values need not be known, that known masks select."""
+        masks = [each for each in indices if each is not None and each.dtype in (torch.bool, torch.uint8)]
+        if not masks or any(each is not None and each not in self._twin for each in indices):
+            return None
+        shape: Any = source.shape
+        with _disable_current_modes():
+            real = [None if each is None else self._twin[each] for each in indices]
+            if flat:  # `masked_select` broadcasts both and returns one row
+                both = torch.broadcast_shapes(shape, real[0].shape)
+                shape = (int(real[0].expand(both).sum()),)
+            else:
+                # Indices of dimensions as the kernel makes them of a mask; no data of the source are read.
+                found = [
+                    part
+                    for each in real
+                    for part in (
+                        each.nonzero().to("meta").unbind(1)
+                        if each is not None and each.dtype in (torch.bool, torch.uint8)
+                        else [each if each is None else each.to("meta")]
+                    )
+                ]
+                shape = _INDEXES(torch.empty(shape, device="meta"), found).shape
+        return torch.empty(shape, dtype=source.dtype, device=source.device)
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any, *, writes: list[Tensor]) -> None:
         """Register the result of `func` if all its arguments are constant and it draws nothing."""

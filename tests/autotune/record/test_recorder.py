@@ -15,6 +15,7 @@ from support.zoo_paths import BAD, ZOO
 from torch import nn
 
 from memtune.activations.schedules.region_pass import Region, depends_on_data, region_of
+from memtune.autotune.record import recorder
 from memtune.autotune.record.recorder import SEED, check, record, start_session
 from memtune.errors import WorkloadError
 from memtune.hardware.cpu_cores import cpu_threads
@@ -94,6 +95,59 @@ def test_record_records_used_sizes_that_are_not_affine(model: str) -> None:
 def test_record_notes_data_dependent_sizes() -> None:
     assert any("depend on the data" in note for note in recording_of(ZOO["moe"]).notes)
     assert any("masks like those recorded with" in note for note in recording_of(ZOO["hf_llama"]).notes)
+
+
+SELECTING = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Selecting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(40, 16), nn.Linear(16, 40)
+
+    def forward(self, tokens, labels):
+        if not (tokens == 0).any():  # decides by looking at the batch
+            raise AssertionError("no padding")
+        hidden = torch.tanh(self.embedding(tokens))
+        mine = labels != -100
+        rows, columns = torch.nonzero(tokens > 20, as_tuple=True)
+        distinct = tokens.unique()
+        repeated = torch.repeat_interleave(hidden[0], tokens[0] % 3, dim=0)
+        extra = hidden[rows, columns].pow(2).mean() + self.embedding(distinct).pow(2).mean()
+        extra = extra + repeated.pow(2).mean() + hidden.masked_select(mine.unsqueeze(-1)).pow(2).mean()
+        extra = extra + hidden[torch.arange(len(hidden)), :, 3:5][mine].exp().mean()
+        return extra + F.cross_entropy(self.head(hidden[mine]), labels[mine])
+
+def model():
+    return Selecting()
+
+def batch(size):
+    tokens = torch.randint(1, 40, (size, 24))
+    tokens[:, -2:] = 0
+    return tokens, torch.where(torch.rand(size, 24) < 0.3, tokens, -100)
+
+def loss(model, batch):
+    return model(*batch)
+"""
+
+
+def test_record_sizes_selections_by_values_of_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ops whose output size depends on known values are recorded without data, as a real step would be."""
+    path = tmp_path / "selecting.py"
+    path.write_text(SELECTING)
+    fake = record(Workload.load(path), sizes=(7,))
+    assert fake.rung == "fake"
+    assert any("depend on the data" in note for note in fake.notes)
+    monkeypatch.setattr(recorder, "RUNGS", {"real-step": recorder.RUNGS["real-step"]})
+    real = record(Workload.load(path), sizes=(7,))
+    for size in (2, 4):
+        assert fake.at(size).peak_bytes() == real.at(size).peak_bytes()
+        assert np.array_equal(fake.at(size).storages.bytes, real.at(size).storages.bytes)
+    assert fake.at(7).peak_bytes() == pytest.approx(real.at(7).peak_bytes(), rel=0.2)  # extrapolated there
 
 
 def test_record_is_deterministic_and_preserves_generator_state() -> None:
