@@ -22,7 +22,7 @@ _ONE_SEQUENCE = (
 )
 
 
-_SAME_MASKS = "assumed that every batch has masks like those recorded with: the code decides by looking at them"
+_SAME_MASKS = "assumed that every batch has masks like those recorded with: the code decides by them"
 _SAME_COUNTS = (
     "sizes depend on the data (a mask selects, nonzero): they are those of the batches drawn, between which"
     " sizes of other micro-batches are extrapolated linearly"

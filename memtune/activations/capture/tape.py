@@ -317,7 +317,7 @@ class ConstantTensors:
             return None
         shape: Any = source.shape
         with _disable_current_modes():
-            real = [None if each is None else self._twin[each] for each in indices]
+            real: list[Any] = [None if each is None else self._twin[each] for each in indices]
             if flat:  # `masked_select` broadcasts both and returns one row
                 both = torch.broadcast_shapes(shape, real[0].shape)
                 shape = (int(real[0].expand(both).sum()),)
