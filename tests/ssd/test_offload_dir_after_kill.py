@@ -4,7 +4,6 @@ are not.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -15,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from support.gloo import FRESH
 from support.search.prepared_search import rewriter
 from support.zoo_paths import ZOO
 
@@ -27,7 +27,6 @@ from memtune.ssd import offload_dir, ssd_tensors
 from memtune.ssd.offload_dir import RunFolder
 from memtune.testing.training import SEED, build
 
-FRESH = multiprocessing.get_context("forkserver")
 STATES: dict[str, dict[str, Any]] = {
     "smart_infinity": {},
     "lohan": {},

@@ -6,30 +6,55 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import multiprocessing
 import os
 import pickle
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from memtune.search_spaces import SLOTS, kinds
 
-# Processes are forked from one that has imported torch, which takes most of the time of a test otherwise. It
-# has run no op, so that it has no threads which a fork would lose.
-FRESH = multiprocessing.get_context("forkserver")
-FRESH.set_forkserver_preload(
-    [
-        *("torch", "torch.distributed.fsdp", "torch.distributed.tensor"),
-        "torch._dynamo",  # the first optimizer imports it, a third of torch
-        *("pytest", "support.shared_recordings"),  # each rank imports its test's file
-        *(f"memtune.search_spaces.{slot}.{kind}" for slot in SLOTS for kind in kinds(slot)),
-    ]
+
+class ForkedFromImports(ForkServerContext):
+    """Forks processes from one that has imported torch, memtune and the helpers of tests: imports took most
+    of the time of a test.
+
+    It has run no op, so that it has no threads which a fork would lose.
+    """
+
+    def Process(self, *args: Any, **how: Any) -> ForkServerProcess:  # type: ignore[override]
+        _start_server()
+        return super().Process(*args, **how)
+
+
+def _start_server() -> None:
+    """Start the server with the path of tests/: Python 3.11 ignores `sys.path` when it preloads, silently."""
+    before = os.environ.get("PYTHONPATH")
+    here = str(Path(__file__).parents[1])
+    os.environ["PYTHONPATH"] = here if before is None else os.pathsep.join((here, before))
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+PRELOADED = (
+    *("torch", "torch.distributed.fsdp", "torch.distributed.tensor"),
+    "torch._dynamo",  # the first optimizer imports it, a third of torch
+    *("pytest", "support.shared_recordings", "support.gloo"),  # each rank imports its test's file
+    *(f"memtune.search_spaces.{slot}.{kind}" for slot in SLOTS for kind in kinds(slot)),
 )
+FRESH = ForkedFromImports()
+FRESH.set_forkserver_preload([*PRELOADED])
 
 
 def run_ranks(
@@ -86,6 +111,8 @@ def _rank(
     log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(log, stream)
+    missing = [name for name in PRELOADED if name not in sys.modules]
+    assert not missing, f"the server has not imported {missing}"
     import torch
     import torch.distributed as dist
 

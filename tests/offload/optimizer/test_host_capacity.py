@@ -4,7 +4,6 @@ of a host.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import warnings
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.gloo import run_ranks
+from support.gloo import FRESH, run_ranks
 from support.search import prepared_search
 from torch import nn
 
@@ -27,7 +26,6 @@ from memtune.search_spaces import find
 from memtune.units import GIB, format_bytes
 
 ALL_ON_HOST = ("optimizer_cpu", "zero_offload", "l2l", "stronghold", "harmony", "mobius")
-FRESH = multiprocessing.get_context("forkserver")
 
 
 def files(root: Path, texts: dict[str, str]) -> Path:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import multiprocessing
 import os
 import signal
 import threading
@@ -17,8 +16,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from support import gloo  # noqa: F401  (what processes are forked from)
 from support.budget_runs import trains_where_the_plain_model_is_out_of_memory
+from support.gloo import FRESH
 from support.suites.block_offload_suite import without_gradients
 from support.zoo_paths import ZOO
 
@@ -38,7 +37,6 @@ from memtune.testing import TechniqueSuite, rewritten
 from memtune.testing.drift_check import drift, plain_program, target_of
 from memtune.testing.training import SEED, build, config_of, differences, one_step, train
 
-FRESH = multiprocessing.get_context("forkserver")
 NATIVE = OptimizerCpu(kind="optimizer_cpu", update="native")
 MASTER = OptimizerCpu(kind="optimizer_cpu", update="master")
 SMALL = SmartInfinity(kind="smart_infinity", sub_group_mib=0.02)
