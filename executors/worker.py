@@ -319,15 +319,21 @@ def _step(rank: _Rank, workload: Workload, tuned: Tuned, step: int, measured: _M
 def _batches(rank: _Rank, workload: Workload, tuned: Tuned, step: int) -> list[Any]:
     """Return this rank's samples of the step, equal for all configs, split into micro-batches.
 
-    The last warm-up step has the largest batch that the user declares, after a step for each length bucket:
-    their peaks count, their times do not.
+    The last warm-up step has the largest batch that the user declares, after a step for each length bucket,
+    or the largest drawn where batches vary in size: their peaks count, their times do not.
     """
     execution = tuned.config.settings.execution
     micro = _micro_batch(rank, workload, tuned)
-    worst = workload.has_worst_batch and step == rank.trial.warmup_steps - 1
+    is_last_warmup = step == rank.trial.warmup_steps - 1
+    worst = workload.has_worst_batch and is_last_warmup
     make = workload.make_worst_batch if worst else workload.make_batch
     torch.manual_seed((rank.trial.seed + 1) * 7919 + step * 104_729 + rank.rank)
     with tier(HOST):
+        if is_last_warmup and not worst:
+            # Each micro-batch has tensors of its own, as in training.
+            drawn = [workload.largest_batch(micro) for _ in range(execution.accumulate)]
+            if drawn[0] is not None:
+                return drawn
         if execution.accumulate == 1:
             return [make(micro)]
         parts = split_batch(make(micro * execution.accumulate), execution.accumulate)

@@ -157,6 +157,9 @@ class Prediction:
     """
     ssd_written_bytes: int = 0
     """Bytes per optimizer step, all micro-batches: SSDs wear."""
+    batch_spread_bytes: tuple[int, int] = (0, 0)
+    """Bytes of the peak below and above for smaller and larger batches, where batches vary in size; included
+    in the intervals."""
 
     @functools.cached_property
     def mechanism_shares(self) -> dict[str, float]:
@@ -177,14 +180,20 @@ class Prediction:
     def allocated_bytes(self) -> tuple[int, int, int]:
         """Return the peak of allocated bytes and its bounds."""
         return _around(
-            self.peak_allocated_bytes, self.allocated_factors, (self.estimated_bytes, self.estimated_bytes)
+            self.peak_allocated_bytes,
+            self.allocated_factors,
+            (self.estimated_bytes, self.estimated_bytes),
+            self.batch_spread_bytes,
         )
 
     @property
     def reserved_bytes(self) -> tuple[int, int, int]:
         """Return the peak of reserved bytes and its bounds; it is never below allocated bytes."""
         peak, low, high = _around(
-            self.peak_reserved_bytes, self.reserved_factors, (self.estimated_bytes, self.estimated_bytes)
+            self.peak_reserved_bytes,
+            self.reserved_factors,
+            (self.estimated_bytes, self.estimated_bytes),
+            self.batch_spread_bytes,
         )
         return peak, max(low, self.allocated_bytes[1]), high
 
@@ -197,6 +206,7 @@ class Prediction:
             self.device_factors,
             (self.estimated_bytes, self.estimated_bytes),
             (outside - least, most - outside),
+            self.batch_spread_bytes,
         )
         return whole, max(low, self.reserved_bytes[1]), high
 
@@ -358,6 +368,7 @@ def simulate(
     # Once trials have measured peaks, the calibrated range has the error of workspaces too.
     estimated = 0 if calibration.is_calibrated else _estimated_bytes(step)
     by_kind = dict(zip((*KINDS.values(), ACTIVATIONS), heaviest.live.bytes_by_kind, strict=True))
+    spread = _batch_spread_bytes(step, program.batch_range)
     by_kind[UNSPLIT] = peak - heaviest.live.peak_bytes[Tier.DEVICE]
     return Prediction(
         level=level,
@@ -372,7 +383,7 @@ def simulate(
         peak_by_kind={kind: n_bytes for kind, n_bytes in by_kind.items() if n_bytes},
         peak_op=step.names[step.ops.name[op]] if op >= 0 else "",
         peak_module=step.modules[step.ops.module[op]] if op >= 0 else "",
-        interval=_interval(peak, reserved, estimated, slowest.time, calibration),
+        interval=_interval(peak, reserved, estimated, spread, slowest.time, calibration),
         calibrated=calibration.is_calibrated,
         step_correction=calibration.step_correction,
         communicator_bytes=groups * hardware.communicator_bytes,
@@ -387,6 +398,7 @@ def simulate(
         critical_s=slowest.path.by_resource,
         mechanism_s=slowest.path.by_mechanism,
         ssd_written_bytes=max(_ssd_written_bytes(run.step, program.accumulate) for run in runs),
+        batch_spread_bytes=spread,
     )
 
 
@@ -661,7 +673,9 @@ def _coarse_time(
     )
 
 
-def _interval(peak: int, reserved: int, estimated: int, time: _Time, calibration: Calibration) -> Interval:
+def _interval(
+    peak: int, reserved: int, estimated: int, spread: tuple[int, int], time: _Time, calibration: Calibration
+) -> Interval:
     """Return the interval.
 
     Its lower end is allocated bytes, which no allocator can undercut, its upper end reserved ones.
@@ -671,8 +685,30 @@ def _interval(peak: int, reserved: int, estimated: int, time: _Time, calibration
     # With trials behind it the correction already holds how much is hidden.
     longest = time.step_s if calibration.is_calibrated else time.high_s
     # Outwards: a rounded-in bound could exclude the exact value.
-    least, most = math.floor((peak - estimated) * low), math.ceil((reserved + estimated) * high)
+    below, above = spread
+    least = math.floor((peak - estimated - below) * low)
+    most = math.ceil((reserved + estimated + above) * high)
     return Interval(least, most, time.low_s * fast, longest * slow)
+
+
+_OF_BATCH = (Kind.BATCH, Kind.TEMPORARY, Kind.WORKSPACE)
+
+
+def _batch_spread_bytes(step: Step, factors: tuple[float, float]) -> tuple[int, int]:
+    """Return by how much the peak shrinks and grows if the tensors of the batch are `factors` as large."""
+    if factors == (1.0, 1.0):
+        return 0, 0
+    producer = step.storages.producer
+    in_optimizer = (producer >= 0) & (step.ops.phase[producer] == Phase.OPTIMIZER)
+    varies = np.isin(step.storages.kind, _OF_BATCH) & ~in_optimizer
+    low, high = (
+        step.with_storages(
+            bytes=np.where(varies, step.storages.bytes * factor, step.storages.bytes).astype(np.int64)
+        ).peak_bytes()
+        for factor in factors
+    )
+    peak = step.peak_bytes()
+    return peak - low, high - peak
 
 
 def _estimated_bytes(step: Step) -> int:

@@ -8,11 +8,12 @@ to the two recordings; further micro-batches are recorded to check them (`check`
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,7 +51,7 @@ from memtune.runtime import (
     train_step,
 )
 from memtune.units import format_bytes
-from memtune.workload import Workload, map_tensors, summary, user_line
+from memtune.workload import DRAWS, DrawnBatches, Workload, map_tensors, summary, user_line
 
 RUNGS = {
     "fake": "on fake tensors",
@@ -113,8 +114,10 @@ class Session:
     """Notes on answers that user code got where it read the data of fake tensors."""
     values: BatchValues | None = None
     """Known integers and masks of the micro-batches, although the tensors are fake; None on the real rung."""
-    spreads: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Least and most bytes of the batches drawn, by micro-batch, if they vary in size."""
+    drawn: dict[int, DrawnBatches | None] = field(default_factory=dict)
+    """The batches drawn, by micro-batch, where they vary in size."""
+    on_smallest: bool = False
+    """Steps run on the smallest batch drawn, not on the largest."""
     observes_saves: bool = True
     """The tracer notes what autograd saves. Otherwise Python counts as the holder of every saved tensor."""
     compiled: CompiledModel | None = None
@@ -125,13 +128,23 @@ class Session:
     def batch(self, size: int) -> Any:
         """Return one micro-batch of `size` samples, made fake unless the rung is real."""
         with tier(HOST):
-            batch, spread = self.workload.largest_batch(size)
-        if spread is not None:
-            self.spreads[size] = spread
+            drawn = self.drawn_at(size)
+            if drawn is not None:
+                batch = drawn.smallest if self.on_smallest else drawn.largest
+            elif self.workload.has_worst_batch:
+                batch = self.workload.make_worst_batch(size)
+            else:
+                batch = self.workload.make_batch(size)
         if self.values is not None:
             batch = map_tensors(batch, self.values.fake)
         map_tensors(batch, lambda tensor: mark(tensor, HOST))
         return batch
+
+    def drawn_at(self, size: int) -> DrawnBatches | None:
+        """Return the batches drawn at micro-batch `size`, drawn once; None if all are of one size."""
+        if size not in self.drawn:
+            self.drawn[size] = self.workload.drawn_batches(size)
+        return self.drawn[size]
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -369,6 +382,7 @@ def record(
         keeps_gradients=not workload.zero_grad_to_none,
         autocast_cache=workload.autocast_cache,
         optimizer=OptimizerFacts(no_native_update_for(session.optimizer), not_one_by_one(session.optimizer)),
+        batch_factors=_batch_factors(session, large_trace.step, large, {small, large, *sizes, *between}),
     )
     wanted = sorted(
         size
@@ -390,11 +404,12 @@ def _assumptions(session: Session, small: int, large: int, same: bool) -> list[s
     `same`: the steps at `small` and `large` run the same ops.
     """
     notes = list(session.assumed)
-    if session.spreads:
-        least, most = session.spreads[large]
+    drawn = session.drawn_at(large)
+    if drawn is not None:
         notes.append(
-            f"batches vary in size ({least} to {most} bytes of {large} samples): the largest one drawn is"
-            " recorded, and training may draw larger ones; worst_batch(size) in model.py gives the largest"
+            f"batches vary in size ({drawn.least_bytes} to {drawn.most_bytes} bytes of {large} samples in"
+            f" {DRAWS} draws): peaks are those of the largest drawn, their intervals reach half the spread"
+            " below and above; training may draw larger ones; worst_batch(size) in model.py gives the largest"
         )
     if session.optimizer_dedup is not None and session.optimizer_dedup.disabled_reason:
         notes.append(f"the optimizer's step was recorded in full: {session.optimizer_dedup.disabled_reason}")
@@ -416,6 +431,44 @@ def _assumptions(session: Session, small: int, large: int, same: bool) -> list[s
             f" {small}"
         )
     return notes
+
+
+def _batch_factors(
+    session: Session, step: Step, size: int, sizes: Iterable[int]
+) -> dict[int, tuple[float, float]]:
+    """Return by micro-batch the factors on a batch's tensors and activations, for batches that are half the
+    spread of the drawn ones smaller and larger than the largest; empty if all are of one size.
+
+    Args:
+        session: The session that recorded `step`.
+        step: On the largest batch of `size` samples. A step on the smallest one shows how activations grow
+            with the bytes of a batch.
+        size: Micro-batch of `step`.
+        sizes: Micro-batches of the result.
+    """
+    drawn = session.drawn_at(size)
+    if drawn is None:
+        return {}
+    exponent = 1.0
+    # A compiled model would be compiled once more.
+    if session.compiled is None and drawn.least_bytes < drawn.most_bytes:
+        # User code may raise anything on fake tensors of a batch that nothing has run on.
+        with suppress(Exception):
+            smaller = replace(session, on_smallest=True).traced(size).step
+            growth = math.log(_bytes_of_batch(step) / _bytes_of_batch(smaller))
+            exponent = max(0.0, growth / math.log(drawn.most_bytes / drawn.least_bytes))
+    found = {}
+    for each in sizes:
+        drawn = session.drawn_at(each)
+        if drawn is not None:
+            half = (drawn.most_bytes - drawn.least_bytes) / drawn.most_bytes / 2
+            found[each] = ((1 - half) ** exponent, (1 + half) ** exponent)
+    return found
+
+
+def _bytes_of_batch(step: Step) -> int:
+    """Return the bytes of a step's batch and of what autograd saves."""
+    return int(step.storages.bytes[step.storages.kind == Kind.BATCH].sum()) + step.saved_bytes()
 
 
 def _fits_in_memory(recording: Recording, micro_batch: int) -> bool:

@@ -14,11 +14,9 @@ from memtune.autotune.search.preparation import Setup
 from memtune.autotune.search.trial_verdict import Measured, Verdict
 from memtune.autotune.space import (
     Choice,
-    Moment,
     Scored,
     Scores,
     describe,
-    largest_batch,
     moments,
     more_memory,
     remedies,
@@ -179,13 +177,8 @@ def predicted_moments(setup: Setup, choice: Choice) -> dict[str, Any]:
     candidate = rewriter.candidate(choice)
     if isinstance(candidate, Reason):
         return {}
-    found = list(moments(rewriter, candidate))
-    largest = largest_batch(setup.workload, setup.recorded, rewriter.target, choice, setup.workspace)
+    found = moments(rewriter, candidate)
     part: dict[str, Any] = {}
-    if isinstance(largest, Moment):
-        found.append(largest)
-    elif largest is not None:
-        part["largest_batch"] = str(largest)
     over = [
         each.name for each in found if setup.budget_bytes is not None and each.peak_bytes > setup.budget_bytes
     ]

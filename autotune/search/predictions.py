@@ -46,6 +46,8 @@ def predicted(setup: Setup, scored: Scored, calibration: Calibration) -> dict[st
     prediction = scored.prediction
     return {
         "peak_bytes": prediction.peak_allocated_bytes,
+        "peak_low_bytes": prediction.interval.peak_low_bytes,
+        "peak_high_bytes": prediction.interval.peak_high_bytes,
         "reserved_bytes": prediction.peak_reserved_bytes,
         "host_peak_bytes": prediction.host_peak_bytes,
         "ssd_peak_bytes": prediction.ssd_peak_bytes,

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     )
     from memtune.autotune.space.lifecycle_peaks import (
         Moment as Moment,
-        largest_batch as largest_batch,
         moments as moments,
     )
     from memtune.autotune.space.pareto import (

@@ -406,7 +406,12 @@ class Rewriter:
         # Gradients that are kept exist when backward begins, as in a later micro-batch.
         if execution.accumulate > 1 or recording.keeps_gradients:
             step = accumulate_gradients(step, kept=recording.keeps_gradients)
-        return Program((RankClass(self.target.ranks, step),), execution.micro_batch, execution.accumulate)
+        return Program(
+            (RankClass(self.target.ranks, step),),
+            execution.micro_batch,
+            execution.accumulate,
+            batch_range=recording.batch_range(execution.micro_batch),
+        )
 
     def _next(self, node: Node, technique: Technique, choice: Choice) -> Pass:
         known = node.below.setdefault(self._number(technique), [])

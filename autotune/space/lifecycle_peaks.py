@@ -8,21 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from memtune.autotune.predict import simulate
-from memtune.autotune.record import SEED, error_line, start_session, step_of
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
-from memtune.autotune.translate import translate
-from memtune.memory import WorkspaceTable
-from memtune.program import Program, Recording, Step, checkpoint, evaluation, first_step
-from memtune.runtime import HOST, tier
+from memtune.program import Program, Step, checkpoint, evaluation, first_step
 from memtune.search_spaces._pass_pipeline import visible_target
 from memtune.technique import Reason, Target
-from memtune.workload import Workload, tensors_of
 
-DRAWS = 32
-"""Batches drawn to find out whether sizes vary, and the largest one."""
 _ONLY_FOR_BACKWARD = ("recompute", "offload.activations")
 
 
@@ -33,18 +24,16 @@ class Moment:
     name: str
     peak_bytes: int
     reserved_bytes: int
-    note: str = ""
-    """Assumption behind the number, beyond the recording."""
 
     def to_dict(self, budget_bytes: int | None) -> dict[str, Any]:
         """Return the row of a certificate."""
         fits = budget_bytes is None or self.peak_bytes <= budget_bytes
-        numbers = {"peak_bytes": self.peak_bytes, "reserved_bytes": self.reserved_bytes, "fits": fits}
-        return numbers | ({"note": self.note} if self.note else {})
+        return {"peak_bytes": self.peak_bytes, "reserved_bytes": self.reserved_bytes, "fits": fits}
 
 
 def moments(rewriter: Rewriter, candidate: Candidate) -> tuple[Moment, ...]:
-    """Return first step, steady step, resume, evaluation and checkpoint of `candidate`.
+    """Return first step, steady step, resume, evaluation and checkpoint of `candidate`, and where batches
+    vary in size a step on one that is half their spread larger than the largest drawn.
 
     A resumed run has optimizer state before its first forward, so its first step is a steady one. An
     evaluation runs one micro-batch without gradients; a checkpoint is `Tuned.state_dict()`, which gathers
@@ -61,11 +50,11 @@ def moments(rewriter: Rewriter, candidate: Candidate) -> tuple[Moment, ...]:
         uploads=target.device != "cpu",
     )
     steady = _moment("steady_step", program.step, program, target)
-    always = (
-        _moment("first_step", first_step(program.step), program, target),
-        steady,
-        replace(steady, name="resume"),
-    )
+    first = _moment("first_step", first_step(program.step), program, target)
+    always = [first, steady, replace(steady, name="resume")]
+    above = simulate(program, target.hardware).batch_spread_bytes[1]
+    if above:
+        always.append(Moment("larger_batch", steady.peak_bytes + above, steady.reserved_bytes + above))
     at_end = _moment("checkpoint", whole, program, target)
     if program.unrolled > 1:
         return (*always, at_end)
@@ -73,54 +62,6 @@ def moments(rewriter: Rewriter, candidate: Candidate) -> tuple[Moment, ...]:
         "evaluation", evaluation(_without_recompute(rewriter, candidate).step), program, target
     )
     return (*always, evaluated, at_end)
-
-
-def largest_batch(
-    workload: Workload,
-    recording: Recording,
-    target: Target,
-    choice: Choice,
-    workspace: WorkspaceTable | None = None,
-) -> Moment | Reason | None:
-    """Return the steady step on the largest of `DRAWS` batches.
-
-    None if sizes do not vary or the user declares `worst_batch`, which was recorded; a Reason if unknown.
-
-    Args:
-        workload: Its `batch` is called.
-        recording: Of `workload`, before translation; the step is recorded again with the largest batch, on
-            the same rung.
-        target: Hardware, ranks and budget of the prediction.
-        choice: The settings to apply.
-        workspace: Table of CPU kernels' scratch.
-    """
-    if workload.has_worst_batch:
-        return None
-    size = choice.execution.micro_batch
-    assert size is not None
-    try:
-        batches = _draw(workload, size)
-        sizes = [sum(each.nbytes for each in tensors_of(batch)) for batch in batches]
-        if min(sizes) == max(sizes):
-            return None
-        session = replace(start_session(workload, recording.rung), target=target.hardware.device)
-        session = replace(
-            session, workload=_ConstantBatch(**vars(workload), drawn=batches[sizes.index(max(sizes))])
-        )
-        session.warm_up(size)
-        trace = session.traced(size)
-    except Exception as error:  # of user code, on a batch that the recording has not seen
-        return Reason(f"the largest batch could not be recorded: {error_line(error, workload)}")
-    exact, hints = (
-        {**recording.exact, size: step_of(trace, workspace)},
-        {**recording.hints, size: trace.hints},
-    )
-    rewriter = Rewriter(translate(replace(recording, exact=exact, hints=hints), target.hardware), target)
-    program = rewriter.program(choice)
-    if isinstance(program, Reason):
-        return program
-    note = f"the largest of {DRAWS} batches, {max(sizes) / max(min(sizes), 1):.3g} times the smallest"
-    return replace(_moment("largest_batch", program.step, program, rewriter.target), note=note)
 
 
 def _moment(name: str, step: Step, program: Program, target: Target) -> Moment:
@@ -152,19 +93,3 @@ def _without_recompute(rewriter: Rewriter, candidate: Candidate) -> Program:
     kept = {slot: each for slot, each in settings.chosen.items() if slot not in _ONLY_FOR_BACKWARD}
     program = rewriter.program(Choice.of(settings.execution, kept))
     return candidate.program if isinstance(program, Reason) else program
-
-
-def _draw(workload: Workload, size: int) -> list[Any]:
-    with torch.random.fork_rng(devices=[]), tier(HOST):
-        torch.manual_seed(SEED)
-        return [workload.make_batch(size) for _ in range(DRAWS)]
-
-
-@dataclass(frozen=True)
-class _ConstantBatch(Workload):
-    """A workload that returns the same batch each time."""
-
-    drawn: Any = None
-
-    def make_batch(self, size: int) -> Any:
-        return self.drawn

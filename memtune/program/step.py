@@ -505,6 +505,8 @@ class Program:
     """
     stages: Stages | None = None
     """Division of the blocks into pipeline stages, while the step still has all blocks."""
+    batch_range: tuple[float, float] = (1.0, 1.0)
+    """Bounds of a batch's bytes over the recorded one's."""
 
     @property
     def samples(self) -> int:
@@ -605,6 +607,17 @@ class Recording:
     """Gradients are zeroed in place at the end of a step, so that every backward adds to them."""
     autocast_cache: bool = True
     """Casts of weights live until the end of the autocast context."""
+    batch_factors: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    """By micro-batch, bounds of a batch's bytes over the recorded one's; empty for batches of one size."""
+
+    def batch_range(self, micro_batch: int) -> tuple[float, float]:
+        """Return the bounds of a batch's bytes over the recorded one's, (1, 1) for batches of one size.
+
+        Of the next smaller micro-batch if it is not known: more samples vary less.
+        """
+        below = [size for size in self.batch_factors if size <= micro_batch]
+        nearest = max(below) if below else min(self.batch_factors, default=None)
+        return (1.0, 1.0) if nearest is None else self.batch_factors[nearest]
 
     def at(self, micro_batch: int) -> Step:
         """Return the step with all sizes evaluated at `micro_batch` samples."""

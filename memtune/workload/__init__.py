@@ -48,6 +48,11 @@ if TYPE_CHECKING:
         expand as expand,
         find_blocks as find_blocks,
     )
-    from memtune.workload.workload import Workload as Workload, autocast_cache as autocast_cache
+    from memtune.workload.workload import (
+        DRAWS as DRAWS,
+        DrawnBatches as DrawnBatches,
+        Workload as Workload,
+        autocast_cache as autocast_cache,
+    )
 else:
     __getattr__ = open_door(__name__)

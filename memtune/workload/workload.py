@@ -33,8 +33,19 @@ if torch.distributed.is_available():
     _NOT_THE_USERS += (torch.distributed.DistError,)
 
 
-_COMPARED, _DRAWN = 4, 8
+_COMPARED, DRAWS = 16, 32
 """Batches whose shapes are compared, and batches drawn for the largest one if they differ."""
+_DRAWS_SEED = 0
+
+
+@dataclass(frozen=True)
+class DrawnBatches:
+    """The smallest and the largest of `DRAWS` batches, whose sizes vary."""
+
+    smallest: Any
+    largest: Any
+    least_bytes: int
+    most_bytes: int
 
 
 @dataclass(frozen=True)
@@ -165,7 +176,7 @@ class Workload:
                 code="MT116",
             )
         checked = [self._checked_batch(each, "buckets", size) for each in batches]
-        return sorted(checked, key=lambda each: sum(tensor.nbytes for tensor in tensors_of(each)))
+        return sorted(checked, key=_bytes_of)
 
     def of_bucket(self, index: int) -> Workload:
         """Return the workload whose batches are those of one length bucket."""
@@ -190,28 +201,43 @@ class Workload:
             raise self._ignores_size(f"{name}({size}) has shapes {_listed(shapes)}")
         return batch
 
-    def largest_batch(self, size: int) -> tuple[Any, tuple[int, int] | None]:
-        """Return a batch for predictions, and the least and most bytes of batches if these vary in size.
+    def drawn_batches(self, size: int) -> DrawnBatches | None:
+        """Return the extremes of `DRAWS` batches if these vary in size (graphs, packed sequences) and the
+        user declares no largest one, else None. Preserves torch's random state, from which it does not draw.
 
-        The batch is that of the user's `worst_batch(size)`, else the largest of a few if `batch(size)` varies
-        (graphs, packed sequences), else the first.
+        Raises:
+            WorkloadError: As `make_batch`.
+        """
+        if self.has_worst_batch or not self._varies():
+            return None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_DRAWS_SEED)
+            smallest = largest = self.make_batch(size)
+            least = most = _bytes_of(largest)
+            for _ in range(DRAWS - 1):
+                batch = self.make_batch(size)
+                if (drawn := _bytes_of(batch)) > most:
+                    largest, most = batch, drawn
+                elif drawn < least:
+                    smallest, least = batch, drawn
+        return DrawnBatches(smallest, largest, least, most)
+
+    def largest_batch(self, size: int) -> Any | None:
+        """Return the user's largest batch, else the largest drawn one; None if all are of one size.
 
         Raises:
             WorkloadError: As `make_batch`.
         """
         if self.has_worst_batch:
-            return self.make_worst_batch(size), None
-        first = self.make_batch(size)
-        if not self._varies():
-            return first, None
-        drawn = [first, *(self.make_batch(size) for _ in range(_DRAWN - 1))]
-        bytes_of = [sum(each.nbytes for each in tensors_of(batch)) for batch in drawn]
-        return drawn[bytes_of.index(max(bytes_of))], (min(bytes_of), max(bytes_of))
+            return self.make_worst_batch(size)
+        drawn = self.drawn_batches(size)
+        return None if drawn is None else drawn.largest
 
     def _varies(self) -> bool:
         """Return whether batches of as many samples differ in shape; preserves torch's random state."""
         if not self._found:
             with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(_DRAWS_SEED)
                 drawn = [shapes_of(self.make_batch(2)) for _ in range(_COMPARED)]
             self._found.append(any(each != drawn[0] for each in drawn))
         return self._found[0]
@@ -419,6 +445,10 @@ class Workload:
             fix="return tensors of `size` samples, as in  torch.randn(size, 3, 32, 32)",
             code="MT117",
         )
+
+
+def _bytes_of(batch: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors_of(batch))
 
 
 def _first_parameter(function: Callable[..., Any]) -> str:

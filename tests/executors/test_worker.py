@@ -136,6 +136,20 @@ def test_worker_measures_the_peak_of_the_declared_worst_batch(
         assert worst.peak_allocated_bytes - plain.peak_allocated_bytes > 49 * hidden_bytes
 
 
+def test_worker_measures_the_peak_of_the_largest_batch_that_was_drawn(
+    tmp_path: Path, local_executor: LocalExecutor
+) -> None:
+    def run(declaration: str) -> TrialResult:
+        (tmp_path / "model.py").write_text(f"{LARGE}\ndef {declaration}\n")
+        path = str(tmp_path / "model.py")
+        return run_trial(path, {"settings": {"execution": EXECUTION}}, executor=local_executor, steps=1)
+
+    found = run("batch(size): return torch.randn(size * (1 if int(torch.randint(0, 8, ())) else 50), 64)")
+    assert found.status == "ok", found.log_tail
+    largest = run("worst_batch(size): return torch.randn(50 * size, 64)")
+    assert found.peak_allocated_bytes == largest.peak_allocated_bytes
+
+
 def test_worker_reports_a_lost_device_as_a_crash_with_its_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -263,9 +263,22 @@ def test_buckets_are_in_order_of_bytes_and_the_largest_is_the_worst_batch(tmp_pa
     text = f"{GOOD}\nimport torch\ndef buckets(size): return [torch.ones(n * size, 3) for n in (2, 5, 1)]"
     workload = Workload.load(written(tmp_path, text))
     assert [each.shape[0] for each in workload.make_buckets(4)] == [4, 8, 20]
-    assert workload.make_worst_batch(4).shape[0] == workload.largest_batch(4)[0].shape[0] == 20
+    assert workload.make_worst_batch(4).shape[0] == workload.largest_batch(4).shape[0] == 20
     middle = workload.of_bucket(1)
-    assert middle.make_batch(4).shape[0] == middle.largest_batch(4)[0].shape[0] == 8
+    assert middle.make_batch(4).shape[0] == 8
+    assert middle.largest_batch(4) is None
+
+
+def test_drawn_batches_are_the_extremes_of_draws_that_do_not_change_random_state(tmp_path):
+    varying = GOOD.replace("torch.randn(size", "torch.randn(size * int(torch.randint(4, 40, ()))")
+    assert varying != GOOD
+    workload = Workload.load(written(tmp_path, varying))
+    before = torch.get_rng_state()
+    found = workload.drawn_batches(4)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert found.smallest.nbytes == found.least_bytes < found.most_bytes == found.largest.nbytes
+    assert torch.equal(workload.largest_batch(4), found.largest)
+    assert Workload.load(written(tmp_path, GOOD)).drawn_batches(4) is None
 
 
 @pytest.mark.parametrize("returned", ["None", "[]", "[torch.ones(3, 3)]", "torch.ones(size)"])

@@ -23,19 +23,19 @@ from memtune.autotune.record.recorder import SEED, record
 from memtune.autotune.search.outcome import predicted_moments
 from memtune.autotune.search.preparation import prepare
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
-from memtune.autotune.space.lifecycle_peaks import Moment, largest_batch, moments
+from memtune.autotune.space.lifecycle_peaks import Moment, moments
 from memtune.autotune.space.search_options import PlanOptions
 from memtune.memory.ledger import Ledger
 from memtune.memory.workspace import WorkspaceTable
 from memtune.program.step import Recording
 from memtune.runtime.memory_tiers import HOST, tier
 from memtune.runtime.training_step import upload
-from memtune.technique import Reason, Target
-from memtune.testing.drift_check import recording_of
+from memtune.technique import Target
 from memtune.testing.training import build
 from memtune.workload.workload import Workload
 
 native = pytest.mark.native_ledger
+VARYING = (Path(__file__).parents[2] / "support" / "models" / "varying_lengths.py").read_text()
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "full": {"recompute": {"kind": "full"}},
@@ -171,33 +171,16 @@ def test_lifecycle_peaks_of_sharded_model_equal_real_ranks() -> None:
                 )  # whole on every rank
 
 
-def test_lifecycle_peaks_have_largest_batch_if_sizes_vary(tmp_path: Path) -> None:
-    source = ZOO["tied"].read_text()
-    head, tail = source.split("def batch(size: int)")
-    body = tail.replace("    tokens =", "    SEQ = int(torch.randint(2, 40, ()))\n    tokens =", 1)
+def test_lifecycle_peaks_have_larger_batch_if_sizes_vary(tmp_path: Path) -> None:
     file = tmp_path / "varying.py"
-    file.write_text(head + "def batch(size: int)" + body)
-    workload, target = Workload.load(file), Target(hardware.detect("cpu"))
-    choice = Choice.from_document({"execution": {"micro_batch": 2}, "recompute": {"kind": "full"}})
-    recording = record(workload)
-    largest = largest_batch(workload, recording, target, choice)
-    assert isinstance(largest, Moment)
-    assert "largest of 32 batches" in largest.note
-    longest = tmp_path / "longest.py"
-    longest.write_text(source.replace("SEQ, DIM = 200, 16, 64", "SEQ, DIM = 200, 39, 64"))
-    program = Rewriter(recording_of(longest), target).program(choice)
-    assert not isinstance(program, Reason)
-    # Tokens are cut from one storage a position longer; that aside it is the step at the longest length, or
-    # one close to it.
-    assert 0.9 * program.step.peak_bytes() <= largest.peak_bytes <= program.step.peak_bytes()
-    file.write_text(file.read_text() + "\n\ndef worst_batch(size: int):\n    return batch(size)\n")
-    assert largest_batch(Workload.load(file), recording, target, choice) is None
-
-
-def test_lifecycle_peaks_have_no_largest_batch_if_sizes_are_equal() -> None:
-    workload, target = Workload.load(ZOO["tied"]), Target(hardware.detect("cpu"))
-    choice = Choice.from_document({"execution": {"micro_batch": 2}})
-    assert largest_batch(workload, recording_of(ZOO["tied"]), target, choice) is None
+    settings = {"recompute": {"kind": "full"}}
+    file.write_text(VARYING)
+    found = predicted(file, settings)
+    steady = found["steady_step"].peak_bytes
+    assert steady < found["larger_batch"].peak_bytes < 1.5 * steady
+    file.write_text(f"{VARYING}\ndef worst_batch(size): return batch_of(size, 64)\n")
+    recorded.cache_clear()
+    assert "larger_batch" not in predicted(file, settings)
 
 
 def test_certificate_lists_lifecycle_peaks_over_budget() -> None:
