@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         GatheredBlocks as GatheredBlocks,
         bytes_in_chunks as bytes_in_chunks,
         count_changes as count_changes,
+        grad_version as grad_version,
         is_gathered as is_gathered,
         sharded_like as sharded_like,
     )

@@ -190,6 +190,11 @@ def count_changes(gradient: Tensor) -> None:
         gradient.__class__ = _COUNTED[type(gradient)]
 
 
+def grad_version(gradient: Tensor) -> int:
+    """Return the version of a gradient, which counts writes to the rows of a shard too."""
+    return gradient._version + (gradient._local_tensor._version if isinstance(gradient, DTensor) else 0)
+
+
 _COUNTED: Final[dict[type, type]] = {Tensor: _CountedTensor, DTensor: _CountedShard}
 
 

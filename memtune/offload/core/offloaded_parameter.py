@@ -38,10 +38,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from memtune.offload.core.fsdp_shards import GatheredBlocks, count_changes
+from memtune.offload.core.fsdp_shards import GatheredBlocks, count_changes, grad_version
 from memtune.offload.core.optimizer_param import changed_type_error, to_host_now
 from memtune.offload.core.parameter_layout import Chunks
-from memtune.runtime import HOST, Context, is_data_used, local, mark, memory_of, plain_type, version_of_data
+from memtune.runtime import HOST, Context, is_data_used, mark, memory_of, plain_type, version_of_data
 
 _is_alias_of: Final[Callable[[Tensor, Tensor], bool]] = torch._C._is_alias_of  # type: ignore[attr-defined]
 _DATA: Final[Any] = torch._C.TensorBase.data
@@ -156,7 +156,7 @@ class OffloadedParameter:
             shown = DTensor(self.device, self.parameter._spec, requires_grad=False)  # type: ignore[attr-defined]
             shown._local_tensor = gradient
         count_changes(shown)
-        self.parameter.grad, self._grad_version = shown, _version_of(shown)
+        self.parameter.grad, self._grad_version = shown, grad_version(shown)
         self._shown = weakref.ref(shown)
 
     @property
@@ -173,7 +173,7 @@ class OffloadedParameter:
             return shown, shown._version != self._grad_version
         # Not `local`, which returns another tensor of the same memory.
         own = shown._local_tensor if isinstance(shown, DTensor) else shown
-        return own, _version_of(shown) != self._grad_version
+        return own, grad_version(shown) != self._grad_version
 
     # -- values in flight ------------------------------------------------------------------------------------
 
@@ -189,10 +189,6 @@ class OffloadedParameter:
         if self._class is not None:
             del vars(self.parameter)["_finish"], vars(self.parameter)["_host"]
             self.parameter.__class__, self._class = self._class, None
-
-
-def _version_of(gradient: Tensor) -> int:
-    return gradient._version + (local(gradient)._version if isinstance(gradient, DTensor) else 0)
 
 
 class _InFlight(Tensor):

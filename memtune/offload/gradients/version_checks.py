@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from memtune import refusals
 from memtune.errors import ApplyError
-from memtune.offload.core import OptimizerParameter, count_changes, own_grad
+from memtune.offload.core import OptimizerParameter, count_changes, grad_version, own_grad
 from memtune.runtime import (
     Context,
     UncopiedHook,
@@ -57,19 +57,15 @@ class _Noted(NamedTuple):
     def of(cls, gradient: Tensor) -> _Noted:
         # Foreach kernels do not count changes of DTensors, nor torch those through `data`.
         count_changes(gradient)
-        return cls(weakref.ref(gradient), _version_of(gradient))
+        return cls(weakref.ref(gradient), grad_version(gradient))
 
     def is_left(self, gradient: Tensor) -> bool:
         """Return True if `gradient` is the noted one, unchanged."""
-        return self.gradient() is gradient and self.version == _version_of(gradient)
+        return self.gradient() is gradient and self.version == grad_version(gradient)
 
 
 _NONE = _Noted(lambda: None, 0)
 """In place of a gradient that was missing."""
-
-
-def _version_of(gradient: Tensor) -> int:
-    return gradient._version + (gradient._local_tensor._version if isinstance(gradient, DTensor) else 0)
 
 
 class WatchedGradients:

@@ -8,8 +8,7 @@ import functools
 
 import numpy as np
 
-from memtune.offload.layer_major.layer_major_pass import parts_of
-from memtune.offload.layer_major.tied_weights_pass import shared_weights, summed_parts
+from memtune.offload.layer_major.layer_major_pass import parts_of, shared_weights, summed_parts
 from memtune.offload.parameters import not_in_layers
 from memtune.program import WRITES, Kind, Phase, Step, columns_of
 

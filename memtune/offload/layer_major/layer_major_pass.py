@@ -3,25 +3,23 @@
 The input Step is that of one micro-batch; the output has the ops of all micro-batches in layer-major order.
 The pass builds it from front to back: it replays ranges of the input's rows, once per micro-batch and once
 more for forward packs, each time with storages of their own. `offload.optimizer.host_optimizer_pass` runs
-next and handles parameters outside of the blocks.
+next and handles parameters outside of the blocks. The gradient of a tied weight, used before and after the
+blocks, has two parts, which layer-major order adds separately.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from memtune.offload.layer_major.pack_offload_pass import Gradients, Weights, skipped_adds
 from memtune.offload.layer_major.packs import BoundaryTier, Packs, Span
-from memtune.offload.layer_major.tied_weights_pass import (
-    TiedGradient,
-    ready_after,
-    shared_weights,
-    summed_parts,
-)
 from memtune.parallel.pipeline import batch_on_host
 from memtune.program import (
     I32,
@@ -37,6 +35,7 @@ from memtune.program import (
     Step,
     Tier,
     columns_of,
+    raw_gradients,
     set_lifetimes,
 )
 
@@ -47,6 +46,54 @@ _SCALE_BACK = NewOp("aten.div.Tensor", Phase.BACKWARD, Resource.COMPUTE)
 _SUM = NewOp("aten.add.Tensor", Phase.FORWARD, Resource.COMPUTE)
 _BEFORE = -1
 _EMPTY = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True)
+class TiedGradient:
+    """The gradient of one tied weight."""
+
+    parameter: int
+    after: int
+    """Storage of the part from its use after the blocks."""
+    before: int
+    """Storage of the part from its use before the blocks."""
+    adder: int
+    """The op that adds the two."""
+
+
+def shared_weights(step: Step, before: npt.NDArray[Any], after: npt.NDArray[Any]) -> list[int]:
+    """Return the trained parameters that forward rows `before` the blocks and `after` them use."""
+    columns = columns_of(step.parameters)
+    used = columns.trainable.copy()
+    for rows in (before, after):
+        inside = np.zeros(step.ops.n, bool)
+        inside[rows] = True
+        used &= np.isin(columns.storage, step.uses.storage[inside[step.uses.op]])
+    found: list[int] = np.flatnonzero(used).tolist()
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def summed_parts(step: Step, parameter: int) -> TiedGradient | None:
+    """Return the parts of the gradient of `parameter`; None unless it is one sum of two."""
+    raw = int(raw_gradients(step)[parameter])
+    adder = int(step.storages.producer[raw]) if raw >= 0 else -1
+    if adder < 0 or step.names[step.ops.name[adder]] != "aten.add.Tensor":
+        return None
+    parts = step.uses.storage[step.uses.op == adder].tolist()
+    made = [int(step.storages.producer[each]) for each in parts]
+    if len(parts) != 2 or min(made) < 0 or any(step.ops.phase[each] != Phase.BACKWARD for each in made):
+        return None
+    # Backward reaches the later use first.
+    after, before = sorted(parts, key=lambda each: int(step.storages.producer[each]))
+    return TiedGradient(parameter, after, before, adder)
+
+
+def ready_after(step: Step, part: int) -> int:
+    """Return the op after which `part` is ready: the last one of the backward function that makes it."""
+    made = int(step.storages.producer[part])
+    together = (step.ops.sequence_nr == step.ops.sequence_nr[made]) & (step.ops.phase == Phase.BACKWARD)
+    return int(np.flatnonzero(together)[-1]) if step.ops.sequence_nr[made] >= 0 else made
 
 
 class Parts:

@@ -9,7 +9,7 @@ Rule 1. A rank holds weights, gradients and optimizer state of its stages only, 
 Rule 2. Stages run forward in order, each over all micro-batches, with saved tensors dropped. The last stage,
   the turnaround, runs forward and backward at once; the others then run forward again and backward, from last
   to first.
-Rule 3. Activations and gradients between stages are sent between hosts (`offload.multiplexed.host_p2p`). A
+Rule 3. Activations and gradients between stages are sent between hosts (`HostMessages`). A
   stage's arguments remain on its host until its backward and are copied to the device for each run; with
   `boundaries` "device" they are copied once and remain there.
 Rule 4. The next stage of a rank is prefetched while one computes, a part with each micro-batch. Gradients are
@@ -27,21 +27,109 @@ Source: Feng et al. 2023, Mobius (ASPLOS 23), section 3.1; Li et al. 2022, Harmo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune import refusals
+from memtune.device import accelerator
 from memtune.offload.layer_major import BoundaryTier, PackOffloader, StageLayout, StageUse, discard_saved
-from memtune.offload.multiplexed.host_p2p import HostMessages
 from memtune.offload.optimizer import HostOptimizer
 from memtune.parallel.pipeline import Run, become_pieces, keep_own, shared_batch_form
 from memtune.parallel.ranks import MicroBatchRotation, require_ranks
 from memtune.parallel.replicas import sum_now
-from memtune.runtime import Context, LossFunction, seed_generators
+from memtune.runtime import (
+    HOST,
+    Context,
+    LossFunction,
+    count_collective,
+    mark,
+    page_locked,
+    seed_generators,
+    tier,
+    transfer,
+)
+
+
+class HostMessages:
+    """Point-to-point messages of one rank, through host memory, where a stage's arguments wait for backward
+    anyway: devices of a commodity server cannot reach each other.
+
+    Args:
+        group: Process group whose backend sends host memory.
+        count: Called with the bytes of each message.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, count: Callable[[int], None]) -> None:
+        self._group, self._count = group, count
+        self._in_flight: tuple[Tensor, Tensor, int, int] | None = None
+        """(device tensor, host tensor, destination rank, tag) of the D2H copy in flight."""
+        self._sent: list[tuple[dist.Work | None, Tensor]] = []
+        self._sent_before: list[tuple[dist.Work | None, Tensor]] = []
+        self._posted: dict[int, tuple[dist.Work | None, Tensor]] = {}
+
+    def post(self, like: Tensor, rank: int, tag: int) -> None:
+        """Post a receive of a tensor like `like` from `rank`."""
+        with tier(HOST):
+            host = page_locked(
+                lambda locked: torch.empty(like.shape, dtype=like.dtype, pin_memory=locked),
+                # Pinned, so that the H2D copy that follows is asynchronous.
+                wanted=accelerator.is_present(),
+            )
+        self._posted[tag] = dist.irecv(host, group=self._group, group_src=rank, tag=tag), host
+
+    def received(self, tag: int) -> Tensor:
+        """Wait for the message `tag` and return it, in host memory."""
+        work, host = self._posted.pop(tag)
+        if work is not None:
+            work.wait()
+        return host
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> None:
+        """Start sending `tensor`, on the device, to `rank`."""
+        # One copy at a time: the device tensor of the last message is freed, and that message sent, first.
+        self.finish_copy()
+        host = torch.ops.memtune.to_host(tensor)
+        mark(host, HOST)
+        self._in_flight = tensor, host, rank, tag
+
+    def finish_copy(self) -> None:
+        """Finish the D2H copy in flight and send it."""
+        if self._in_flight is None:
+            return
+        (_, host, rank, tag), self._in_flight = self._in_flight, None
+        transfer.finish(host)
+        self._count(host.nbytes)
+        count_collective(self._group, host.nbytes)
+        # Sends keep their host memory in this list; freed earlier, the message would be overwritten.
+        self._sent.append((dist.isend(host, group=self._group, group_dst=rank, tag=tag), host))
+
+    def end_use(self) -> None:
+        """Finish a use: wait for the messages of the use before it."""
+        self.finish_copy()
+        # No wait in practice: what this rank has run since depends on the messages of the use before.
+        _wait(self._sent_before)
+        self._sent_before, self._sent = self._sent, []
+
+    def end_step(self) -> None:
+        """Wait for all messages."""
+        _wait(self._sent_before)
+        _wait(self._sent)
+        self._sent_before, self._sent = [], []
+
+    def abandon(self) -> None:
+        """Forget all messages, after a step failed on any rank."""
+        self._in_flight, self._sent, self._sent_before, self._posted = None, [], [], {}
+
+
+def _wait(sent: list[tuple[dist.Work | None, Tensor]]) -> None:
+    for work, _ in sent:
+        if work is not None:
+            work.wait()
 
 
 class MultiplexedStages:

@@ -2,7 +2,7 @@
 
 The rows are those of pipeline stages (`parallel.pipeline.pipeline_pass`) in another order, with each stage's
 forward written twice; weights and gradients of blocks are resident by use. Comments refer to the rules of
-`offload.multiplexed.multiplexed_stages` and `offload.multiplexed.host_p2p`.
+`offload.multiplexed.multiplexed_stages`.
 """
 
 from __future__ import annotations

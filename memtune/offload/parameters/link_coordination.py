@@ -64,14 +64,15 @@ class Orchestrated:
         if self._token is not None:
             context.undo.callback(self._token.close)
         self._device = context.device
+        modules = [context.model.get_submodule(name) for name in context.blocks]
         self._store = ParameterOffloader(
             context,
             window_residency(len(context.blocks), slots),
             HostOptimizer(context),
             early=False,
-            only=frozenset(self.blocks),
             when_ready=False,
             copy=self._copy if slot_bytes else None,
+            members=[list(each.parameters()) if i in self.blocks else [] for i, each in enumerate(modules)],
         )
 
     def _copy(self, there: Tensor, host: Tensor) -> None:

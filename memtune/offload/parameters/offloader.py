@@ -24,7 +24,7 @@ One file: `HostParameters` and `ParameterOffloader` change the states of the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -104,11 +104,10 @@ class HostParameters:
         context: Its model.
         optimizer: Holds the host copies, and updates them.
         chunks: Layout of the blocks' parameters; none: each block is a unit.
-        only: Blocks whose parameters are offloaded; None: all.
         when_ready: Gradients are offloaded when ready. Otherwise another mechanism or the optimizer's step
             offloads them.
         copy: Copies a parameter's values from the host.
-        members: Of each block, the offloaded parameters; none: all.
+        members: Of each block, the offloaded parameters, which may be none; None: all.
         averages: Ranks are replicas, and average gradients before they are offloaded, a block at once.
         room_bytes: Bound of gradients in D2H copies at once; 0: one gradient.
 
@@ -122,7 +121,6 @@ class HostParameters:
         optimizer: HostCopies,
         chunks: Chunks | Pages | None = None,
         *,
-        only: Container[int] | None = None,
         when_ready: bool = True,
         copy: Callable[[Tensor, Tensor], None] | None = None,
         members: list[list[nn.Parameter]] | None = None,
@@ -144,13 +142,10 @@ class HostParameters:
         self._were_at_rest = not context.placement.at_rest.isdisjoint(mine)
         self._hosts = self._host_values(context, mine)
         self._trained = {p: placement.optimizer_params[p] for p in mine if p in placement.optimizer_params}
-        offloaded = [
-            block if only is None or index in only else [] for index, block in enumerate(self._blocks)
-        ]
-        optimizer.leave_to_offloader(parameter for block in offloaded for parameter in block)
-        self.blocks_on_host = sum(map(bool, offloaded))
+        optimizer.leave_to_offloader(mine)
+        self.blocks_on_host = sum(map(bool, self._blocks))
         if chunks is None:
-            self._units = [[self._piece_of(context, each) for each in block] for block in offloaded]
+            self._units = [[self._piece_of(context, each) for each in block] for block in self._blocks]
             self._of_block: Sequence[Sequence[int]] = [(index,) for index in range(len(self._blocks))]
         else:
             self._units, self._of_block = self._apply_layout(context, mine, chunks), chunks.of_block
@@ -536,8 +531,7 @@ class ParameterOffloader(HostParameters):
         optimizer: Holds the host copies, and updates them.
         chunks: Layout of the blocks' parameters; none: each block is a unit.
         early: Blocks are updated in backward, natively.
-        only: As in `HostParameters`.
-        when_ready: As there.
+        when_ready: As in `HostParameters`.
         copy: As there.
         members: As there.
         room_bytes: As there.
@@ -554,7 +548,6 @@ class ParameterOffloader(HostParameters):
         *,
         chunks: Chunks | Pages | None = None,
         early: bool = True,
-        only: Container[int] | None = None,
         when_ready: bool = True,
         copy: Callable[[Tensor, Tensor], None] | None = None,
         members: list[list[nn.Parameter]] | None = None,
@@ -566,7 +559,6 @@ class ParameterOffloader(HostParameters):
             context,
             optimizer,
             chunks,
-            only=only,
             when_ready=when_ready,
             copy=copy,
             members=members,
