@@ -95,21 +95,12 @@ def optimizer_on_host(
         if with_offloader is None
         else ~np.isin(np.flatnonzero(mine), with_offloader)
     )
-    up = edit.add_ops(
-        "memtune.copy_to_device_.default",
-        after=np.full(int(copied.sum()), last, np.int32),
-        phase=Phase.OPTIMIZER,
-        resource=Resource.HOST_TO_DEVICE,
-        traffic_bytes=sizes[copied],
-        stream=1,  # on the compute stream: complete in its order
-    )
     held = (
         host_weights
         if native is None
         else np.where(columns.itemsize[mine] == 4, host_weights, host_gradients)
     )
-    edit.add_uses(up, held[copied])
-    edit.add_uses(up, weights[copied], mode=WRITES)
+    up = _weights_to_device(edit, weights[copied], held[copied], sizes[copied], last)
     # A bfloat16 gradient's memory holds the new weight until it is on the device; others are freed at the
     # same place.
     edit.hold_through(host_gradients[copied], up)
@@ -119,6 +110,21 @@ def optimizer_on_host(
         edit.hold_to_the_end_of_step(int(up[-1]))
     on_host(edit, step, optimizer & ~on_device, resident)
     return edit.done()
+
+
+def _weights_to_device(edit: Edit, weights: I32, held: I32, n_bytes: I64, last: np.int32) -> I32:
+    """Insert the H2D copies of the new weights, from the host storages `held`, after the op `last`."""
+    up = edit.add_ops(
+        "memtune.copy_to_device_.default",
+        after=np.full(len(weights), last, np.int32),
+        phase=Phase.OPTIMIZER,
+        resource=Resource.HOST_TO_DEVICE,
+        traffic_bytes=n_bytes,
+        stream=1,  # on the compute stream: complete in its order
+    )
+    edit.add_uses(up, held)
+    edit.add_uses(up, weights, mode=WRITES)
+    return up
 
 
 def of_first_ops(step: Step, count: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:

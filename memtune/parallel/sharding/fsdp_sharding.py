@@ -252,26 +252,11 @@ def shard(
     copies, mesh = meshes(context.device.type, degree) if grid is None else (grid.copies, grid.sharers)
     in_stages = placement.remote_parameters is not None
     wholes = unwrap_dtensors(context.model) if placement.model_parallel_size > 1 and not in_stages else {}
-    policy = precision or MixedPrecisionPolicy()
-    inside = replace(policy, output_dtype=None)  # between blocks a cast would be undone at once
-    arguments: dict[str, Any] = {
-        "mesh": mesh,
-        "reshard_after_forward": bool(reshard_after_forward),
-        "mp_policy": inside,
-    }
     units = [context.blocks[i : i + blocks_per_unit] for i in range(0, len(context.blocks), blocks_per_unit)]
-    for names in units:
-        modules = [context.model.get_submodule(name) for name in names]
-        # Blocks before the root: FSDP2 gives a module's parameters to the innermost unit.
-        fully_shard(modules if len(modules) > 1 else modules[0], **arguments)
     # The root's parameters are needed again at the start of backward: freeing them in between mostly costs a
     # gather. In a stage other micro-batches come in between.
     frees_root = bool(reshard_after_forward) and (in_stages or not keep_root)
-    fully_shard(
-        context.model,
-        **{**arguments, "reshard_after_forward": frees_root, "mp_policy": policy},
-        ignored_params=_absent(context),
-    )
+    _shard_units(context, units, mesh, bool(reshard_after_forward), frees_root, precision)
     # After sharding, so that a deferred model never has a full parameter on a rank.
     is_whole = sharers is None and placement.model_parallel_size == 1
     placement.at_rest.update(fill_shards(context.model, context.off_device() if is_whole else ()))
@@ -287,11 +272,6 @@ def shard(
     if prefetch is not None or in_stages:
         depths = (prefetch, prefetch) if prefetch is not None else (0, 1)
         _prefetch(context.model, [context.model.get_submodule(names[0]) for names in units], *depths)
-    for module in context.model.modules():
-        if isinstance(module, FSDPModule):
-            # Through the seam, or a recorder would not see FSDP2's collectives.
-            module.set_custom_all_gather(SeamAllGather())
-            module.set_custom_reduce_scatter(SeamReduceScatter())
     reduce_same_parameters(context, (module for module, _ in units_of(context.model)))
     if not in_stages:
         go_on_after_errors(context)
@@ -306,6 +286,40 @@ def shard(
         # With sharers the caller divides further and rebinds the optimizer to those shards.
         rebind(context.optimizer, before, dict(context.model.named_parameters()))
     context.checks["sharding.states"] = lambda: _check(context, degree)
+
+
+def _shard_units(
+    context: Context,
+    units: Sequence[Sequence[str]],
+    mesh: DeviceMesh,
+    reshard_after_forward: bool,
+    frees_root: bool,
+    precision: MixedPrecisionPolicy | None,
+) -> None:
+    """Call `fully_shard` for units of blocks and for the root, with collectives through the seam."""
+    policy = precision or MixedPrecisionPolicy()
+    inside = replace(policy, output_dtype=None)  # between blocks a cast would be undone at once
+    for names in units:
+        modules = [context.model.get_submodule(name) for name in names]
+        # Blocks before the root: FSDP2 gives a module's parameters to the innermost unit.
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=inside,
+        )
+    fully_shard(
+        context.model,
+        mesh=mesh,
+        reshard_after_forward=frees_root,
+        mp_policy=policy,
+        ignored_params=_absent(context),
+    )
+    for module in context.model.modules():
+        if isinstance(module, FSDPModule):
+            # Through the seam, or a recorder would not see FSDP2's collectives.
+            module.set_custom_all_gather(SeamAllGather())
+            module.set_custom_reduce_scatter(SeamReduceScatter())
 
 
 def require_real_weights(context: Context, kind: str) -> None:
