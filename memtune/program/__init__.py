@@ -111,6 +111,7 @@ if TYPE_CHECKING:
         Ragged as Ragged,
         Shards as Shards,
         add_storages as add_storages,
+        adding_ops as adding_ops,
         column as column,
         gathers_of as gathers_of,
         members_of_units as members_of_units,

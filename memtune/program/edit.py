@@ -315,7 +315,7 @@ class Edit:
 
         They are made by forward (the batch, the loss), or are gradients of leaves that are no parameters.
         """
-        last = int(np.flatnonzero(self._step.ops.phase < Phase.BOUNDARY)[-1])
+        last = self._step.backward_end
         mine = held_in_backward(self._step, last, last)
         storages = np.flatnonzero(mine).astype(np.int32)
         self.hold_through(storages, np.full(len(storages), op, np.int32))

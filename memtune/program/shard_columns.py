@@ -13,7 +13,7 @@ import numpy.typing as npt
 from memtune.program.edit import Edit
 from memtune.program.memo import memoized
 from memtune.program.parameter_columns import ParameterColumns, columns_of, numel_of
-from memtune.program.step import F64, I32, I64, Kind, Phase, Resource, Step
+from memtune.program.step import F64, I32, I64, WRITES, Kind, Phase, Resource, Step
 
 Mask = npt.NDArray[np.bool_]
 
@@ -65,7 +65,7 @@ def raw_gradients(step: Step) -> I32:
     made = (gradient >= 0) & (step.storages.producer[gradient] >= 0)
     raw[made] = gradient[made]
     adds = (
-        (step.uses.mode == 1)
+        (step.uses.mode == WRITES)
         & (step.storages.producer[step.uses.storage] < 0)
         & (index[step.uses.storage] >= 0)
     )
@@ -78,6 +78,18 @@ def raw_gradients(step: Step) -> I32:
     added[step.uses.op[others][::-1]] = step.uses.storage[others][::-1]
     raw[index[step.uses.storage[adds]]] = added[step.uses.op[adds]]
     return raw
+
+
+def adding_ops(step: Step) -> I32:
+    """Return (m,) the op of backward that adds to a sum of earlier micro-batches, -1 for none."""
+    adds = (
+        (step.uses.mode == WRITES)
+        & (step.storages.producer[step.uses.storage] < 0)
+        & (step.use_phase < Phase.BOUNDARY)
+    )
+    found = np.full(step.storages.n, -1, np.int32)
+    found[step.uses.storage[adds]] = step.uses.op[adds]
+    return found
 
 
 @functools.lru_cache(maxsize=8)
@@ -241,7 +253,7 @@ def units_of(step: Step, blocks_per_unit: int) -> FsdpUnits:
         out=last_forward[1:],
     )
 
-    end = np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1]
+    end = step.backward_end
     inside = backward[step.ops.module[backward] != 0]
     first_forward[0], last_forward[0] = step.forward_starts[n_blocks], step.forward_ends[n_blocks]
     # Reloads of the last block's saved tensors may come before the first backward op of a module.
@@ -408,7 +420,7 @@ def rows_of_gradients(step: Step) -> RowsOfGradients:
     mine = np.flatnonzero((block >= 0) & (columns.gradient >= 0)).astype(np.int32)
     mine = mine[np.lexsort((rank[mine], -block[mine]))]  # the last block first
     gradient = columns.gradient[mine]
-    writes = np.flatnonzero((step.uses.mode == 1) & (step.use_phase < Phase.BOUNDARY))
+    writes = np.flatnonzero((step.uses.mode == WRITES) & (step.use_phase < Phase.BOUNDARY))
     writer = np.full(step.storages.n, -1, np.int32)
     writer[step.uses.storage[writes]] = step.uses.op[writes]
     summed = step.storages.producer[gradient] < 0

@@ -349,6 +349,11 @@ class Step:
         return replace(self, calls=replace(self.calls, **columns))
 
     @cached_property
+    def backward_end(self) -> int:
+        """The last op of forward and backward."""
+        return int(np.flatnonzero(self.ops.phase < Phase.BOUNDARY)[-1])
+
+    @cached_property
     def freed_after(self) -> I32:
         """(m,) op after which each storage is freed; FOREVER if it outlives the step."""
         end = np.maximum(self.storages.held_until, self.storages.producer)

@@ -18,7 +18,7 @@ import numpy as np
 from memtune import _native
 from memtune.activations.eviction.policy import Policy
 from memtune.activations.schedules import Region, added_gradients, elements_of
-from memtune.program import BATCH_NORMS, F64, I32, I64, READS, WRITES, Edit, Kind, Phase, Step, Tier
+from memtune.program import BATCH_NORMS, F64, I32, I64, READS, WRITES, Edit, Kind, Step, Tier
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def with_peak(step: Step, peak_bytes: int) -> Step:
     The runtime evicts as late as it can, a schedule frees as early as it can, so the runtime's peak is
     higher.
     """
-    live = step.live_bytes()[: int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1]) + 1]
+    live = step.live_bytes()[: step.backward_end + 1]
     more = peak_bytes - int(live.max(initial=0))
     if more <= 0:
         return step

@@ -61,7 +61,7 @@ def states_online(step: Step) -> Step:
     ).astype(np.int32)
     if not len(draws):
         return step
-    last = np.int32(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1])
+    last = np.int32(step.backward_end)
     there = (
         np.isin(step.storages.producer, draws)
         & (step.storages.tier == Tier.HOST)

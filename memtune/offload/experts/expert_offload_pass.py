@@ -221,7 +221,7 @@ def _transfers(
     n_bytes: npt.NDArray[np.int64],
 ) -> None:
     """Add reads and writes of a steady step, before the first op of each moment."""
-    end = int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1]) + 1
+    end = step.backward_end + 1
     begins = np.append(first_ops(step), np.asarray([end], np.int32))
     boundary = len(begins) - 1
     gathered = gathers_of(step) is not None

@@ -9,7 +9,6 @@ from memtune._door import open_door
 if TYPE_CHECKING:
     from memtune.offload.gradients.block_grad_ready_pass import (
         BlockGradients as BlockGradients,
-        adding as adding,
         average_on_device as average_on_device,
         averaged as averaged,
         bytes_in_copies as bytes_in_copies,

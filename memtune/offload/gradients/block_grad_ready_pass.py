@@ -23,6 +23,7 @@ from memtune.program import (
     Phase,
     Resource,
     Step,
+    adding_ops,
     columns_of,
     gathers_of,
     raw_gradients,
@@ -60,7 +61,7 @@ class BlockGradients:
         gradient = columns.gradient[parameter]
         summed = step.storages.producer[gradient] < 0
         after = np.where(
-            summed, adding(step)[gradient], step.storages.grad_ready_after[raw[parameter]]
+            summed, adding_ops(step)[gradient], step.storages.grad_ready_after[raw[parameter]]
         ).astype(np.int32)
         order = np.argsort(after, kind="stable")
         moment = 2 * len(step.blocks) - 1 - columns.block[parameter]
@@ -74,18 +75,6 @@ class BlockGradients:
         mine = self.raw[self.raw < len(edit.storages.held_until)]
         edit.storages.held_until[mine] = -1
         edit.storages.kind[mine] = Kind.TEMPORARY
-
-
-def adding(step: Step) -> I32:
-    """Return (m,) the op of backward that adds to a sum of earlier micro-batches, -1 for none."""
-    adds = (
-        (step.uses.mode == 1)
-        & (step.storages.producer[step.uses.storage] < 0)
-        & (step.use_phase < Phase.BOUNDARY)
-    )
-    found = np.full(step.storages.n, -1, np.int32)
-    found[step.uses.storage[adds]] = step.uses.op[adds]
-    return found
 
 
 @functools.lru_cache(maxsize=8)
@@ -144,7 +133,7 @@ def average_on_device(step: Step, resident: npt.NDArray[np.bool_], ranks: int) -
     gradients = columns_of(step.parameters).gradient[grads.parameter[mine]]
     alone = np.arange(len(mine), dtype=np.int32)
     found = average_in_buckets(edit, step, gradients, after, grads.n_bytes[mine], alone, ranks)
-    if after[-1] == np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1]:
+    if after[-1] == step.backward_end:
         edit.hold_to_the_end_of_backward(int(found.message[-1]))
     return edit.done()
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune.offload.core import bucket_ends
-from memtune.offload.gradients.block_grad_ready_pass import adding, average_in_buckets
+from memtune.offload.gradients.block_grad_ready_pass import average_in_buckets
 from memtune.program import (
     FOREVER,
     I32,
@@ -19,6 +19,7 @@ from memtune.program import (
     Phase,
     Step,
     Tier,
+    adding_ops,
     columns_of,
     raw_gradients,
 )
@@ -63,7 +64,7 @@ def ready_gradients(step: Step, mine: Rows, watched: int, bucket_bytes: int) -> 
     # A sum exists before this micro-batch, so no op produces it; the gradient is ready when it has been
     # added.
     summed = step.storages.producer[gradient] < 0
-    after = np.where(summed, adding(step)[gradient], step.storages.grad_ready_after[raw[index]]).astype(
+    after = np.where(summed, adding_ops(step)[gradient], step.storages.grad_ready_after[raw[index]]).astype(
         np.int32
     )
     order = np.argsort(after, kind="stable")
@@ -91,9 +92,8 @@ def average_ready(edit: Edit, step: Step, offloaded: Rows, ranks: int) -> None:
     gradient, raw = columns_of(step.parameters).gradient, raw_gradients(step)
     rows = np.flatnonzero(gradient >= 0)
     summed = step.storages.producer[gradient[rows]] < 0
-    after = np.where(summed, adding(step)[gradient[rows]], step.storages.grad_ready_after[raw[rows]]).astype(
-        np.int32
-    )
+    added, made = adding_ops(step)[gradient[rows]], step.storages.grad_ready_after[raw[rows]]
+    after = np.where(summed, added, made).astype(np.int32)
     # Offloaded gradients are averaged in each micro-batch, before their copy; the others once, as sums.
     what = np.where(np.isin(rows, offloaded), raw[rows], gradient[rows]).astype(np.int32)
     order = np.argsort(after, kind="stable")
@@ -203,5 +203,5 @@ def own_storage(edit: Edit, step: Step, reduced: Reduced, index: int, n_bytes: i
 
 def end_of_backward(step: Step, grads: ReadyGradients) -> int:
     """Return the last op of backward, or of a reduction that runs once per step at its end."""
-    last = int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1])
+    last = step.backward_end
     return max(last, int(grads.after[-1])) if len(grads.after) else last

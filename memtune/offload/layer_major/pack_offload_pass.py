@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from memtune.offload.core import PendingUpdates, waiting_room
-from memtune.offload.gradients import adding
 from memtune.offload.layer_major.packs import Span
 from memtune.offload.parameters import native_update_bytes, whole_state
 from memtune.program import (
@@ -25,6 +24,7 @@ from memtune.program import (
     RowReplay,
     Step,
     Tier,
+    adding_ops,
     columns_of,
     raw_gradients,
 )
@@ -118,7 +118,7 @@ class Gradients:
         summed = made[step.storages.producer[gradient[made]] < 0]
         self.adds = np.full(count, -1, np.int32)
         """(parameters,) The op that adds to the sum of earlier micro-batches, -1 for none."""
-        self.adds[summed] = adding(step)[gradient[summed]]
+        self.adds[summed] = adding_ops(step)[gradient[summed]]
         self._ready_after = np.full(count, -1, np.int32)
         self._ready_after[made] = np.where(
             self.adds[made] >= 0, self.adds[made], step.storages.grad_ready_after[self._raw[made]]

@@ -161,7 +161,7 @@ def updates_at_gradients(step: Step, accumulate: int) -> Step:
     mine, watched = _updated(step)
     there = ready_gradients(step, mine, watched, 0)
     optimizer = step.ops.phase == Phase.OPTIMIZER
-    first, end = int(optimizer.argmax()), int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1])
+    first, end = int(optimizer.argmax()), step.backward_end
     # Foreach ops are cut into one op per parameter, which the hooks run at different times.
     edit.drop_ops(optimizer)
     rows = _ops(edit, step, cut, mine, there)

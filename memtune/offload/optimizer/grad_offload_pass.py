@@ -455,7 +455,7 @@ def free_buckets(edit: Edit, step: Step, grads: ReadyGradients, inserted: Insert
     hung = rows[inserted.anchor == end]
     if len(hung):
         # The hooks run inside backward: forward's results that Python holds until it returns are still live.
-        last = int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1])
+        last = step.backward_end
         held = (
             (step.storages.held_until >= last)
             & (step.storages.held_until <= end)

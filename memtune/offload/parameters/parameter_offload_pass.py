@@ -193,7 +193,7 @@ def stream_parameters(
     else:
         pieces = Pieces.of(step, chunks)
     columns, edit, grads = columns_of(step.parameters), Edit(step), BlockGradients.of(step)
-    end = int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1])
+    end = step.backward_end
     begins = np.append(first_ops(step), np.int32(end + 1)).astype(np.int32)
     mine = in_blocks(step)
     hosts = host_memory(edit, pieces, frames, Tier.HOST if read_ahead is None else Tier.SSD)
@@ -627,7 +627,7 @@ def stream_weights(step: Step, residency: Residency, blocks: Container[int]) -> 
     """
     columns, mine = columns_of(step.parameters), streamed_parameters(step, blocks)
     pieces, edit = Pieces.of_parameters(step, mine), Edit(step)
-    end = int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1])
+    end = step.backward_end
     begins = np.append(first_ops(step), np.int32(end + 1)).astype(np.int32)
     edit.storages.bytes[columns.storage[mine]] = 0
     frozen = mine[columns.gradient[mine] < 0]  # the optimizer has host copies of the others

@@ -545,7 +545,7 @@ def gradients_on_ssd(step: Step, offloaded: OffloadedParameters) -> tuple[Step, 
     _release_after(
         edit, step, after, write, step.storages.kind == Kind.COMMUNICATION
     )  # units, when a moment begins
-    if int(after[-1]) >= int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1]):
+    if int(after[-1]) >= step.backward_end:
         edit.hold_to_the_end_of_backward(int(write[-1]))
     edit.storages.held_until[hosts] = -1
     edit.release_before(hosts[:-WRITES_IN_FLIGHT], write[WRITES_IN_FLIGHT:])

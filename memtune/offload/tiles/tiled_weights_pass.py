@@ -14,7 +14,6 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from memtune.offload.gradients import adding
 from memtune.offload.tiles.tile_ops_pass import PRODUCTS, OpSequences, TileGroup, TileOps, split_rows
 from memtune.program import (
     I32,
@@ -26,6 +25,7 @@ from memtune.program import (
     Resource,
     Step,
     Tier,
+    adding_ops,
     columns_of,
     gathers_of,
     members_of_units,
@@ -121,7 +121,7 @@ def weights_before_biases(step: Step, weights: tuple[int, ...]) -> Step:
     """
     columns = columns_of(step.parameters)
     index = {name: i for i, name in enumerate(columns.names)}
-    adds = adding(step)
+    adds = adding_ops(step)
     grad_order, use_op = step.grad_order.copy(), step.uses.op.copy()
     at = {each: i for i, each in enumerate(step.grad_order.tolist())}
     for p in weights:

@@ -33,6 +33,7 @@ from memtune.program import (
     Resource,
     Step,
     Tier,
+    adding_ops,
     columns_of,
     memoized,
 )
@@ -91,7 +92,7 @@ def replicate(step: Step, how: Replication) -> Step:
 
 
 def _backward_peak(step: Step) -> int:
-    return int(step.live_bytes()[: np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1] + 1].max())
+    return int(step.live_bytes()[: step.backward_end + 1].max())
 
 
 def _replicated(step: Step, how: Replication, arrivals: list[_Arrival], *, hold_sums: bool) -> Step:
@@ -138,21 +139,13 @@ def _arrivals(step: Step, of_blocks: bool, of_experts: bool) -> list[_Arrival]:
         for index, p in enumerate(step.parameters)
         if p.gradient >= 0 and index not in others
     }
-    added: dict[int, int] = {}
-    adds = (
-        (step.uses.mode == 1)
-        & (step.use_phase < Phase.BOUNDARY)
-        & (step.storages.producer[step.uses.storage] < 0)
-    )
-    for op, storage in zip(step.uses.op[adds].tolist(), step.uses.storage[adds].tolist(), strict=True):
-        added[storage] = op
-    found = []
+    added, found = adding_ops(step), []
     for storage in step.grad_order.tolist():
         if storage in owners:
             at = (
                 int(step.storages.grad_ready_after[storage])
                 if step.storages.producer[storage] >= 0
-                else added[storage]
+                else int(added[storage])
             )
             found.append(_Arrival(owners[storage], storage, at))
     return sorted(found, key=lambda arrival: arrival.at)
@@ -160,10 +153,7 @@ def _arrivals(step: Step, of_blocks: bool, of_experts: bool) -> list[_Arrival]:
 
 def _at_end(step: Step) -> list[_Arrival]:
     """Return gradients in reverse order of registration, all after the last backward."""
-    gradient, end = (
-        columns_of(step.parameters).gradient,
-        int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1]),
-    )
+    gradient, end = columns_of(step.parameters).gradient, step.backward_end
     return [_Arrival(row, int(gradient[row]), end) for row in np.flatnonzero(gradient >= 0)[::-1].tolist()]
 
 

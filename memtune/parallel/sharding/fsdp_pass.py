@@ -340,7 +340,7 @@ def _resized(edit: Edit, step: Step, how: Sharding, reduced: ReducedUnit) -> Ste
     raw = reduced.of.raw[reduced.of.raw >= 0]
     # Between the first and the last micro-batch whole sums all stay to the end: with three and more an upper
     # end.
-    end = np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1]
+    end = step.backward_end
     edit.storages.held_until[raw] = int(end) if how.sums == "whole" and how.micro_batches > 2 else -1
     edit.storages.kind[raw] = Kind.TEMPORARY
     # State, gradients and the optimizer's temporaries shrink with their parameter.
@@ -668,7 +668,7 @@ def reduce_gradients(edit: Edit, step: Step, how: Sharding) -> ReducedUnit:
     resharded = np.append(np.sort(backward_visits(step, how.blocks_per_unit).last), step.ops.n)
     follows = resharded[np.searchsorted(resharded, of.after[:-1], side="right")]
     edit.hold_through(given[:-1], np.minimum(of.after[1:], follows).astype(np.int32))
-    end = np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1]
+    end = step.backward_end
     for op in rows.last[of.after == end].tolist():
         edit.hold_to_the_end_of_backward(op)
     if how.replicas > 1 and how.two_hop:
@@ -768,7 +768,7 @@ def _average_the_last(edit: Edit, step: Step, how: Sharding, n_bytes: int, sums:
     """In two hops, average the last unit, which no other follows, when backward ends."""
     row = edit.add_ops(
         "memtune.all_reduce_.default",
-        after=np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1:].astype(np.int32),
+        after=np.asarray([step.backward_end], np.int32),
         phase=how.average_phase,
         resource=how.between_copies,
         traffic_bytes=n_bytes,

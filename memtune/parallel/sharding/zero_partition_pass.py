@@ -31,6 +31,7 @@ from memtune.program import (
     Resource,
     Step,
     add_storages,
+    adding_ops,
     column,
     columns_of,
     held_in_backward,
@@ -142,13 +143,7 @@ def _arrivals(step: Step, every_micro_batch: bool, at_end: bool) -> _Arrivals:
     if at_end:
         return _Arrivals(gradient, np.full(len(gradient), end, np.int32), np.zeros(step.ops.n, bool))
     raw = raw_gradients(step)
-    added = np.full(step.storages.n + 1, -1, np.int32)  # the last entry serves "none"
-    adds = (
-        (step.uses.mode == 1)
-        & (step.storages.producer[step.uses.storage] < 0)
-        & (step.use_phase < Phase.BOUNDARY)
-    )
-    np.maximum.at(added, step.uses.storage[adds], step.uses.op[adds])
+    added = np.append(adding_ops(step), np.int32(-1))  # the last entry serves "none"
     summed = raw != gradient
     at = np.where(
         # A gradient that does not exist is known to be missing when backward ends.
@@ -170,7 +165,7 @@ def _end(step: Step, *, at_end: bool = False) -> int:
     """Return the last op of backward; with `at_end`, ops that earlier divisions have appended count, too."""
     if at_end:
         return int(np.flatnonzero(step.ops.phase == Phase.OPTIMIZER)[0]) - 1
-    return int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1])
+    return step.backward_end
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,7 +260,7 @@ def _extend_to_backward_end(edit: Edit, step: Step, ops: I32, end: int, *, batch
     """Hold storages that Python references until backward returns (only batches, with `batches`) until the
     new `ops` at its end have run.
     """
-    last = int(np.flatnonzero(step.ops.phase < Phase.BOUNDARY)[-1])
+    last = step.backward_end
     mine = held_in_backward(step, last, end)
     mine &= (step.storages.kind == Kind.BATCH) | (not batches)
     mine &= step.storages.kind != Kind.COMMUNICATION  # FSDP2 frees gathered parameters itself
