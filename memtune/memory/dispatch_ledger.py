@@ -171,6 +171,7 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
             self._handles.pop().remove()
 
     def _find_kinds(self) -> None:
+        # Again at each query: gradients and state are replaced by new tensors in every step.
         self.label([parameter.grad for parameter in self._parameters], Kind.GRADIENT)
         if self._optimizer is not None:
             self.label(list(self._optimizer.state.values()), Kind.OPTIMIZER)

@@ -107,6 +107,8 @@ def register(
     # One table for both: a schema that is registered without its resource cannot be simulated.
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
+    # One kernel for all devices: it decides by its tensors. Not CompositeImplicit, which autograd and a
+    # recorder would look through.
     for key in DISPATCH_KEYS:
         _LIBRARY.impl(name, kernel, key)
     torch.library.register_fake(f"memtune::{name}", _in_tier(fake, op.output_tier), lib=_LIBRARY)
@@ -133,6 +135,7 @@ def link_of(func: torch._ops.OpOverload, args: Sequence[object]) -> Resource:
     """Return the link that a collective of the seam occupies: the network if no two of its ranks share a
     node, else the node's.
     """
+    # By schema: operators have `group` at different places.
     name = args[[each.name for each in func._schema.arguments].index("group")]
     return Resource.INTER_LINK if is_between_nodes(_group(str(name))) else Resource.INTRA_LINK
 
@@ -180,6 +183,7 @@ def _all_gather_on_gloo(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> Non
     gloo's own all-gather copies the whole output, and that copy's release cannot be awaited.
     """
     parts = list(out.view(group.size(), -1))
+    # Before any broadcast: this rank sends from its place in the output.
     parts[group.rank()].copy_(x.view(-1))
     # All at once: gloo overlaps them, and every rank starts them in the same order.
     sent = [
@@ -298,6 +302,7 @@ def _all_gather_positions(out: Tensor, x: Tensor, group: str, ranks: int) -> Non
         for mine, share in zip(parts[members.rank() :: ranks], x, strict=True):
             mine.copy_(share)
         for index, part in enumerate(parts):
+            # Part by part, into its place: a rank's positions of several samples are not adjacent.
             dist.broadcast(part, group=members, group_src=index % ranks)
         _wait_released(parts)
     else:
@@ -329,6 +334,7 @@ def _below_autograd(kernel: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(kernel)
     def called(*args: object) -> None:
+        # The operator has no autograd kernel, so nothing excludes autograd for the collectives inside.
         with torch._C._AutoDispatchBelowAutograd():
             kernel(*args)
 
@@ -396,6 +402,7 @@ def groups(tensors: list[Tensor]) -> Iterator[slice]:
     Holds none of them while it yields, so that the caller can free a part before the next one.
     """
     n_bytes = [each.nbytes for each in tensors]
+    # A recorded step has one operator for each tensor, as the pass inserts them.
     room_bytes = 0 if tensors and is_observed(tensors[0]) else GROUP_BYTES
     del tensors
     first, held = 0, 0

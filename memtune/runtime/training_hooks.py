@@ -57,6 +57,7 @@ def before_step(
     hooks: Any = optimizer._optimizer_step_pre_hooks
     # An optimizer with such a hook has a replaced `step`, which restores the order at each call.
     hooks.move_to_end(optimizer.register_step_pre_hook(_OwnHook(hook)).id, last=last)
+    # Once: the replaced `step` restores the order of all such hooks.
     if _OWN not in vars(getattr(optimizer.step, "__func__", optimizer.step)):
         replace_step(optimizer, optimizer.step)
 
@@ -182,6 +183,7 @@ def weakly(method: Callable[P, None]) -> Callable[P, None]:
     owner, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 
     def hook(*args: P.args, **kwargs: P.kwargs) -> None:
+        # Dead where the model outlives the technique, such as after `undo`: the hook then does nothing.
         there = owner()
         if there is not None:
             function(there, *args, **kwargs)
@@ -259,6 +261,8 @@ class ReplacedForward:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._original: Callable[..., Any] = module.forward
+        # A forward that another wrapper has set, or the class's, which `remove` restores by deleting the
+        # attribute.
         self._had_own = "forward" in vars(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -321,6 +325,7 @@ class BackwardEnd:
         self.settle()
         if self._queued is not None:
             return False
+        # A new object for each backward: its death tells that this backward has raised.
         queued = _Queued(self._end, again=self._is_last)
         self._queued = weakref.ref(queued)  # weak: only the engine may keep it alive
         Variable._execution_engine.queue_callback(queued)
@@ -349,6 +354,8 @@ class _Queued:
         self._call, self._again = call, again
 
     def __call__(self) -> None:
+        # The engine calls its callbacks in order, also those that callbacks queue: at the second call all
+        # others have run.
         if self._again:
             self._again = False
             Variable._execution_engine.queue_callback(self)

@@ -113,6 +113,7 @@ class LastStep:
         """
         self._forget()  # manifests of the same model, trained before in this process
         self._before = dead_runs(offload_dir.checked_dirs(), self._key)
+        # Before the ranks agree: from here on no other process may resume, or clean, these runs.
         self._kept.look(self._key, [each for run in self._before for each in run.manifests])
         self._context.undo.callback(self._release)
         # A crash may fall between the manifests of two ranks; each keeps two, so the minimum exists
@@ -166,6 +167,7 @@ class LastStep:
     def _write_manifest(self) -> None:
         """Write the manifest; its slots remain this run's even after the optimizer is deleted."""
         run = ssd_tensors.folder()
+        # Their extents would otherwise be free, and reused by another model, when the optimizer is deleted.
         run.kept[self._key] = self._kept.holders()
         # Flushed first: a manifest on the drive must never name bytes that are still in a cache.
         pieces, counters, folders, notes = self._kept.durable()
@@ -350,6 +352,8 @@ class Manifest:
     def read(cls, path: Path) -> Manifest | None:
         """Return the manifest in `path`; None if it is missing, incomplete, or of another version."""
         try:
+            # A torn or foreign file fails here or below, and counts as absent: the other manifest is then the
+            # newest.
             line, found, end = path.read_bytes().split(b"\n")
             if end or hashlib.sha256(line).hexdigest().encode() != found:
                 return None
@@ -514,6 +518,7 @@ class RecordSlots:
     def complete(self) -> None:
         """Let the next step write the other slots."""
         for piece in self._pieces:
+            # The slot just written has the complete step now; `target` is the other one again.
             piece.fresh = False
 
     def resume_from(self, run: DeadRun, manifest: Manifest) -> None:
@@ -579,6 +584,7 @@ def copy_to_slot(extent: Extent, target: Tensor, file: int) -> Tensor:
         host = torch.empty_like(target)
     ssd_tensors.current().read(extent, host, file=file).result()
     torch.ops.memtune.write_ssd_(target, host)
+    # The manifest is written after this, and must name bytes that are on the drive.
     ssd_tensors.written(target)
     return host
 

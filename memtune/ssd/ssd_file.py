@@ -260,6 +260,7 @@ _FAILURES: Final[dict[int, tuple[str, str, str]]] = {
 
 
 def _close(engine: list[_native.IoEngine], file: int, under_way: dict[int, tuple[Bytes, Extent]]) -> None:
+    # First: it ends transfers that are not awaited.
     engine[0].close()
     engine.clear()
     under_way.clear()  # after the engine: its thread writes data and checksums into this memory

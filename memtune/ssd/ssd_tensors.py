@@ -71,6 +71,7 @@ class Disk(SsdFile):
             warnings.simplefilter("ignore")
             flat = torch.frombuffer(mapped, dtype=torch.uint8, count=max(n_bytes, 1))
         out = torch.empty(0, dtype=like.dtype)
+        # The storage of the mapping itself: torch's lifetime of the tensor is that of the extent.
         out.set_(flat.untyped_storage(), 0, like.size(), like.stride())
         mark(out, SSD)
         key = out.untyped_storage().data_ptr()
@@ -174,6 +175,7 @@ def folder() -> offload_dir.RunFolder:
 def _current() -> tuple[Disk, offload_dir.RunFolder]:
     global _disk
     root = offload_dir.allowed()
+    # After a fork the parent's file and engine threads are not this process's.
     if _disk is None or _disk[:2] != (os.getpid(), root):
         run = offload_dir.RunFolder(offload_dir.checked())
         _disk = os.getpid(), root, Disk(run.path / TENSORS), run

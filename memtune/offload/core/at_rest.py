@@ -63,6 +63,7 @@ def move_model(context: Context, at_rest: AtRest) -> None:
     device, moved = context.device, dict[Tensor, Tensor]()
 
     def on_device(x: Tensor) -> Tensor:
+        # Both: on CPU all tiers are of one device, and the tier alone tells them apart.
         there = tier_of(x) == DEVICE and x.device == device
         return x if there else torch.empty_like(x, device=device).copy_(x)
 
@@ -74,8 +75,10 @@ def move_model(context: Context, at_rest: AtRest) -> None:
         if name in at_rest:
             context.placement.at_rest.add(parameter)
         if new is not own:
+            # One by one, as parameters move: a failure in the middle moves back those that have moved.
             context.undo.callback(_move_back, parameter, own.device)
             set_data(parameter, new)
+        # Moments have the parameter's shape and follow it; step counters stay where they are.
         state = context.optimizer.state.get(parameter, {})
         if name not in at_rest:
             same = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == parameter.shape}

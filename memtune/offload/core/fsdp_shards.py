@@ -53,6 +53,8 @@ class GatheredBlocks:
         self._units: list[Any] = [_unit(context, name) for name in context.blocks]
         self._of = {each.sharded_param: each for unit in self._units for each in unit.fsdp_params}
         self._reads: torch.Event | None = None
+        # Before any state dict: `Module.state_dict` detaches parameters, whose rows may be on the host by
+        # then.
         _detach_offloaded_rows()
         # Now, while the parameters show their rows: it reads them.
         model._get_fsdp_state()._lazy_init()
@@ -71,6 +73,7 @@ class GatheredBlocks:
         each = self._of[parameter]
         shape = memory_of(parameter).shape
         each._sharded_param_data = rows
+        # The DTensor object remains, as the optimizer and the user's references need.
         each.sharded_param._local_tensor = rows[: shape.numel()].view(shape)
 
     def free_rows(self, parameter: nn.Parameter, device: torch.device) -> Tensor:
@@ -95,6 +98,8 @@ class GatheredBlocks:
 
         def unshard(async_op: bool = False) -> None:
             if unit._all_gather_result is None and not unit.is_unsharded:
+                # Only for a gather that really happens: FSDP2 asks for a unit that is in flight or unsharded
+                # as well.
                 load()
             readers = _readers(unit, async_op)
             # Rows are loaded on the compute stream, so the gather's streams wait for it.

@@ -130,6 +130,7 @@ class OffloadedParameter:
         if is_assigned:
             self._copy_to(memory)
             self._show(memory)
+        # Counted after the copy, whose own write must not look like the user's next time.
         before, self._writes = self._writes, self._count_writes()
         return is_assigned or before != self._writes
 
@@ -181,6 +182,8 @@ class OffloadedParameter:
         """Have each access to the parameter call `finish` first, until `settle`; it is not on the device."""
         if self._class is None and not self.is_resident:
             self._class, shown = type(self.parameter), self.parameter
+            # A class, since attributes of a tensor cannot be intercepted on the object; `settle` gives the
+            # own one back.
             shown.__class__ = _IN_FLIGHT[plain_type(shown)]
             vars(shown).update(_finish=finish, _host=self.host if self._keeps else None)
 
@@ -205,6 +208,7 @@ class _InFlight(Tensor):
         kwargs = kwargs or {}
         name, attribute = _called(func)
         if name not in _METADATA and (not attribute or attribute in _VIEWS):
+            # The graph must refer to the parameter itself, or its gradient would go to the host's tensor.
             is_recorded = torch.is_grad_enabled() and not ({name, attribute} & _UNRECORDED)
             args, kwargs = tree_map_only(_InFlight, lambda each: each._source(is_recorded), (args, kwargs))
             if attribute == "data":  # the class's own, which may count writes (`runtime.data_alias`)

@@ -90,6 +90,7 @@ class LayerMajor:
             ApplyError: The blocks are no chain (`offload.layer_major.block_chain`).
         """
         self.order = []
+        # Refuses a step after one that raised half way, before anything runs.
         self._store.begin_step()
         total: Tensor | None = None
         try:
@@ -123,6 +124,7 @@ class LayerMajor:
         update = group.stop == len(batches)
         if packs.forward:
             for index in group:
+                # All prologues first: the forward packs then run without the user's code.
                 given = self._prologue.run(index, model, loss_function, batches[index], device, upload)
                 self._saved[0, index] = self._boundaries.save(given)
                 del given  # the saved arguments may be on the host; this would hold the device's
@@ -216,6 +218,8 @@ class LayerMajor:
             # The skipped blocks cut the graph here; the prologue runs backward from these edges later.
             self._edges[index] = [_edge(leaf) for leaf in tree_leaves((args, kwargs))]
             self._gradients[index] = sink = list[Any]()
+            # Restored here, at the first block's call: the user's code before it has run, and made its own
+            # graph.
             self._starts = self._start(first, index, sink)
         out = self._prologue.chain_of[index][block].placeholder_output(self._starts)
         if block == first - 1:
@@ -227,6 +231,7 @@ class LayerMajor:
         self.order.append(("backward", pack, index))
         sink: list[Tensor | None] = []
         with self._calls.handled_by(run_block):
+            # With saved tensors this time: backward follows at once.
             passed = self._run(range(*pack), index, self._start(pack[0], index, sink))
         # Backward needs the graph only; an edge holds no activation, as an output tensor would.
         edges = [_edge(each) for each in passed]

@@ -276,6 +276,7 @@ class MultiplexedStages:
     def _on_device(self, given: Tensor) -> Tensor:
         """Copy a stage's arguments to the device, if they are not there."""
         on_device = given if given.requires_grad else torch.ops.memtune.to_device(given, self._context.device)
+        # A leaf: backward of the stage ends here, and its gradient is what the stage before needs.
         return on_device.requires_grad_()
 
     def _stage(self, step: _Step, stage: int, index: int, given: Tensor | None) -> Tensor:

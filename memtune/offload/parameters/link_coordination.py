@@ -111,6 +111,7 @@ def _token(context: Context, group: int) -> LinkToken:
     path = LinkToken.create(places) if place == 0 else None
     found: list[Any] = [None] * ranks
     dist.all_gather_object(found, (socket.gethostname(), None if path is None else str(path)))
+    # Ranks behind one link are on one node; a wrong `LOCAL_WORLD_SIZE` would pair ranks of two.
     host, name = found[first]
     try:
         if host != socket.gethostname() or name is None or not os.path.exists(name):
@@ -122,6 +123,7 @@ def _token(context: Context, group: int) -> LinkToken:
             )
         return LinkToken(Path(name), place, places)
     finally:
+        # Also after an error: the first rank may remove the file only when all have tried to open it.
         dist.barrier()
         if path is not None:
             path.unlink(missing_ok=True)  # all that share it have it open

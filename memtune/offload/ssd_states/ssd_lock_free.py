@@ -136,15 +136,19 @@ class LockFreeOnSsd(SsdOptimizer):
 
     def _sweep_over(self, gradients: Gradients, settings: dict[int, dict[str, Any]]) -> None:
         self._swept, self._settings = gradients, settings
+        # The copies to the device still read the weights that this sweep is about to write.
         if self._published is not None:
             self._published.synchronize()
         with tier(HOST), torch.no_grad():
             for piece in self._pieces:
+                # The other copy of the weights becomes current as a whole: weights without a gradient must be
+                # in it too.
                 if piece.held not in gradients and piece.device in self._offloaded_weights:
                     self._spares[piece.device].copy_(self._offloaded_weights[piece.device])
             self._stream([piece for piece in self._pieces if piece.held in gradients])
 
     def _gradient(self, piece: Piece) -> Tensor:
+        # Popped, so that each gradient is freed after its update.
         return self._swept.pop(piece.held)
 
     def _settings_of(self, piece: Piece) -> dict[str, Any]:

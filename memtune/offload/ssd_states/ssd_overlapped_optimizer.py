@@ -94,6 +94,8 @@ class SsdOverlappedOptimizer(SsdOptimizer):
                     raise _ready_twice_error(piece.name)
                 self._used.add(parameter)
                 assert piece.held.grad is not None
+                # The queue holds the only references from here on: `_settle` frees record and gradient one by
+                # one.
                 host, gradient, piece.held.grad = self._reading.pop(parameter), piece.held.grad, None
                 self._updating.append((piece, host, gradient))
                 self._on_host(piece, host, gradient, seed)
@@ -122,6 +124,7 @@ class SsdOverlappedOptimizer(SsdOptimizer):
         """Drop running updates and write what was loaded (Rule 5)."""
         while self._futures:
             self._futures.pop(0).result()
+        # Awaited, not dropped: reads in flight still write this memory.
         left = [host for _, host, _ in self._updating] + list(self._reading.values())
         self._updating.clear()
         self._reading.clear()

@@ -178,6 +178,8 @@ class _Levels:
         ]  # (trainable parameters,) its parts, from the outside in
         for axes, every_micro_batch in _divisions(context, factors):
             at_end = context.loop.pipeline is not None and not every_micro_batch
+            # Only the first division after autograd needs hooks on gradients; later ones start when it has
+            # ended.
             kind = Hop if self.rows or factors.parameters > 1 or at_end else Partition
             level = kind(
                 context, inputs, axes, bucket_cap_mb=bucket_cap_mb, every_micro_batch=every_micro_batch
@@ -186,6 +188,7 @@ class _Levels:
             part_of = {part.parameter: part for part in level.parts}
             for chain, each in zip(self._parts, inputs, strict=True):
                 chain.append(part_of[each])
+            # The next division shards the shards of this one.
             inputs = [chain[-1].shard for chain in self._parts]
         for chain in self._parts:
             for part in chain:
@@ -221,6 +224,7 @@ class _Levels:
             if (
                 len(self.rows) == 1
                 and placement.model_parallel_size == 1
+                # With copies, gradients are complete in the last micro-batch only.
                 and self._factors.optimizer == placement.world_size
             ):
                 context.events.grad_ready.emit_from(self._emit_grad_ready)

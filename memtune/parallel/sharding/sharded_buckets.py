@@ -82,6 +82,7 @@ class Part:
     def __post_init__(self) -> None:
         """Until a later division, the optimizer holds this part's shard, a view of the parameter."""
         whole = local(self.parameter.detach())
+        # A division further inside replaces `last`; the shard that the optimizer holds is then smaller.
         self.last, self._shape = self, (self.rows, *whole.shape[1:]) if whole.dim() > 1 else None
         self.shard = nn.Parameter(self.sharded(whole.narrow(0, *self.mine)))
 
@@ -122,6 +123,7 @@ class Part:
         """
         whole = local(self.parameter.detach())
         full, rest = divmod(len(whole), self.rows) if self.rows else (0, 0)
+        # The common case, in one copy: no padding, so the parameter has the layout of the messages.
         if full == ranks and whole.is_contiguous():
             return [(whole.view(ranks, -1), None)]
         pieces: list[tuple[Tensor, slice | int | None]] = []
@@ -284,6 +286,7 @@ class ShardedBuckets:
         drop it if it was zeroed (rule 5).
         """
         gradient = part.parameter.grad
+        # A gradient that autograd has made has the parameter's own placements, and belongs to this backward.
         if isinstance(gradient, DTensor) and gradient.placements != getattr(
             part.parameter, "placements", None
         ):
@@ -326,6 +329,7 @@ class ShardedBuckets:
                 gradient = part.parameter.grad
                 if gradient is not None:
                     gradient = local(gradient)
+            # A sum counts as used: an earlier micro-batch of this step had the gradient.
             used.append(gradient is not None or part.sum is not None)
             if gradient is None:
                 # The message has a fixed layout, so a missing gradient is sent as zeros with flag 0.
@@ -335,6 +339,7 @@ class ShardedBuckets:
                 part.parameter.grad = None
             if part.rows:
                 gradients.append(gradient)
+        # As FSDP2 packs: rank by rank, padded, in one kernel.
         torch._chunk_cat([*gradients, flags], dim=0, num_chunks=self._ranks, out=given.view(self._ranks, -1))
         bucket.missing = set(bucket.parts)
         return used
@@ -365,6 +370,7 @@ class ShardedBuckets:
         if sums:
             torch._foreach_add_(locals_of(sums.values()), [rows[index] for index in sums])
         for index, part in enumerate(bucket.parts):
+            # A view of the message, which stays allocated until the step: no second copy of the shard.
             part.parameter.grad = part.sharded(rows[index]) if part.sum is None else part.sum
             part.sum = None
             if not used[index]:
