@@ -1,4 +1,6 @@
-"""A fixed part of the cases of `make fuzz`; and the tool itself finds a defect and makes its case smaller."""
+"""A fixed part of the cases of `make fuzz` (CI runs others at each commit); and the tool finds a defect and
+makes its case smaller.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from fuzz.models import ModelSpec
 from fuzz.run import Outcome, Recorded, run_case, shrunk
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SEEDS = (0, 2)
+SEEDS = (0,)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
