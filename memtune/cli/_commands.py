@@ -183,7 +183,6 @@ def init(target: str, out: Path, force: bool, as_json: bool) -> int:
 def run(config: Path, command: list[str]) -> int:
     """Run `memtune run`: replace this process by the command, with the config's environment."""
     from memtune.cli import _options
-    from memtune.config import environment
 
     command = command[1:] if command[:1] == ["--"] else command
     if not command:
@@ -193,7 +192,7 @@ def run(config: Path, command: list[str]) -> int:
     program = shutil.which(command[0])
     if program is None:
         raise UsageError(f"There is no command {command[0]}.", fix="give it with its path", code="MT100")
-    wanted = environment(_options.config(config).settings)
+    wanted = _options.config(config).settings.env()
     sys.stdout.flush()  # execve drops what is still in Python's buffer
     os.execve(program, command, {**os.environ, **wanted})
 

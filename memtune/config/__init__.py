@@ -7,6 +7,13 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
+    from memtune.config.apply_checks import (
+        check_blocks as check_blocks,
+        check_environment as check_environment,
+        check_machine as check_machine,
+        check_made_for as check_made_for,
+        fingerprint as fingerprint,
+    )
     from memtune.config.json_schema import schema as schema
     from memtune.config.tuned_config import (
         BUCKET_SLOTS as BUCKET_SLOTS,
@@ -15,14 +22,8 @@ if TYPE_CHECKING:
         MadeFor as MadeFor,
         Settings as Settings,
         TunedConfig as TunedConfig,
-        check_blocks as check_blocks,
-        check_environment as check_environment,
-        check_machine as check_machine,
-        check_made_for as check_made_for,
         dump_yaml as dump_yaml,
-        environment as environment,
         file_texts as file_texts,
-        fingerprint as fingerprint,
         load_config as load_config,
         save as save,
     )

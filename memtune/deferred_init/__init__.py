@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
+    from memtune.deferred_init.construction import OneFakeMode as OneFakeMode
     from memtune.deferred_init.deferred_init import (
-        OneFakeMode as OneFakeMode,
         Piece as Piece,
         agreed_state as agreed_state,
         construction_of as construction_of,

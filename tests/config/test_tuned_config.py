@@ -13,19 +13,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
 
 from memtune.api import apply
-from memtune.config.tuned_config import (
-    MadeFor,
-    Settings,
-    TunedConfig,
-    check_environment,
-    check_machine,
-    check_made_for,
-    dump_yaml,
-    environment,
-    fingerprint,
-    load_config,
-    save,
-)
+from memtune.config.apply_checks import check_environment, check_machine, check_made_for, fingerprint
+from memtune.config.tuned_config import MadeFor, Settings, TunedConfig, dump_yaml, load_config, save
 from memtune.config.yaml_io import MAX_BYTES, flow, parse
 from memtune.device import accelerator
 from memtune.errors import ApplyError, ConfigError, EnvironmentFault
@@ -521,12 +510,12 @@ EXPANDABLE = Settings.of(Execution(), {"allocator": ExpandableSegments()})
 
 
 def test_environment_has_the_techniques_variables():
-    assert environment(Settings()) == {}
-    assert environment(EXPANDABLE)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert Settings().env() == {}
+    assert EXPANDABLE.env()["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
 def test_missing_variable_error_has_the_export_line(monkeypatch: pytest.MonkeyPatch):
-    wanted = environment(EXPANDABLE)
+    wanted = EXPANDABLE.env()
     for name in wanted:
         monkeypatch.delenv(name, raising=False)
     check_environment(Settings())
@@ -541,7 +530,7 @@ def test_missing_variable_error_has_the_export_line(monkeypatch: pytest.MonkeyPa
 
 def test_variable_set_after_cuda_started_raises(monkeypatch: pytest.MonkeyPatch):
     # torch's getter returns the settings that it read at its start; the test only pretends that CUDA runs.
-    for name, value in environment(EXPANDABLE).items():
+    for name, value in EXPANDABLE.env().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(accelerator, "is_started", lambda: True)
     before = torch._C._accelerator_getAllocatorSettings()

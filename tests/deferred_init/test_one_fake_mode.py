@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memtune.deferred_init.deferred_init import OneFakeMode
+from memtune.deferred_init.construction import OneFakeMode
 
 OPS: list[Callable[[Tensor], Tensor]] = [
     lambda x: x + 1,
