@@ -137,8 +137,8 @@ def plan(given: dict[str, Any]) -> int:
     common = _options.common(given, for_trials=False)
     if given["config"] is not None:
         _options.config_file(given["config"])
-    _options.check_predictable(given["gpu_type"], common["device"])
     only = _options.plan_only(given)
+    _options.check_predictable(given["gpu_type"], common["device"])
     from memtune.executors import probing
 
     progress = Progress(_options.header(given, common))
