@@ -29,6 +29,7 @@ _Layout = tuple[int, ...] | str
 def guess_layouts(tape: Tape) -> Iterator[dict[int, GradientLike]]:
     """Yield gradient layouts by output, likeliest first, except those that `tape` was captured with."""
     seen = [{i: _like(tape, i, _strides_given(tape, i)) for i in tape.asked}]
+    # Many layouts of one shape are equal (dims of size 1), so more are drawn than returned.
     for guess in islice(_all(tape), 4 * MOST):
         if guess not in seen:
             seen.append(guess)
@@ -110,6 +111,7 @@ def match_layouts(tape: Tape, gradients: dict[int, Tensor], device: torch.device
         )
     for i in tape.asked:
         slot = tape.given[Outside("gradient", i)]
+        # The captured backward runs ops on this gradient, so one that does not arrive is zeros.
         if i not in gradients:
             gradients[i] = torch.zeros(slot.size, dtype=slot.dtype, device=device)
         elif gradients[i].stride() != slot.stride:
@@ -146,6 +148,7 @@ def accumulate_grad(parameter: Tensor, gradient: Tensor) -> None:
     """
     if not parameter.requires_grad:
         return
+    # As AccumulateGrad without create_graph: the first gradient is taken over, later ones are added in place.
     if parameter.grad is None:
         parameter.grad = gradient
     else:

@@ -34,7 +34,7 @@ def call_key(args: Any, kwargs: Any) -> Any | None:
     leaves, spec = tree_flatten((args, kwargs))
     seen: dict[int, int] = {}
     key: list[Any] = [
-        spec,
+        repr(spec),
         tuple(
             torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in accelerator.types()
         ),
@@ -51,11 +51,7 @@ def call_key(args: Any, kwargs: Any) -> Any | None:
             key.append((type(leaf), leaf))
         else:
             return None
-    return _hashable(key)
-
-
-def _hashable(key: list[Any]) -> tuple[Any, ...]:
-    return (key[0].__repr__(), *key[1:])
+    return tuple(key)
 
 
 class Guards:
@@ -80,6 +76,7 @@ class Guards:
             (each._modules, tuple(each._modules), tuple(each._modules.values())) for each in modules
         ]
         self._types = [(each, type(each)) for each in modules]
+        # Hooks inside the region would not run in generated code; those of its own module run around forward.
         self._hooks = [getattr(each, name) for each in modules if each is not module for name in _HOOKS]
         self._hooks += [getattr(nn_module, name) for name in _GLOBAL_HOOKS]
 

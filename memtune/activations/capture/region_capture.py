@@ -123,6 +123,8 @@ def capture(
             )
             with EagerRecorder(recorder):
                 with ExitStack() as stack:
+                    # As autocast was at the call: a capture may run later, in backward, outside of the
+                    # caller's context.
                     for context in (no_autocast, *autocast):
                         stack.enter_context(context())
                     out = forward(*given[0], **given[1])
@@ -157,6 +159,7 @@ def _with_backward(
     flowing = []
     for i in asked:
         like = gradients[i] if isinstance(gradients, dict) else _contiguous_like(leaves[i])
+        # Below the recorder's mode: the loss makes these tensors, so they are no op of the region.
         with _disable_current_modes(), fake:
             gradient = torch.empty_strided(like.size, like.stride, dtype=like.dtype, device=leaves[i].device)
         recorder.know(gradient, Outside("gradient", i))
@@ -239,6 +242,7 @@ def _faked_state(
             # In place: handles and tied modules reference these dictionaries.
             held.update({name: twins[id(tensor)] for name, tensor in before.items() if tensor is not None})
         yield
+        # Only after a forward that ended: an error of its own says more.
         set_inside = next((name for held, before in undo for name in _set_in(held, before, twins)), "")
     finally:
         for held, before in undo:
@@ -299,6 +303,8 @@ def _no_random_draws() -> Iterator[None]:
 def _unchanged(module: nn.Module) -> Iterator[None]:
     """Refuse a forward that sets attributes of modules, and restore them."""
     before = [
+        # Not the private dictionaries of parameters, buffers and hooks: `_faked_state` and the guards see
+        # these.
         (each, {k: v for k, v in vars(each).items() if k[0] != "_" or not isinstance(v, dict)})
         for each in module.modules()
     ]
@@ -323,6 +329,8 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
 
 
 def _is_flat_weight(module: nn.Module, name: str) -> bool:
+    # Recurrent layers build this list again in forward where weights have changed, as they have for the
+    # fakes.
     return isinstance(module, nn.RNNBase) and name.startswith("_flat_weight")
 
 

@@ -16,7 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
@@ -164,10 +169,8 @@ class Recorder(OpVisitor):
             self._record(func, args, kwargs, plain, out)
         except CaptureError as error:
             raise CaptureError(f"{func}: {error}") from None
-        except (UnsupportedFakeTensorException, RuntimeError) as error:
-            if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
-                raise CaptureError(f"{func}: its output depends on the data") from None
-            raise
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            raise CaptureError(f"{func}: its output depends on the data") from None
         return out
 
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -201,6 +204,7 @@ class Recorder(OpVisitor):
         if not fresh and not written:
             return  # a view
         op = len(self.calls)
+        # Again by storage: two outputs may be views of one new storage, which is one value.
         made: list[int] = []
         for tensor in fresh:
             if tensor.untyped_storage()._cdata not in self._of:
@@ -343,9 +347,11 @@ class ConstantTensors:
             self._forget(each)
         if writes or not known or not isinstance(out, Tensor) or not _is_kept(out):
             return
+        # The twin is on the CPU already, wherever the fake tensor moves to.
         if func is torch.ops.memtune.to_device.default:
             self._twin[out] = self._twin[args[0]]
             return
+        # The values of `empty` are no constants of the code.
         if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten" or "empty" in str(func):
             return
         host = {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs

@@ -104,7 +104,7 @@ class OnlineRegion(ReplacedForward):
             OnlineRuns(),
             OpMetadataCache(settings.costs, settings.scratch, settings.makes),
         )
-        self._table: Callable[[], OnlineTable | None] = _no_table
+        self._table: Callable[[], OnlineTable | None] = lambda: None
         """Returns the table of the forwards that wait for their backward; they own it."""
         self._members: tuple[list[nn.Parameter], list[Tensor]] = [], []
         """Parameters and buffers at the last call of forward."""
@@ -161,6 +161,7 @@ class OnlineRegion(ReplacedForward):
     def _online(self, key: Any, args: Any, kwargs: Any) -> Any:
         """Run the module's forward under the mode, which decides evictions as each op runs."""
         alone = not self._live and not self.schedule_cache.waiting_bytes()
+        # Values of runs of schedules count too: they lie outside of the table and within the budget.
         run = _Run(self, self._table_for(args, kwargs, waits=not alone), key)
         for each in self._live:
             each.alone = alone
@@ -225,18 +226,14 @@ class OnlineRegion(ReplacedForward):
         """Count `run`, whose backward has ended."""
         table = run.table
         self._live.discard(run)
-        if not run.is_whole:  # a partial backward (`autograd.grad`) must not become a schedule
-            self._count(table.counted(), table.background_bytes)
-            return
-        decided = Decided(table.ran, run.n_forward, table.replays, run.flowed_in)
-        self.schedule_cache.note(run.key, decided if run.alone else None)
-        self._count(table.counted(), table.background_bytes)
-
-    def _count(self, counted: dict[str, Any], background_bytes: int) -> None:
+        if run.is_whole:  # a partial backward (`autograd.grad`) must not become a schedule
+            decided = Decided(table.ran, run.n_forward, table.replays, run.flowed_in)
+            self.schedule_cache.note(run.key, decided if run.alone else None)
+        counted = table.counted()
         self.runs.steps += 1
         self.runs.replays += counted["replays"]
         self.runs.evictions += counted["evictions"]
-        self.runs.peak_bytes = max(self.runs.peak_bytes, counted["peak_bytes"] + background_bytes)
+        self.runs.peak_bytes = max(self.runs.peak_bytes, counted["peak_bytes"] + table.background_bytes)
 
 
 class _Mode(TorchDispatchMode):
@@ -294,6 +291,7 @@ class _Run:
         self.n_forward = len(table.ran)
         # The table frees a value only if it holds the last reference.
         del out, given, named
+        # The loss runs outside of the mode, where no request evicts.
         table.leave_room(self.region.settings.reserve_bytes)
         table.note_outputs([leaf for leaf in leaves if isinstance(leaf, Tensor)])
         if not roots:
@@ -337,6 +335,8 @@ class _Run:
         inputs, self._inputs = self._inputs, []
         found: list[Tensor | None] = []
         with _Mode(self.table, self.region.facts):
+            # Under the mode, so that ops of backward make room and replays come before the ops that need
+            # them.
             if accumulates:
                 _without_dynamo(torch.autograd.backward, (inner, root), {})
             else:
@@ -361,10 +361,6 @@ def _unhooked(parameters: list[Tensor]) -> Iterator[None]:
     finally:
         for hooks, before in held:
             hooks.update(before)
-
-
-def _no_table() -> OnlineTable | None:
-    return None
 
 
 def _apply(function: Any, *args: Any) -> Any:

@@ -40,13 +40,6 @@ def online_policy(policy: Policy) -> Policy:
     return replace(policy, in_place=True, forget=True, compacts=True)
 
 
-def fits_within(step: Step, region: Region, policy: Policy, budget_bytes: int, costs: RuntimeCosts) -> bool:
-    """Return whether the runtime satisfies every request of one forward and backward; arguments as for
-    `peak_within`.
-    """
-    return peak_within(step, region, policy, budget_bytes, costs) is not None
-
-
 def peak_within(
     step: Step, region: Region, policy: Policy, budget_bytes: int, costs: RuntimeCosts
 ) -> int | None:
@@ -125,14 +118,14 @@ def least_budget_bytes(
     A policy may fail above a budget that it meets, so bisection finds one such budget, not the least.
     """
     high = step.peak_bytes()
-    if high <= too_little_bytes or not fits_within(step, region, policy, high, costs):
+    if high <= too_little_bytes or peak_within(step, region, policy, high, costs) is None:
         return None
     while high - too_little_bytes > max(high // 1000, 1):
         middle = (too_little_bytes + high) // 2
-        if fits_within(step, region, policy, middle, costs):
-            high = middle
-        else:
+        if peak_within(step, region, policy, middle, costs) is None:
             too_little_bytes = middle
+        else:
+            high = middle
     return high
 
 

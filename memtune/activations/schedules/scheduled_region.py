@@ -8,13 +8,13 @@ The first call with arguments of new shapes captures the region on fake tensors
 gives other ops, the plain module runs, with one warning. So a difference costs memory and time, never a wrong
 gradient.
 
-Autograd nodes replace the region in the graph. `region_outputs` returns forward's outputs and receives their
-gradients, so that the schedule alone holds them; `whole_backward` runs the backward and accumulates each
+Autograd nodes replace the region in the graph. `_RegionOutputs` returns forward's outputs and receives their
+gradients, so that the schedule alone holds them; `_Whole` runs the backward and accumulates each
 parameter's gradient as soon as it is ready. If the caller asked for gradients (`autograd.grad`), or a
 parameter has got hooks since forward, they are returned instead.
 
-On several ranks, and if a parameter has hooks, a chain of nodes runs the backward in pieces: one `grad_node`
-per parameter, in the order in which gradients are complete, then `chain_end`. Autograd itself then
+On several ranks, and if a parameter has hooks, a chain of nodes runs the backward in pieces: one `_GradNode`
+per parameter, in the order in which gradients are complete, then `_End`. Autograd itself then
 accumulates each gradient when it is ready and calls all hooks, including those in C++, in the order of the
 plain backward. So components that average or shard gradients work as with the plain model, and ranks may
 differ in whether the schedule ran.
@@ -306,7 +306,7 @@ class ScheduledRegion(ReplacedForward):
         """Return predicates on outputs that may get a gradient, to try one after the other (see
         `capture`).
         """
-        return _is_loss, _is_any
+        return (lambda _, out: out.dim() == 0), (lambda _, out: True)
 
     def _token(self) -> Tensor:
         with tier(HOST):  # not accounted as device memory: the prediction has no such tensor
@@ -397,14 +397,6 @@ def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _is_loss(_: int, out: Tensor) -> bool:
-    return out.dim() == 0
-
-
-def _is_any(_: int, out: Tensor) -> bool:
-    return True
-
-
 def _like(tape: Tape) -> Any:
     slots = [(i, tape.given[Outside("gradient", i)]) for i in tape.asked]
     return tuple(sorted((i, slot.size, slot.stride, slot.dtype) for i, slot in slots))
@@ -443,13 +435,13 @@ class ScheduledRun:
             self.forward()
         # DDP and FSDP2 expect each gradient as soon as it is ready, by autograd's own nodes.
         if is_watched(self._state[number] for number in self._numbers):
-            token = chain_end(self, *flow) if flow else self.token
+            token = _apply(_End, self, *flow) if flow else self.token
             # Autograd runs the chain from its end, so the node built last is the first to run.
             for number in reversed(self._numbers):
-                token = grad_node(self, number, token, self._state[number])
+                token = _apply(_GradNode, self, number, token, self._state[number])
         else:
-            token = whole_backward(self, *(self._state[n] for n in self._numbers), *flow)
-        tensors = iter(region_outputs(self, token))
+            token = _apply(_Whole, self, *(self._state[n] for n in self._numbers), *flow)
+        tensors = iter(_apply(_RegionOutputs, self, token))
         return tree_unflatten(
             [next(tensors) if isinstance(leaf, Slot) else leaf for leaf in tape.outputs], tape.output_spec
         )
@@ -485,7 +477,7 @@ class ScheduledRun:
         reached = self._run_on()
         assert reached == number, (reached, number)
         if number == self._numbers[-1] and not self._captured.tape.input_gradients:
-            # See `chain_end`: it exists only if inputs need gradients.
+            # See `_End`: it exists only if inputs need gradients.
             self._run_on()  # no later node would run the rest of backward
         return self._handed_out(number, self._ready.pop())
 
@@ -575,44 +567,17 @@ class ScheduledRun:
 
 # Autograd nodes of a region under a schedule. Only a token flows between them, so that the engine holds none
 # of the region's tensors.
-def whole_backward(run: Any, *flow: Tensor) -> Tensor:
-    """Return the token of the node whose backward is the whole run's; `flow` are parameters, then inputs,
-    with gradients.
-    """
-    return _apply(_Whole, run, *flow)  # type: ignore[no-any-return]
-
-
-def chain_end(run: Any, *flow: Tensor) -> Tensor:
-    """Return the token of the last node of a chain; `flow` are inputs with gradients."""
-    return _apply(_End, run, *flow)  # type: ignore[no-any-return]
-
-
-def grad_node(run: Any, number: int, token: Tensor, parameter: Tensor) -> Tensor:
-    """Return the token of the node of one parameter."""
-    return _apply(_GradNode, run, number, token, parameter)  # type: ignore[no-any-return]
-
-
-def region_outputs(run: Any, token: Tensor) -> tuple[Tensor, ...]:
-    """Return the outputs of the run's forward, with the chain behind `token` as their history."""
-    return _apply(_RegionOutputs, run, token)  # type: ignore[no-any-return]
-
-
 def _apply(function: Any, *args: Any) -> Any:
     return function.apply(*args)
 
 
-def _token(run: Any) -> Tensor:
-    token: Tensor = run.token
-    return token.detach()
-
-
 class _Whole(torch.autograd.Function):
-    """Node whose backward is the region's; a token flows through it."""
+    """Node whose backward is the region's; `flow` are parameters, then inputs, with gradients."""
 
     @staticmethod
-    def forward(ctx: Any, run: Any, *flow: Tensor) -> Tensor:
+    def forward(ctx: Any, run: ScheduledRun, *flow: Tensor) -> Tensor:
         ctx.run = run
-        return _token(run)
+        return run.token.detach()
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -620,7 +585,7 @@ class _Whole(torch.autograd.Function):
 
 
 class _End(_Whole):
-    """Last node of a chain; its backward runs the rest of the region's."""
+    """Last node of a chain; its backward runs the rest of the region's. `flow` are inputs with gradients."""
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -631,9 +596,9 @@ class _GradNode(torch.autograd.Function):
     """Node whose backward returns the gradient of one parameter; a token flows through it."""
 
     @staticmethod
-    def forward(ctx: Any, run: Any, number: int, token: Tensor, parameter: Tensor) -> Tensor:
+    def forward(ctx: Any, run: ScheduledRun, number: int, token: Tensor, parameter: Tensor) -> Tensor:
         ctx.run, ctx.number = run, number
-        return _token(run)
+        return run.token.detach()
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -646,10 +611,11 @@ class _RegionOutputs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, run: Any, token: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: ScheduledRun, token: Tensor) -> tuple[Tensor, ...]:
         ctx.run = run
+        # An output without a gradient must be told from one with zeros: it has other ops in backward.
         ctx.set_materialize_grads(False)
-        outputs: tuple[Tensor, ...] = run.outputs
+        outputs = run.outputs
         # Autograd and the caller hold them from here on.
         run.outputs = ()
         numbers = [n for n, leaf in enumerate(run.tape_outputs) if isinstance(leaf, Slot)]
