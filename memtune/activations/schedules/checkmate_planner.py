@@ -134,6 +134,7 @@ def completed(problem: Problem, kept: Flags, *, proven: bool = False) -> Solutio
     missing inputs. Nodes that must not run again are kept from their first run on.
     """
     n = problem.n
+    # The paper's S is strictly lower triangular: a stage keeps nodes that ran in an earlier one.
     keep = np.tril(kept, -1)
     users = problem.users()
     for node in problem.once:
@@ -206,6 +207,7 @@ def solve_rounded(problem: Problem, *, time_limit_s: float = 10.0) -> Solution:
     """
     candidates = [
         completed(problem, keep_all(problem), proven=True),
+        # Keeps nothing: known without the solver, and the least memory if it runs out of time.
         completed(problem, np.zeros((problem.n, problem.n), bool)),
     ]
     # Nothing to solve: every node runs once, the least cost possible.
@@ -216,6 +218,7 @@ def solve_rounded(problem: Problem, *, time_limit_s: float = 10.0) -> Solution:
     # Section 5.3: a rounded schedule may exceed the relaxation's memory, so part of the budget is kept back.
     for epsilon in EPSILONS:
         result, model = _solved(problem, epsilon, integer=False, time_limit_s=time_limit_s)
+        # Without a solution of the relaxation there is none of the integer program.
         is_impossible |= epsilon == 0 and result.status == _INFEASIBLE
         if result.x is not None:
             kept = model.kept(result.x)
@@ -232,6 +235,7 @@ def solve_rounded(problem: Problem, *, time_limit_s: float = 10.0) -> Solution:
 
 def _first_within(problem: Problem, time_limit_s: float) -> Solution | None:
     """Return any schedule within the budget; None if there is none or none was found in time."""
+    # With any gap allowed, HiGHS ends with the first integer solution.
     result, model = _solved(problem, 0.0, integer=True, time_limit_s=time_limit_s, gap=math.inf)
     if result.x is None:
         return None

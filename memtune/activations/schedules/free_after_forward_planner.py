@@ -43,6 +43,7 @@ class FreeAfterForwardPlanner:
             for op in range(graph.n_ops)
         ]
         self._again = [not fixed[maker] and maker < graph.n_forward for maker in graph.maker]
+        # Values that backward does not read end in forward anyway.
         asked = {value for op in range(graph.n_forward, graph.n_ops) for value in graph.reads[op]}
         self._saved = frozenset(value for value in asked if self._again[value])
         held = (outside_until >= graph.n_forward).tolist()
@@ -81,6 +82,7 @@ class FreeAfterForwardPlanner:
             found.append(value)
             kept.remove(value)
             running |= new
+            # What runs again by now costs others nothing.
             for other in {other for op in new for other in priced_with[op]} & kept:
                 put(other)
         return found
@@ -113,6 +115,7 @@ class FreeAfterForwardPlanner:
     def _bring(self, value: int, there: set[int], order: list[int]) -> None:
         stack = [value]
         while stack:
+            # An explicit stack: a chain may be as long as the model is deep.
             at = stack[-1]
             missing = [
                 read

@@ -75,6 +75,7 @@ def _sequence(
     """
     rows, n_forward = region.rows.tolist(), region.graph.n_forward
     carried = {row for along in region.carried for row in along}
+    # The loss: rows between forward and backward that follow no op of the region.
     middle = [row for row in range(rows[n_forward - 1] + 1, rows[n_forward]) if row not in carried]
     last = max(rows[-1], *carried, 0)
     order: list[int] = list(range(rows[0]))
