@@ -178,6 +178,8 @@ class Session:
                 )
                 return
             dedup = self.block_dedup
+            # As `train_step`, but with an optimizer step that `OptimizerDedup` shortens to one of each
+            # signature.
             if dedup is None or not dedup.attempt(lambda: self._warm_up_partially(dedup, batches)):
                 self.optimizer.zero_grad(set_to_none=True)
                 accumulate(self.model, self.workload.loss, batches, CPU, sync=self.sync, order=self.order)
@@ -202,6 +204,7 @@ class Session:
     def traced(self, size: int, *, micro_batches: int = 1, trace_last: bool = False) -> Trace:
         """Return the Step as in `trace`, together with its hints."""
         dedup = self.block_dedup
+        # Deduplication is verified for a step of one micro-batch.
         if dedup is None or micro_batches > 1:
             return self._record_full(size, micro_batches=micro_batches, trace_last=trace_last)
         if dedup.verified and (
@@ -224,6 +227,7 @@ class Session:
 
     def _record_partial(self, dedup: BlockDedup, size: int) -> PartialRecording:
         """Record forward and backward, without the blocks that `dedup` skips and without the optimizer."""
+        # The optimizer's rows follow from those of the full recording: it does not see the batch.
         tracer = Tracer(self.model, self.optimizer, dedup.recorded, on_cpu=self.target == "cpu")
         with self.entered(), dedup.skipping_blocks():
             batches = [self.batch(size)]
@@ -352,8 +356,10 @@ def record(
     workload.check_batch()
     session, small_trace, notes = open_session(workload, small, target, compiling, change)
     large_trace = session.traced(large)
+    # A real step takes the time and memory of training, so none is run for a size that may suffice by itself.
     further = set(sizes) - {small, large} if session.fake is not None else set()
     traces = {size: session.traced(size) for size in sorted(further)}
+    # Row by row: sizes can be subtracted only where both run the same ops on the same storages.
     first, second = small_trace.step, large_trace.step
     same = _same_program(first, second)
     if workspace is None:
@@ -372,6 +378,8 @@ def record(
     recording = Recording(
         small=small,
         step=first,
+        # Integer division is exact for bytes that are affine; the check of further sizes finds those that are
+        # not.
         bytes_slope=(second.storages.bytes - first.storages.bytes) // (large - small),
         flops_slope=(second.ops.flops - first.ops.flops) / (large - small),
         traffic_slope=(second.ops.traffic_bytes - first.ops.traffic_bytes) // (large - small),
@@ -526,6 +534,7 @@ def step_of(trace: Trace, workspace: WorkspaceTable | None) -> Step:
 
 def _measure_scratch(traces: Iterable[Trace], table: WorkspaceTable) -> None:
     """Measure the ops of all `traces` that the table lacks, in one child process, and save them."""
+    # All in one child process, which starts torch once.
     keys = dict.fromkeys(key for trace in traces for key in trace.hints.signatures if key)
     if any(key not in table.entries and key not in table.unknown for key in keys):
         table.fill_in_child(keys)
@@ -584,6 +593,7 @@ def open_session(
             try:
                 session, trace = _traced_on(workload, rung, micro_batch, target, compiling, change)
             except Exception as error:
+                # The tracer's placeholders are hooks on saved tensors, so it goes without them.
                 if _NO_HOOKS not in str(error):
                     raise
                 session, trace = _traced_on(
@@ -611,6 +621,7 @@ def open_session(
                 fix = "make it train without memtune first"
                 raise WorkloadError(f"One training step fails: {error}", fix=fix, code="MT118") from error
             notes.append(f"rung {rung}: {error_line(error, workload)}")
+            # The first note has the error on plain fake tensors, which says most about the model.
             _require_memory_for_weights(workload, rung, notes[0])
         else:
             if session.compiled is not None:
@@ -748,6 +759,7 @@ def _make_fake(model: nn.Module, fake: FakeTensorMode | None, device: torch.devi
             originals.append(tensor)
         return made[id(tensor)]
 
+    # Shared by parameters and buffers: a buffer may be tied to a parameter.
     originals: list[torch.Tensor] = []
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):

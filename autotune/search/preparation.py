@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
@@ -62,11 +62,11 @@ from memtune.workload import Workload, compress
 _DEFAULT_SAMPLES = 8
 """Samples per rank and step if neither the workload nor the user specifies them."""
 _MOST_SAMPLES = 2**20
-_SCORED_PER_TRIAL = 50
 _NOT_COMPARED = (
     "gradients of micro-batches were not compared on this machine, the model is too large: that they add up"
     " to the batch's is assumed, and trials compare losses"
 )
+_SCORED_PER_TRIAL = 50
 """Random candidates per trial that are scored, in addition to all pairs of kinds and the neighbours of the
 best: a search of few trials shall not score for longer than they take.
 """
@@ -142,10 +142,7 @@ def prepare(
         NothingFits: The budget is below the weights.
     """
     say("looking at the file")
-    with ThreadPoolExecutor(1) as pool:
-        # Fake tensors need it; it takes as long to load as the probe's process to look.
-        pool.submit(importlib.import_module, "torch._dynamo")
-        probe(options.workload) if begun is None else begun.report()
+    _probe(options.workload, begun)
     device = _device(options, for_trials)
     machine = _on_nodes(
         hardware.find(options.gpu_type) if options.gpu_type else hardware.detect(device), options
@@ -163,11 +160,8 @@ def prepare(
     sizes = {max(used), *(used & {1})}
     # Rates measured while others used the cores would be too low; the search reports the load.
     meter = LoadMeter()
-    workload, recorded = _recorded(
-        workload,
-        only,
-        lambda each: record(each, sizes=sizes, between=used, workspace=workspace, target=device),
-    )
+    make = partial(record, sizes=sizes, between=used, workspace=workspace, target=device)
+    workload, recorded = _recorded(workload, only, make)
     other_load = max(meter.others(), 0.0)
     scratch = _device_workspaces(recorded) if device != "cpu" and options.gpu_type is None else None
 
@@ -175,12 +169,7 @@ def prepare(
         return translate(each, machine, workspace=scratch)
 
     recording = to_device(recorded)
-    buckets = record_buckets(
-        workload,
-        recorded.rung,
-        lambda each: to_device(record(each, sizes=sizes, between=used, workspace=workspace, target=device)),
-        say,
-    )
+    buckets = record_buckets(workload, recorded.rung, lambda each: to_device(make(each)), say)
     frozen, adds_up = None, False
     if options.goal != "batch" and only is None:
         recording, frozen, adds_up = _check_batch(workload, recorded, recording, options.ranks, say)
@@ -188,6 +177,7 @@ def prepare(
     sharded = ShardedRecordings(
         workload, recorded, sizes, used, workspace, device, machine.local_ranks(options.ranks), to_device
     )
+    # The recordings below are made when a candidate first asks for one: most searches need none.
     is_sharded = _records_partitions(options, only)
     target = Target(machine, options.ranks, budget, sharded=sharded if is_sharded else None)
     rewriter = Rewriter(recording, target, compiled=compiled, in_precision=PrecisionRecordings(compiled))
@@ -224,6 +214,14 @@ def prepare(
     )
 
 
+def _probe(workload: str, begun: Probing | None) -> None:
+    """Run the workload's file in a process of its own, which a crash or hang of its code ends alone."""
+    with ThreadPoolExecutor(1) as pool:
+        # Fake tensors need it; it takes as long to load as the probe's process to look.
+        pool.submit(importlib.import_module, "torch._dynamo")
+        probe(workload) if begun is None else begun.report()
+
+
 def _recorded(
     workload: Workload, only: Choice | None, make: Callable[[Workload], Recording]
 ) -> tuple[Workload, Recording]:
@@ -237,6 +235,7 @@ def _recorded(
         return workload, make(workload)
     without = replace(workload, autocast_cache=False)
     recorded = make(without)
+    # Recorded without the cache, where each cast is an op: their number says which of three cases holds.
     casts = most_casts_of_a_parameter(recorded.step)
     if casts == 1:
         return without, recorded
@@ -377,6 +376,7 @@ def _device_workspaces(recorded: Recording) -> WorkspaceTable | None:
     device = accelerator.device_type()
     if device is None:
         return None
+    # Convolutions only: cuDNN selects its algorithm, and with it the workspace, by size; no table has those.
     table = WorkspaceTable.cached(device)
     keys = {
         key
@@ -464,6 +464,7 @@ def _most_samples(scorer: Scorer, space: Space, budget_bytes: int) -> int:
     ]
     size = 1
     while size < _MOST_SAMPLES:
+        # Kinds with their first knobs: an upper bound needs one combination that fits.
         for techniques in itertools.product(*options):
             execution = space.executions[0].model_copy(update={"micro_batch": size, "accumulate": 1})
             scored = scorer.score(Choice.of(execution, {each.slot: each for each in techniques}))

@@ -200,6 +200,7 @@ class Scorer:
         program, python = candidate.program, python_work(candidate)
         known = self._known.get((id(program), python))
         if known is None or known[0] is not program:  # Python reuses the id of a program that was freed
+            # Dicts keep the order of insertion, so the first key is the oldest.
             if len(self._known) >= _MOST_PREDICTIONS:
                 del self._known[next(iter(self._known))]  # the oldest
             as_held = self.host_bytes is not None  # pinned sizes matter only if host memory is checked
@@ -212,6 +213,7 @@ class Scorer:
     def again(self, scored: Scored, *, taught_by: Iterable[OpTime] | None = None) -> Scored:
         """Return `scored` predicted again at the events level; `taught_by` replaces the op times learnt."""
         hardware = self._hardware if taught_by is None else self._taught_by(taught_by)
+        # The step time that the first refinement replaced: later ones replace an `events` prediction.
         coarse_s = scored.coarse_s if scored.prediction.level == "events" else scored.prediction.step_s
         prediction = self._events(self.candidate(scored.choice), hardware)
         return replace(scored, prediction=prediction, coarse_s=coarse_s)
@@ -301,6 +303,7 @@ def score_all(
             count = min(SAMPLE, most_sampled or SAMPLE)
             found.add(space.sample(count, seed, _execution_for_pairs(space, scorer)))
             looked_around: dict[Hashable, Scored] = {}
+            # Hill climbing from several places at once: each round explores what the one before improved.
             while promising := found.promising(looked_around):
                 found.add(space.around([each.choice for each in promising.values()]))
                 looked_around |= promising
@@ -316,6 +319,7 @@ def _execution_for_pairs(space: Space, scorer: Scorer) -> Execution:
     techniques tell most about each other there.
     """
     first, budget_bytes = space.executions[0], scorer.rewriter.target.budget_bytes
+    # Executions that differ in nothing but the micro-batch, the largest first, as bisection needs them.
     sizes = [each for each in space.executions if each == first.of_size(each.micro_batch, each.accumulate)]
     lean = {slot: techniques[0] for slot, techniques in space.slots.items()}
     lean |= {
@@ -458,6 +462,7 @@ class _ScoredSet:
         best: dict[Hashable, Scored] = {}
         executions: set[Execution] = set()
         for each in sorted(self.by_key.values(), key=lambda each: each.rank(goal)):
+            # Sorted, so `setdefault` below keeps the best of each part.
             if self._preselection.fits(each.prediction.peak_allocated_bytes):
                 parts: list[Hashable] = [_ALL, *map(_part, each.choice.techniques)]
                 if len(executions) < _EXECUTIONS:
@@ -496,6 +501,7 @@ def _refine(
         # Groups are sorted by the coarse level, a lower bound: no later one can be better.
         if best < min(each.rank_among_levels(goal) for each in groups[0]):
             break
+        # Equal programs have equal times, so one of each group is simulated.
         simplest = [min(group, key=lambda each: each.choice.complexity) for group in groups]
         requests = [ScoreRequest(each.choice, each) for each in simplest]
         refined_ones = side_by_side.over(requests, partial(_report_refined, start))

@@ -157,6 +157,7 @@ class StepTimeModel:
         slowed = np.array([self._slowed(each) for each in trials])
         kinds_of = [kinds(each.scored.choice) for each in trials]
         ran = Counter(kind for each in kinds_of for kind in each)
+        # A technique in one setting alone: no other trial says whether it is slow, or was slowed down.
         is_new = np.array([any(ran[kind] == 1 for kind in each) for each in kinds_of], bool)
         slower = _SLOWER if self.are_trials else 0.0
         grid = list(itertools.product(_MECHANISM_SCALES, _TECHNIQUE_SCALES))
@@ -186,6 +187,7 @@ class StepTimeModel:
         by_key: dict[str, list[Observed]] = {}
         for each in self.observed:
             by_key.setdefault(each.scored.key, []).append(each)
+        # The lower median: of three the middle one, so that a single lucky measurement decides nothing.
         return [sorted(each, key=lambda one: one.step_s)[(len(each) - 1) // 2] for each in by_key.values()]
 
     def _slowed(self, trial: Observed) -> float:

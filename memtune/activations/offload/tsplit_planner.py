@@ -222,6 +222,7 @@ def _exhaustive(problem: Problem, budget_bytes: int) -> PlanResult | None:
 
 def _added_s(taken: Sequence[Action]) -> float:
     out = [copy for each in taken for copy in each.out]
+    # On the reversed clock a reload is late where a copy to the host would be, so one rule serves both.
     back = [_mirrored(copy) for each in taken for copy in each.back]
     return sum(each.more_s for each in taken) + _stalls(out) + _stalls(back)
 

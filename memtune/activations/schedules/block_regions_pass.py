@@ -268,6 +268,7 @@ def _kept_by_schedules(new: Step) -> Step:
 def _argument_of(step: Step, block: I32, storage: I32) -> I32:
     """Return (n,) the position among a block's arguments of each storage, -1 for none."""
     found = {
+        # Reversed below, so that of a storage that is passed twice the first position counts.
         pair: at
         for at, pair in reversed(
             [
@@ -295,6 +296,7 @@ def _after_last_use(step: Step, storage: I32, block: I32) -> I32:
         step.forward_starts[block] - 1,
     )
     found = np.full(len(mine), -1, np.int64)
+    # `mine` is sorted: the pairs come from `np.unique`.
     at = np.searchsorted(mine, key)
     hit = (at < len(mine)) & (mine[np.minimum(at, len(mine) - 1)] == key)
     np.maximum.at(found, at[hit], step.uses.op[forward][hit])
