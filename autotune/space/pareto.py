@@ -1,7 +1,8 @@
-"""The Pareto front of candidates in time and memory."""
+"""The Pareto front of candidates in cost and memory."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from itertools import takewhile
 
@@ -12,28 +13,38 @@ from memtune.technique import Reason
 
 _MOST_SAMPLES = 2**16
 _NOTICEABLE = 0.005
-"""Relative saving of memory below which a slower candidate is not worth a row, and of time below which one
-that needs more memory is not.
+"""Relative difference in cost or in memory below which two candidates are equal, and gain of time that one
+more technique has to bring.
 """
-_TELLABLE = 0.03
-"""Relative gain of time below which a candidate is not worth retries of the allocator: half of the median
-error of predicted steps (docs/measurements.md, published GPUs).
+_RETRIES = 0.03
+"""Relative gain of time that a setting has to bring if PyTorch's allocator holds it within the budget by
+retries alone: half of the median error of predicted steps (docs/measurements.md, published GPUs).
 """
 
 
-_EQUAL = 0.01
-"""Relative gain of time for which no further technique is recommended."""
+def cost_s(scored: Scored, budget_bytes: int | None) -> float:
+    """Return seconds per sample, raised by the gain that techniques and retries have to bring."""
+    prediction = scored.prediction
+    if not prediction.samples_per_s:
+        return math.inf
+    n_techniques, _ = scored.choice.complexity
+    retries = budget_bytes is not None and prediction.peak_reserved_bytes > budget_bytes
+    return (1 + n_techniques * _NOTICEABLE + retries * _RETRIES) / prediction.samples_per_s
 
 
-def pareto_front(scored: Iterable[Scored]) -> list[Scored]:
-    """Return the candidates that none beats in both time and memory, fastest first.
+def pareto_front(scored: Iterable[Scored], budget_bytes: int | None = None) -> list[Scored]:
+    """Return the candidates that none beats in both cost and memory, the cheapest first.
 
     Ties go to the simpler one.
     """
     front: list[Scored] = []
     for each in sorted(
         scored,
-        key=lambda each: (_sample_s(each), each.prediction.peak_allocated_bytes, each.choice.complexity),
+        key=lambda each: (
+            cost_s(each, budget_bytes),
+            each.prediction.peak_allocated_bytes,
+            each.choice.complexity,
+        ),
     ):
         if not front or each.prediction.peak_allocated_bytes < front[-1].prediction.peak_allocated_bytes * (
             1 - _NOTICEABLE
@@ -51,66 +62,37 @@ def refined_front(
 ) -> list[Scored]:
     """Return the front among candidates simulated op by op: those that were, and about `most` others.
 
-    One that PyTorch's allocator holds within `budget_bytes` by retries alone must gain more than others.
     The coarse level is a lower bound of the step time, so a candidate of the coarse front may be beaten once
-    it is simulated; the ones that it had beaten are then simulated in turn, until the fastest `top` of the
+    it is simulated; the ones that it had beaten are then simulated in turn, until the cheapest `top` of the
     front are known (all by default).
     """
     best = {each.key: each for each in scored}
     while True:
-        front = pareto_front(best.values())
-        known = list(takewhile(lambda each: each.prediction.level == "events", front))
-        kept = _simplest_first(_worth_their_memory(known, budget_bytes), best.values(), budget_bytes)
+        front = pareto_front(best.values(), budget_bytes)
+        # Simulation only raises costs, so a front is final up to its first candidate of the coarse level.
+        known = list(takewhile(_is_simulated, front))
+        kept = _least_memory_of_equals(known, budget_bytes)
         if len(known) == len(front) or (top is not None and len(kept) >= top):
             return kept
         if most <= 0:
-            break
+            simulated = filter(_is_simulated, best.values())
+            return _least_memory_of_equals(pareto_front(simulated, budget_bytes), budget_bytes)
         after = None if top is None else len(known) + top
-        coarse = [each for each in front[:after] if each.prediction.level != "events"]
+        coarse = [each for each in front[:after] if not _is_simulated(each)]
         most -= len(coarse)
         best.update({each.key: each for each in refine(coarse)})
-    simulated = [each for each in best.values() if each.prediction.level == "events"]
-    kept = _worth_their_memory(pareto_front(simulated), budget_bytes)
-    return _simplest_first(kept, simulated, budget_bytes)
 
 
-def _simplest_first(front: list[Scored], scored: Iterable[Scored], budget_bytes: int | None) -> list[Scored]:
-    """Return `front` behind a candidate with fewer techniques than its fastest, if one is about as fast."""
-    if not front:
-        return front
-    limit_s = _sample_s(front[0]) * (1 + _EQUAL)
-    equal = [
-        each
-        for each in scored
-        if each.prediction.level == "events"
-        and _sample_s(each) <= limit_s
-        and not _is_tight(each, budget_bytes)
-    ]
-    simplest = min([front[0], *equal], key=lambda each: (each.choice.complexity[0], _sample_s(each)))
-    if simplest.choice.complexity[0] == front[0].choice.complexity[0]:
-        return front
-    least_bytes = simplest.prediction.peak_allocated_bytes
-    return [simplest, *(each for each in front if each.prediction.peak_allocated_bytes < least_bytes)]
+def _is_simulated(scored: Scored) -> bool:
+    return scored.prediction.level == "events"
 
 
-def _is_tight(scored: Scored, budget_bytes: int | None) -> bool:
-    return budget_bytes is not None and scored.prediction.peak_reserved_bytes > budget_bytes
-
-
-def _worth_their_memory(front: list[Scored], budget_bytes: int | None) -> list[Scored]:
-    """Return `front` without candidates to which one as simple and as fast, but for a part that no prediction
-    can tell, needs less memory; where the allocator would retry, one that is about as fast will do.
-    """
+def _least_memory_of_equals(front: list[Scored], budget_bytes: int | None) -> list[Scored]:
+    """Return `front` without candidates that need more memory than another one of about the same cost."""
     kept: list[Scored] = []
-    for each in reversed(front):  # from the least memory
-        least = kept[-1] if kept else None
-        about_as_fast = least is not None and _sample_s(least) <= _sample_s(each) * (1 + _TELLABLE)
-        if about_as_fast and _is_tight(each, budget_bytes):
-            continue
-        if least is None or not (
-            _sample_s(least) <= _sample_s(each) * (1 + _NOTICEABLE)
-            and least.choice.complexity <= each.choice.complexity
-        ):
+    # From the least memory, and against what was kept: small differences of many rows do not add up.
+    for each in reversed(front):
+        if not kept or cost_s(kept[-1], budget_bytes) > cost_s(each, budget_bytes) * (1 + _NOTICEABLE):
             kept.append(each)
     return kept[::-1]
 
@@ -137,8 +119,3 @@ def largest_micro_batch(scorer: Scorer, choice: Choice, pruner: Pruner) -> int |
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def _sample_s(scored: Scored) -> float:
-    rate = scored.prediction.samples_per_s
-    return 1 / rate if rate else float("inf")
