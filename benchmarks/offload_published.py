@@ -25,7 +25,8 @@ from typing import Any
 from published import harmony, lohan, mobius, patrickstar, stronghold
 from published.paper import Shape
 
-from memtune.autotune.predict.simulation import Prediction, simulate
+from memtune.autotune.predict.prediction import Prediction
+from memtune.autotune.predict.simulation import simulate
 from memtune.autotune.record.recorder import record
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.translate.translation import translate

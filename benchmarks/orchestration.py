@@ -19,7 +19,8 @@ from typing import Any
 
 from published import orchestration as paper
 
-from memtune.autotune.predict.simulation import Prediction, simulate
+from memtune.autotune.predict.prediction import Prediction
+from memtune.autotune.predict.simulation import simulate
 from memtune.autotune.record.recorder import record
 from memtune.autotune.space.candidates import Choice, Rewriter
 from memtune.autotune.translate.translation import translate

@@ -37,7 +37,7 @@ from search_quality import SEARCHERS, TRIALS, OtherWork, Trials, shipped
 
 from memtune.autotune.predict import Prediction
 from memtune.autotune.predict.breakdown import OpTime
-from memtune.autotune.predict.simulation import Interval
+from memtune.autotune.predict.prediction import Interval
 from memtune.autotune.search.driver import trial_config
 from memtune.autotune.search.preparation import Setup, prepare
 from memtune.autotune.search.trials import make_executor

@@ -12,7 +12,8 @@ import time
 
 import numpy as np
 
-from memtune.autotune.predict.simulation import Level, simulate
+from memtune.autotune.predict.prediction import Level
+from memtune.autotune.predict.simulation import simulate
 from memtune.hardware.spec import find
 from memtune.program.step import (
     FOREVER,

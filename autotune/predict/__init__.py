@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         replay as replay,
     )
     from memtune.autotune.predict.calibration import (
+        Calibration as Calibration,
         SearchErrors as SearchErrors,
         calibration_of as calibration_of,
         load_searches as load_searches,
@@ -32,12 +33,9 @@ if TYPE_CHECKING:
     )
     from memtune.autotune.predict.machine_calibration import calibrate as calibrate
     from memtune.autotune.predict.parallel_map import ParallelMap as ParallelMap
+    from memtune.autotune.predict.prediction import Prediction as Prediction
     from memtune.autotune.predict.python_work import PythonWork as PythonWork
-    from memtune.autotune.predict.simulation import (
-        Calibration as Calibration,
-        Prediction as Prediction,
-        simulate as simulate,
-    )
+    from memtune.autotune.predict.simulation import simulate as simulate
     from memtune.autotune.predict.snapshot import Trace as Trace, read_trace as read_trace
     from memtune.autotune.predict.tight_memory import (
         TightSetting as TightSetting,

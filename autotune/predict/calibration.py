@@ -18,13 +18,14 @@ import hashlib
 import json
 import math
 import os
+import statistics
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from memtune.autotune.predict.simulation import Calibration
 from memtune.hardware import (
     CLASSES,
     EVERY_CLASS,
@@ -37,11 +38,100 @@ from memtune.hardware import (
     op_s,
 )
 
+if TYPE_CHECKING:
+    from memtune.autotune.predict.prediction import Prediction
+
+# Ranges of true over predicted values without any trial behind them. Bytes: derived from published
+# measurements, and tried on sources that they were not derived from, by `benchmarks/published_ranges.py`.
+# Times: a roofline is seldom off by more than these factors.
+UNCALIBRATED_PEAK = (0.92, 1.09)
+UNCALIBRATED_RESERVED = UNCALIBRATED_PEAK
+UNCALIBRATED_DEVICE = (0.88, 1.13)
+UNCALIBRATED_STEP = (0.4, 2.5)
+
 _BINS_A_DECADE = 2
 _LARGEST_FACTOR = 20.0
 """Residuals beyond this factor, in either direction, are considered outliers and clipped."""
 _MOST_SEARCHES = 20
 """Number of latest searches to keep."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Errors of earlier predictions: one ratio of measured to predicted per trial."""
+
+    peak_ratios: tuple[float, ...] = ()
+    step_ratios: tuple[float, ...] = ()
+
+    ENOUGH = 3
+    """Fewest trials for an interval based on trials."""
+    LEVEL = 0.9
+    """Share of trials that the interval should contain."""
+
+    def add(
+        self, prediction: Prediction, measured_peak_bytes: int | None, measured_step_s: float | None
+    ) -> Calibration:
+        """Return this calibration with one more trial.
+
+        A value not measured (an out-of-memory trial has no time) is None.
+        """
+        peaks, steps = self.peak_ratios, self.step_ratios
+        if measured_peak_bytes and prediction.peak_allocated_bytes:
+            peaks += (measured_peak_bytes / prediction.peak_allocated_bytes,)
+        if measured_step_s and prediction.step_s:
+            # Of the uncorrected prediction: a correction of a correction would not converge.
+            steps += (measured_step_s * prediction.step_correction / prediction.step_s,)
+        return Calibration(peaks, steps)
+
+    @property
+    def step_correction(self) -> float:
+        """Return the median of measured over predicted step time, 1 without trials."""
+        return statistics.median(self.step_ratios) if self.step_ratios else 1.0
+
+    def peak_range(self) -> tuple[float, float]:
+        """Return the range of factors on the predicted peak; it always includes 1."""
+        low, high = _conformal(self.peak_ratios, floor=0.005) or UNCALIBRATED_PEAK
+        # Peaks are counted, not estimated, so trials may widen the range but never exclude the count itself.
+        return min(low, 1.0), max(high, 1.0)
+
+    def reserved_range(self) -> tuple[float, float]:
+        """Return the range of factors on predicted reserved bytes; trials measure allocated ones."""
+        if len(self.peak_ratios) >= self.ENOUGH:
+            return self.peak_range()
+        return UNCALIBRATED_RESERVED
+
+    def device_range(self) -> tuple[float, float]:
+        """Return the range of factors on the device's total; trials measure allocated bytes."""
+        if len(self.peak_ratios) >= self.ENOUGH:
+            return self.peak_range()
+        return UNCALIBRATED_DEVICE
+
+    def step_range(self) -> tuple[float, float]:
+        """Return the range of factors on the corrected step time."""
+        found = _conformal([ratio / self.step_correction for ratio in self.step_ratios], floor=0.02)
+        return found or UNCALIBRATED_STEP
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Return whether there are enough trials for both intervals."""
+        return min(len(self.peak_ratios), len(self.step_ratios)) >= self.ENOUGH
+
+
+def _conformal(ratios: Iterable[float], *, floor: float) -> tuple[float, float] | None:
+    """Return median ± the split-conformal quantile of the logarithmic residuals, None with too few of them.
+
+    With too few residuals for the level, the largest one, doubled, replaces the missing quantile.
+    """
+    # Ratios are symmetric in the logarithm: twice and half are errors of one size.
+    logs = [math.log(ratio) for ratio in ratios]
+    if len(logs) < Calibration.ENOUGH:
+        return None
+    centre = statistics.median(logs)
+    scores = sorted(abs(each - centre) for each in logs)
+    # Split conformal prediction (Vovk et al. 2005): the ceil((n + 1) q)-th smallest score.
+    rank = math.ceil((len(scores) + 1) * Calibration.LEVEL)
+    width = max(scores[rank - 1] if rank <= len(scores) else 2 * scores[-1], floor)
+    return math.exp(centre - width), math.exp(centre + width)
 
 
 class SearchErrors(BaseModel):

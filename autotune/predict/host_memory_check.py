@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memtune.autotune.predict.simulation import Prediction
+from memtune.autotune.predict.prediction import Prediction
 from memtune.technique import Reason, Target
 from memtune.units import format_bytes
 

@@ -1,18 +1,16 @@
 """Predict peak memory and step time of a program on given hardware.
 
 The counting is native code (`csrc/simulator`). One file: the coarse level and the level of events fill the
-same `Prediction` and share its calibration.
+same `Prediction`.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import statistics
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +27,8 @@ from memtune.autotune.predict.breakdown import (
     exposed_by_op,
 )
 from memtune.autotune.predict.caching_allocator import AllocatorSettings, event_stream, replay
+from memtune.autotune.predict.calibration import Calibration
+from memtune.autotune.predict.prediction import Interval, Level, Prediction
 from memtune.autotune.predict.python_work import NO_PYTHON, PythonWork, python_s
 from memtune.device import Capability
 from memtune.hardware import Hardware, op_costs
@@ -44,9 +44,7 @@ from memtune.program import (
     columns_of,
     traffic_bytes,
 )
-from memtune.units import MIB, format_bytes, format_seconds
-
-Level = Literal["coarse", "events"]
+from memtune.units import MIB
 
 KINDS = {
     **{
@@ -67,21 +65,11 @@ ACTIVATIONS = "activations"
 UNSPLIT = "unsplit"
 """Ends of blocks that torch's allocator does not split off; its counters have them as allocated."""
 
-# Ranges of true over predicted values without any trial behind them. Bytes: derived from published
-# measurements, and tried on sources that they were not derived from, by `benchmarks/published_ranges.py`.
-# Times: a roofline is seldom off by more than these factors.
-UNCALIBRATED_PEAK = (0.92, 1.09)
-UNCALIBRATED_RESERVED = UNCALIBRATED_PEAK
-UNCALIBRATED_DEVICE = (0.88, 1.13)
-UNCALIBRATED_STEP = (0.4, 2.5)
-
 # On a CPU these are all work of the same cores.
 _ON_CORES = [Resource.COMPUTE, Resource.HOST_THREADS, Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST]
 _ON_GPU = [Resource.COMPUTE]
 _LINK_CORES = 0.75
 """Cores that gloo uses while an all-reduce runs: CPU over wall time, 0.6 to 0.9 on a 2-core server."""
-_HIDDEN = 0.25
-"""Part of a hidden transfer that becomes exposed if all of its kind take longer."""
 _IS_REPEATED = np.isin(np.arange(len(Phase)), REPEATED)
 
 # PyTorch's caching allocator: requests up to 1 MiB come from segments of 2 MiB, larger ones from a pool of
@@ -92,231 +80,6 @@ _ALLOCATOR_STEPS = 3
 """The first step, in which the optimizer state is allocated, one on the fragmented pools that it leaves, and
 one to confirm the steady state.
 """
-
-
-class Interval(NamedTuple):
-    """Bounds of the true values; pruning relies on `peak_low_bytes`."""
-
-    peak_low_bytes: int
-    peak_high_bytes: int
-    step_low_s: float
-    step_high_s: float
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Prediction of one candidate; bytes are per rank, of the rank class with the largest peak."""
-
-    level: Level
-    step_s: float
-    """One optimizer step, all micro-batches, of the slowest rank class."""
-    samples_per_s: float
-    """Over all ranks, each training on its own micro-batch."""
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    host_peak_bytes: int
-    ssd_peak_bytes: int
-    busy_s: dict[str, float]
-    """Seconds per optimizer step by resource, including `host_issue`; unused resources are omitted."""
-    exposed_s: dict[str, float]
-    """Part of `busy_s` not overlapped with compute; at the coarse level a lower bound."""
-    peak_by_kind: dict[str, int]
-    """Device bytes at the peak; they add up to `peak_allocated_bytes`."""
-    peak_op: str
-    """Name of the first op at the peak, empty for a step without ops."""
-    peak_module: str
-    interval: Interval
-    calibrated: bool
-    step_correction: float = 1.0
-    """Correction factor from trials, included in `step_s`; the seconds of single ops and resources exclude
-    it.
-    """
-    communicator_bytes: int = 0
-    """Device bytes that communicators hold outside PyTorch's allocator; included in no peak."""
-    outside_bytes: int = 0
-    """Device bytes outside PyTorch's allocator that tools such as nvidia-smi count: context and
-    communicators."""
-    outside_range: tuple[int, int] = (0, 0)
-    """Bounds of `outside_bytes`."""
-    estimated_bytes: int = 0
-    """Workspaces and reserves that are estimated, not measured; they may be none or twice as much."""
-    allocated_factors: tuple[float, float] = (1.0, 1.0)
-    """Bounds of true over predicted allocated bytes, and of reserved ones."""
-    reserved_factors: tuple[float, float] = (1.0, 1.0)
-    device_factors: tuple[float, float] = (1.0, 1.0)
-    """Of the device's total where the sizes outside the allocator are known."""
-    exposed_by_op: tuple[OpTime, ...] = ()
-    """The ops that compute waits for longest, of the slowest rank class; empty at the coarse level."""
-    critical_path: tuple[OpTime, ...] = ()
-    """The longest parts of the chain of ops that determines `step_s`; empty at the coarse level."""
-    critical_s: dict[str, float] = field(default_factory=dict)
-    """Seconds of that chain by resource; without `step_correction` they add up to `step_s`."""
-    mechanism_s: dict[str, float] = field(default_factory=dict)
-    """`critical_s`, with `compute` divided into the model's own ops, recomputation and the optimizer; at the
-    coarse level `exposed_s`, likewise.
-    """
-    ssd_written_bytes: int = 0
-    """Bytes per optimizer step, all micro-batches: SSDs wear."""
-    batch_spread_bytes: tuple[int, int] = (0, 0)
-    """Bytes of the peak below and above for smaller and larger batches, where batches vary in size; included
-    in the intervals."""
-
-    @functools.cached_property
-    def mechanism_shares(self) -> dict[str, float]:
-        """Return by mechanism the share of the step by which the step grows if it takes twice as long.
-
-        Without the model's own compute. Seconds hidden behind compute count by a part.
-        """
-        whole = self.step_s / self.step_correction or 1.0
-        shown, compute = self.mechanism_s, RESOURCES[Resource.COMPUTE]
-        found = {name: seconds / whole for name, seconds in shown.items() if name != compute}
-        for name, busy_s in self.busy_s.items():
-            hidden_s = busy_s - shown.get(name, 0.0)
-            if name != compute and hidden_s > 0:
-                found[name] = found.get(name, 0.0) + _HIDDEN * hidden_s / whole
-        return found
-
-    @property
-    def allocated_bytes(self) -> tuple[int, int, int]:
-        """Return the peak of allocated bytes and its bounds."""
-        return _around(
-            self.peak_allocated_bytes,
-            self.allocated_factors,
-            (self.estimated_bytes, self.estimated_bytes),
-            self.batch_spread_bytes,
-        )
-
-    @property
-    def reserved_bytes(self) -> tuple[int, int, int]:
-        """Return the peak of reserved bytes and its bounds; it is never below allocated bytes."""
-        peak, low, high = _around(
-            self.peak_reserved_bytes,
-            self.reserved_factors,
-            (self.estimated_bytes, self.estimated_bytes),
-            self.batch_spread_bytes,
-        )
-        return peak, max(low, self.allocated_bytes[1]), high
-
-    @property
-    def device_bytes(self) -> tuple[int, int, int]:
-        """Return the peak of the device's memory in use, as nvidia-smi shows it, and its bounds."""
-        outside, (least, most) = self.outside_bytes, self.outside_range
-        whole, low, high = _around(
-            self.peak_reserved_bytes + outside,
-            self.device_factors,
-            (self.estimated_bytes, self.estimated_bytes),
-            (outside - least, most - outside),
-            self.batch_spread_bytes,
-        )
-        return whole, max(low, self.reserved_bytes[1]), high
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields as plain data, and allocated, reserved and device's bytes with their bounds."""
-        values = {**asdict(self), "interval": self.interval._asdict()}
-        for name, (whole, low, high) in (
-            ("allocated", self.allocated_bytes),
-            ("reserved", self.reserved_bytes),
-            ("device", self.device_bytes),
-        ):
-            values |= {f"{name}_bytes": whole, f"{name}_low_bytes": low, f"{name}_high_bytes": high}
-        return values
-
-    def __str__(self) -> str:
-        """Return peak and step time with their interval, and "uncalibrated" if no trial is behind it."""
-        low, high, fast, slow = self.interval
-        return (
-            f"peak {format_bytes(self.peak_allocated_bytes)} ({format_bytes(low)} to {format_bytes(high)}), "
-            f"step {format_seconds(self.step_s)} ({format_seconds(fast)} to {format_seconds(slow)})"
-            f"{'' if self.calibrated else ', uncalibrated'}"
-        )
-
-
-def _around(whole: int, factors: tuple[float, float], *errors: tuple[int, int]) -> tuple[int, int, int]:
-    """Return `whole` and its bounds, from factors on it and `errors` (bytes below, bytes above).
-
-    They are independent of each other, so their squares add up.
-    """
-    low, high = factors
-    below, above = zip((whole * (1 - low), whole * (high - 1)), *errors, strict=True)
-    return whole, math.floor(whole - math.hypot(*below)), math.ceil(whole + math.hypot(*above))
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Errors of earlier predictions: one ratio of measured to predicted per trial."""
-
-    peak_ratios: tuple[float, ...] = ()
-    step_ratios: tuple[float, ...] = ()
-
-    ENOUGH = 3
-    """Fewest trials for an interval based on trials."""
-    LEVEL = 0.9
-    """Share of trials that the interval should contain."""
-
-    def add(
-        self, prediction: Prediction, measured_peak_bytes: int | None, measured_step_s: float | None
-    ) -> Calibration:
-        """Return this calibration with one more trial.
-
-        A value not measured (an out-of-memory trial has no time) is None.
-        """
-        peaks, steps = self.peak_ratios, self.step_ratios
-        if measured_peak_bytes and prediction.peak_allocated_bytes:
-            peaks += (measured_peak_bytes / prediction.peak_allocated_bytes,)
-        if measured_step_s and prediction.step_s:
-            # Of the uncorrected prediction: a correction of a correction would not converge.
-            steps += (measured_step_s * prediction.step_correction / prediction.step_s,)
-        return Calibration(peaks, steps)
-
-    @property
-    def step_correction(self) -> float:
-        """Return the median of measured over predicted step time, 1 without trials."""
-        return statistics.median(self.step_ratios) if self.step_ratios else 1.0
-
-    def peak_range(self) -> tuple[float, float]:
-        """Return the range of factors on the predicted peak; it always includes 1."""
-        low, high = _conformal(self.peak_ratios, floor=0.005) or UNCALIBRATED_PEAK
-        # Peaks are counted, not estimated, so trials may widen the range but never exclude the count itself.
-        return min(low, 1.0), max(high, 1.0)
-
-    def reserved_range(self) -> tuple[float, float]:
-        """Return the range of factors on predicted reserved bytes; trials measure allocated ones."""
-        if len(self.peak_ratios) >= self.ENOUGH:
-            return self.peak_range()
-        return UNCALIBRATED_RESERVED
-
-    def device_range(self) -> tuple[float, float]:
-        """Return the range of factors on the device's total; trials measure allocated bytes."""
-        if len(self.peak_ratios) >= self.ENOUGH:
-            return self.peak_range()
-        return UNCALIBRATED_DEVICE
-
-    def step_range(self) -> tuple[float, float]:
-        """Return the range of factors on the corrected step time."""
-        found = _conformal([ratio / self.step_correction for ratio in self.step_ratios], floor=0.02)
-        return found or UNCALIBRATED_STEP
-
-    @property
-    def is_calibrated(self) -> bool:
-        """Return whether there are enough trials for both intervals."""
-        return min(len(self.peak_ratios), len(self.step_ratios)) >= self.ENOUGH
-
-
-def _conformal(ratios: Iterable[float], *, floor: float) -> tuple[float, float] | None:
-    """Return median ± the split-conformal quantile of the logarithmic residuals, None with too few of them.
-
-    With too few residuals for the level, the largest one, doubled, replaces the missing quantile.
-    """
-    # Ratios are symmetric in the logarithm: twice and half are errors of one size.
-    logs = [math.log(ratio) for ratio in ratios]
-    if len(logs) < Calibration.ENOUGH:
-        return None
-    centre = statistics.median(logs)
-    scores = sorted(abs(each - centre) for each in logs)
-    # Split conformal prediction (Vovk et al. 2005): the ceil((n + 1) q)-th smallest score.
-    rank = math.ceil((len(scores) + 1) * Calibration.LEVEL)
-    width = max(scores[rank - 1] if rank <= len(scores) else 2 * scores[-1], floor)
-    return math.exp(centre - width), math.exp(centre + width)
 
 
 def simulate(

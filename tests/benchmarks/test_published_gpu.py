@@ -88,7 +88,7 @@ def test_ranges_hold_nine_of_ten_of_every_source_and_are_tried_on_the_others() -
 def test_ranges_without_trials_are_those_that_the_committed_results_give() -> None:
     from published_ranges import derive_all
 
-    from memtune.autotune.predict.simulation import (
+    from memtune.autotune.predict.calibration import (
         UNCALIBRATED_DEVICE,
         UNCALIBRATED_PEAK,
         UNCALIBRATED_RESERVED,

@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 from support.search import prepared_search
 
 from memtune.autotune.predict.calibration import (
+    Calibration,
     SearchErrors,
     calibration_of,
     load_searches,
@@ -18,7 +19,6 @@ from memtune.autotune.predict.calibration import (
     residuals,
     store_search,
 )
-from memtune.autotune.predict.simulation import Calibration
 from memtune.autotune.space.candidates import Choice
 from memtune.autotune.space.scoring import Scorer, predict_again
 from memtune.hardware.calibration_cache import Curve

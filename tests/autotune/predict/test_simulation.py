@@ -13,13 +13,8 @@ from support.synthetic_steps import columns_of, make_step
 
 from memtune import _native, hardware
 from memtune.autotune.predict.caching_allocator import AllocatorSettings, event_stream, replay
-from memtune.autotune.predict.simulation import (
-    ACTIVATIONS,
-    UNCALIBRATED_PEAK,
-    UNSPLIT,
-    Calibration,
-    simulate,
-)
+from memtune.autotune.predict.calibration import UNCALIBRATED_PEAK, Calibration
+from memtune.autotune.predict.simulation import ACTIVATIONS, UNSPLIT, simulate
 from memtune.hardware.roofline import matmul_dtype, op_costs
 from memtune.memory.arena_settings import ArenaSettings
 from memtune.program.step import FOREVER, Kind, Parameter, Phase, Program, RankClass, Resource, Step, Tier

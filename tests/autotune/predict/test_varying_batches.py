@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from memtune import hardware
-from memtune.autotune.predict.simulation import Prediction, simulate
+from memtune.autotune.predict.prediction import Prediction
+from memtune.autotune.predict.simulation import simulate
 from memtune.autotune.record.recorder import record
 from memtune.autotune.space.candidates import Choice, Rewriter
 from memtune.technique import Reason, Target

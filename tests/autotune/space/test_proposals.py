@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.search.prepared_search import rewriter
 
-from memtune.autotune.predict.simulation import Prediction
+from memtune.autotune.predict.prediction import Prediction
 from memtune.autotune.space import proposals
 from memtune.autotune.space.proposals import Proposer
 from memtune.autotune.space.pruning import Pruner

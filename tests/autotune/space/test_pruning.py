@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from support.search.prepared_search import rewriter
 
 from memtune.autotune.predict import ParallelMap
-from memtune.autotune.predict.simulation import Calibration
+from memtune.autotune.predict.calibration import Calibration
 from memtune.autotune.space import preselection, scoring
 from memtune.autotune.space.candidates import Choice
 from memtune.autotune.space.pruning import Pruner

@@ -14,7 +14,8 @@ from support.sharding_programs import program, target
 from support.suites.sharded_suite import NOT_AT_THE_PEAK, ShardedSuite
 from support.zoo_paths import ZOO
 
-from memtune.autotune.predict.simulation import Prediction, simulate
+from memtune.autotune.predict.prediction import Prediction
+from memtune.autotune.predict.simulation import simulate
 from memtune.parallel.collectives.fsdp_comm_hooks import Gather, RingReduction
 from memtune.parallel.collectives.message_layout import Communication
 from memtune.runtime import node_topology
