@@ -30,7 +30,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from memtune.autotune.record.compiled import CompiledRecordings
-from memtune.autotune.record.recorder import Trace, start_session, step_of
+from memtune.autotune.record.recorder import step_of
+from memtune.autotune.record.recording_session import Trace, start_session
 from memtune.compile.regions import Compiling
 from memtune.hardware.roofline import op_costs
 from memtune.hardware.spec import Hardware

@@ -18,15 +18,14 @@ if TYPE_CHECKING:
         PrecisionRecordings as PrecisionRecordings,
         most_casts_of_a_parameter as most_casts_of_a_parameter,
     )
-    from memtune.autotune.record.recorder import (
+    from memtune.autotune.record.recorder import record as record, step_of as step_of
+    from memtune.autotune.record.recording_session import (
         SEED as SEED,
         Session as Session,
         Trace as Trace,
         error_line as error_line,
         fake_errors_unlogged as fake_errors_unlogged,
-        record as record,
         start_session as start_session,
-        step_of as step_of,
     )
 else:
     __getattr__ = open_door(__name__)

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
-from memtune.autotune.record.recorder import Session, error_line, record
+from memtune.autotune.record.recorder import record
+from memtune.autotune.record.recording_session import Session, error_line
 from memtune.autotune.translate import fused
 from memtune.compile import Compiling
 from memtune.errors import MemtuneError

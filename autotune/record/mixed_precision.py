@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from memtune.autotune.record.compiled import CompiledRecordings
-from memtune.autotune.record.recorder import Session
+from memtune.autotune.record.recording_session import Session
 from memtune.compile import Compiling
 from memtune.program import Kind, Phase, Recording, Step, columns_of
 from memtune.technique import ComputePrecision, Reason

@@ -110,7 +110,7 @@ def test_add_ops_at_any_anchor_keeps_original_order_and_peak(anchors: list[int])
 
 @pytest.mark.parametrize("model", ["gpt", "tied", "cnn_bn"])
 def test_accumulate_gradients_equals_recorded_second_micro_batch(model: str) -> None:
-    from memtune.autotune.record.recorder import start_session
+    from memtune.autotune.record.recording_session import start_session
     from memtune.testing.drift_check import compare
     from memtune.workload.workload import Workload
 

@@ -14,7 +14,12 @@ import pytest
 from support.zoo_paths import ZOO
 
 from memtune.autotune.record.block_dedup import MIN_EQUAL_BLOCKS, BlockDedup
-from memtune.autotune.record.recorder import Session, Trace, _with_dedup, start_session
+from memtune.autotune.record.recording_session import (
+    Session,
+    Trace,
+    _with_dedup,
+    start_session,
+)
 from memtune.workload.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from memtune.autotune.record.recorder import SEED, record
+from memtune.autotune.record.recorder import record
+from memtune.autotune.record.recording_session import SEED
 from memtune.memory import cpu_allocator
 from memtune.memory.workspace import WorkspaceTable
 from memtune.program.step import DONATES, Recording, Step

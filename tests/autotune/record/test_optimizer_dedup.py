@@ -15,7 +15,7 @@ from support.zoo_paths import ZOO
 from torch import Tensor
 
 from memtune.autotune.record.optimizer_dedup import OptimizerDedup
-from memtune.autotune.record.recorder import Session, Trace, start_session
+from memtune.autotune.record.recording_session import Session, Trace, start_session
 from memtune.program.step import Step
 from memtune.workload.workload import Workload
 

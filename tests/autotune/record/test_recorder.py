@@ -15,8 +15,9 @@ from support.zoo_paths import BAD, ZOO
 from torch import nn
 
 from memtune.activations.schedules.region_pass import Region, depends_on_data, region_of
-from memtune.autotune.record import recorder
-from memtune.autotune.record.recorder import SEED, check, record, start_session
+from memtune.autotune.record import recording_session
+from memtune.autotune.record.recorder import check, record
+from memtune.autotune.record.recording_session import SEED, start_session
 from memtune.errors import WorkloadError
 from memtune.hardware.cpu_cores import cpu_threads
 from memtune.memory import cpu_allocator
@@ -142,7 +143,7 @@ def test_record_sizes_selections_by_values_of_the_batch(
     fake = record(Workload.load(path), sizes=(7,))
     assert fake.rung == "fake"
     assert any("depend on the data" in note for note in fake.notes)
-    monkeypatch.setattr(recorder, "RUNGS", {"real-step": recorder.RUNGS["real-step"]})
+    monkeypatch.setattr(recording_session, "RUNGS", {"real-step": recording_session.RUNGS["real-step"]})
     real = record(Workload.load(path), sizes=(7,))
     for size in (2, 4):
         assert fake.at(size).peak_bytes() == real.at(size).peak_bytes()
@@ -248,7 +249,7 @@ def test_record_refuses_real_steps_that_memory_does_not_hold(
     workload = Workload.load(ZOO["moe"])
     weights_bytes = sum(each.nbytes for each in workload.build_model().parameters())
     monkeypatch.setattr(
-        "memtune.autotune.record.recorder.available_bytes", lambda: int(copies * weights_bytes)
+        "memtune.autotune.record.recording_session.available_bytes", lambda: int(copies * weights_bytes)
     )
     if not refused:
         assert record(workload).rung == "real-step"

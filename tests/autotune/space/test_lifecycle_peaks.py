@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memtune import hardware
 from memtune.api import Tuned, apply
-from memtune.autotune.record.recorder import SEED, record
+from memtune.autotune.record.recorder import record
+from memtune.autotune.record.recording_session import SEED
 from memtune.autotune.search.outcome import predicted_moments
 from memtune.autotune.search.preparation import prepare
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter

@@ -11,7 +11,7 @@ import pytest
 from support.sharding_programs import target
 from support.zoo_paths import ZOO
 
-from memtune.autotune.record.recorder import start_session
+from memtune.autotune.record.recording_session import start_session
 from memtune.autotune.record_parallel.fake_process_group import fake_ranks
 from memtune.autotune.search.dry_runs import _with_staging, traced_under
 from memtune.config.tuned_config import Settings, TunedConfig

@@ -22,7 +22,8 @@ from memtune.activations.recompute.activation_table import ActivationTable
 from memtune.activations.recompute.recompute_pass import recompute_blocks
 from memtune.autotune.record.compiled import CompiledRecordings
 from memtune.autotune.record.mixed_precision import PrecisionRecordings
-from memtune.autotune.record.recorder import record, start_session
+from memtune.autotune.record.recorder import record
+from memtune.autotune.record.recording_session import start_session
 from memtune.autotune.record_parallel.fake_process_group import fake_ranks
 from memtune.offload.optimizer.host_optimizer import HostOptimizer
 from memtune.offload.optimizer.host_optimizer_pass import optimizer_on_host

@@ -12,7 +12,7 @@ from fixed_cpu import CPU, NO_HOST_COSTS
 from support.zoo_paths import ZOO
 
 from memtune.api import apply
-from memtune.autotune.record.recorder import Trace, start_session
+from memtune.autotune.record.recording_session import Trace, start_session
 from memtune.autotune.search.dry_runs import traced_under
 from memtune.config.tuned_config import Settings, TunedConfig
 from memtune.errors import ApplyError

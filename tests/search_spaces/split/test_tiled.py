@@ -17,7 +17,7 @@ from memtune import hardware
 from memtune.activations.tiling.cross_entropy_pattern import loss_pattern
 from memtune.activations.tiling.position_wise_pattern import norms, position_wise, sums_of
 from memtune.api import Tuned, apply
-from memtune.autotune.record.recorder import start_session
+from memtune.autotune.record.recording_session import start_session
 from memtune.autotune.search.dry_runs import dry_run
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.config import TunedConfig

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from memtune.api import Tuned, apply
-from memtune.autotune.record.recorder import Trace, start_session
+from memtune.autotune.record.recording_session import Trace, start_session
 from memtune.autotune.search.dry_runs import traced_under
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.config.tuned_config import TunedConfig

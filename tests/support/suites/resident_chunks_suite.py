@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from support.suites.block_offload_suite import OWN
 
-from memtune.autotune.record.recorder import Trace, start_session
+from memtune.autotune.record.recording_session import Trace, start_session
 from memtune.autotune.search.dry_runs import traced_under
 from memtune.config.tuned_config import load_config
 from memtune.program.step import Step

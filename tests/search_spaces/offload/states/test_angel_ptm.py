@@ -23,7 +23,7 @@ from support.zoo_paths import ZOO
 
 from memtune.api import Tuned
 from memtune.autotune.predict.simulation import simulate
-from memtune.autotune.record.recorder import Trace, start_session
+from memtune.autotune.record.recording_session import Trace, start_session
 from memtune.autotune.search.dry_runs import traced_under
 from memtune.config.tuned_config import load_config
 from memtune.errors import ApplyError, UsageError

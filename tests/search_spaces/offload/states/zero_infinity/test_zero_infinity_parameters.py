@@ -14,7 +14,7 @@ from support.suites.block_offload_suite import LayersSuite, block_bytes, total
 from support.zoo_paths import ZOO
 
 from memtune.api import apply
-from memtune.autotune.record.recorder import start_session
+from memtune.autotune.record.recording_session import start_session
 from memtune.autotune.record_parallel.fake_process_group import fake_ranks
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.errors import ApplyError
