@@ -32,8 +32,15 @@ from memtune.executors.merge_results import (
     root_failure,
 )
 
-SETTLE_S, EXIT_S, GRACE_S, SILENT_STEPS = 0.2, 5.0, 5.0, 20
+SETTLE_S = 0.2
+"""Wait for other evidence after the first failure (rule 1)."""
+EXIT_S = 5.0
+"""Time for processes to exit after all records are there (rule 2)."""
+GRACE_S = 5.0
+"""Time for a hanging rank to dump its stacks and end, before it is killed."""
+SILENT_STEPS = 20
 SILENCE_S: float = 60.0
+"""A rank that is silent for longer than this and than `SILENT_STEPS` steps has hung (rule 3)."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +189,7 @@ class TrialMonitor:
         state.heard_s, state.last_line_at, state.n_lines = now_s, report.at, state.n_lines + 1
         if "result" in line and state.record is None:
             record = read_record(report.rank, line["result"])
+            # A record that cannot be read is a crash of its rank; one that can may report a failure itself.
             failure = record if isinstance(record, Failure) else failure_of_record(report.rank, record)
             state.record = RankRecord(status="crash") if isinstance(record, Failure) else record
             if failure:
@@ -191,6 +199,7 @@ class TrialMonitor:
         elif isinstance(stage := line.get("stage"), str):
             state.stage = stage
             if stage.startswith("step"):
+                # The longest: after one slow step the next silence is no hang.
                 self.longest_step_s = max(self.longest_step_s, now_s - (state.step_heard_s or now_s))
                 state.step_heard_s = now_s
             device_bytes = line.get("device_bytes")
@@ -202,6 +211,7 @@ class TrialMonitor:
     def over(self, now_s: float) -> bool:
         """Return whether the trial is over; detects hangs."""
         if self.failed_s is not None:
+            # Nothing more can be heard once all ranks have ended.
             return now_s >= self.failed_s + SETTLE_S or not any(
                 state.pending for state in self.ranks.values()
             )
@@ -226,6 +236,7 @@ class TrialMonitor:
         return bool(self.failures) and root_failure(self.failures).lost
 
     def _hung(self, how: str, pending: list[int]) -> Failure:
+        # Others only wait for the one that stopped, so their stacks show a collective.
         first = min(pending, key=lambda rank: self.ranks[rank].blame)
         rank_text = "stopped first" if len(pending) > 1 else "was last heard"
         return Failure(first, "timeout", f"{rank_text} at '{self.ranks[first].stage}'; {how}")

@@ -164,6 +164,7 @@ class LocalRanks:
         self._buffer += data
         *lines, self._buffer = self._buffer.split(b"\n")
         found = [event for line in lines if (event := self._event(json.loads(line)))]
+        # End of file: the supervisor ends last, so no process of the trial is left.
         if not data:
             self._read_all = True
             found += [RankLost(rank, "was lost: its supervisor has ended") for rank in sorted(self.pending)]
@@ -196,6 +197,8 @@ class LocalRanks:
     def close(self) -> None:
         """Kill remaining processes, and return when none is left."""
         end_supervisor(self.process)
+        # A supervisor that was killed has killed none of its descendants; the marker in their environment
+        # finds them.
         if self.process.returncode != 0:
             supervisor.kill_marked(f"{MARKER}={self.marker}")
         self._folder.remove()
@@ -213,6 +216,8 @@ def start_supervisor() -> subprocess.Popen[bytes]:
     In its own session, so that Ctrl-C in the terminal does not reach it.
     """
     return subprocess.Popen(
+        # Isolated and without site packages: it starts in milliseconds, and no user's file shadows a module
+        # of it.
         [sys.executable, "-I", "-S", str(Path(supervisor.__file__).resolve())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -145,6 +145,7 @@ class RayRanks:
         nodes = [node for node, _, _ in places.values()]
         _, address, port = places[0]
         own = executor.cluster
+        # A file where all ranks share this machine: a port could be reached by others.
         rendezvous = f"file://{own.folder}/meet-{uuid.uuid4().hex}" if own else f"tcp://{address}:{port}"
         begun = {}
         for rank, each in self._actors.items():
@@ -177,6 +178,7 @@ class RayRanks:
             return None
 
     def _poll(self, rank: int) -> None:
+        # One call in flight for each actor; the next follows its answer, so that events keep their order.
         self._polls[self._actors[rank].events.remote(0.2)] = rank
 
     @property
@@ -308,6 +310,7 @@ class RayExecutor(PoolExecutor):
     def enter(self) -> None:
         """Start using the cluster; a private one that has ended is replaced once it is unused."""
         with self._changed:
+            # Ray has one connection per process: a new cluster has to wait until no trial uses the old one.
             while not self.alive:
                 if self._users == 0:
                     self._end()
