@@ -6,18 +6,14 @@ its file. Numbers, strings and other plain values are compared wherever they are
 names that this code reads. Lists, dicts and sets are compared by value, functions and other objects by
 identity, and tensors not at all, because a tensor that is neither a parameter nor a buffer cannot be
 captured.
-
-The second half undoes side effects of a capture: values that a forward sets outside its own tensors.
 """
 
 from __future__ import annotations
 
 import dis
 import logging
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from operator import is_, itemgetter
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -34,7 +30,19 @@ _MOST_ITEMS = 256
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 # Exact types: a subclass may define another comparison.
 _ITEMS = frozenset({list, tuple, dict, OrderedDict, defaultdict, set, frozenset})
-_GONE = object()
+_NO_HOLDERS = (
+    nn.Module,
+    Tensor,
+    type,
+    FunctionType,
+    MethodType,
+    BuiltinFunctionType,
+    ModuleType,
+    logging.Logger,
+)
+"""Types whose attributes are no settings."""
+GONE = object()
+"""Stands for a name that a dictionary does not have."""
 _OURS = ("torch.", "memtune.")
 
 
@@ -78,10 +86,10 @@ class _Seen:
             fixed = False
         if not fixed:
             for name, value in zip(self._fixed, self._values, strict=True):
-                if not _same(held.get(name, _GONE), value):
-                    return _describe_change(name, held.get(name, _GONE), value)
+                if not _same(held.get(name, GONE), value):
+                    return _describe_change(name, held.get(name, GONE), value)
         for name, copy in self._copies:
-            if not _same(held.get(name, _GONE), copy):
+            if not _same(held.get(name, GONE), copy):
                 return f"the content of {name} has changed"
         if self._noticed is not None and tuple(held) != self._keys:
             added = self._noticed.intersection(held).difference(self._keys)
@@ -286,7 +294,7 @@ def _same(now: Any, before: Any) -> bool:
     if type(now) is not before.kind or len(now) != len(before.items):
         return False
     if isinstance(now, dict):
-        return all(_same(now.get(key, _GONE), each) for key, each in before.items.items())
+        return all(_same(now.get(key, GONE), each) for key, each in before.items.items())
     return now == before.items if isinstance(now, set | frozenset) else all(map(_same, now, before.items))
 
 
@@ -307,175 +315,6 @@ def _describe_change(name: str, now: Any, before: Any) -> str:
     return f"{name} is {now!r}, was {before!r}"
 
 
-# Snapshots of the content of containers and objects, a few levels deep, to compare and restore it.
-_MOST_SNAPSHOT_ITEMS = 4096
-"""Largest container that is snapshotted."""
-_MOST_HELD = 20_000
-"""Most containers and objects that are snapshotted."""
-_LEVELS = 4
-_KINDS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)
-"""Mutable containers; the first matching class does the work, so that overridden methods are not called."""
-_OTHERS = frozenset({"torch", "memtune", "queue", "threading", "multiprocessing", "concurrent", "asyncio"})
-"""Packages whose objects are not snapshotted: they belong to no model, or other threads change them."""
-_NO_HOLDERS = (
-    nn.Module,
-    Tensor,
-    type,
-    FunctionType,
-    MethodType,
-    BuiltinFunctionType,
-    ModuleType,
-    logging.Logger,
-)
-
-
-@dataclass(frozen=True, eq=False)
-class Content:
-    """Snapshot of the items of one container, or of one object's attributes."""
-
-    root: str
-    """Description of a change at the place where it was found."""
-    held: Any
-    kind: Any
-    items: Any
-    """List of its items; of pairs for a dictionary."""
-
-    def is_changed(self) -> bool:
-        """Return whether it holds other items now; items are compared by identity."""
-        now, before = _items(self.held, self.kind), self.items
-        if len(now) != len(before):
-            return True
-        if issubclass(self.kind, dict):
-            return any(
-                one[0] is not two[0] or one[1] is not two[1] for one, two in zip(now, before, strict=True)
-            )
-        return any(one is not two for one, two in zip(now, before, strict=True))
-
-    def put_back(self) -> None:
-        """Restore the items in their order."""
-        self.kind.clear(self.held)
-        (self.kind.update if issubclass(self.kind, dict | set) else self.kind.extend)(self.held, self.items)
-
-
-def contents_of(roots: Iterable[tuple[str, Any]]) -> list[Content]:
-    """Return a snapshot of every container, and every object with attributes, in or below `roots`, each once.
-
-    Modules, tensors, loggers, classes, functions, objects of `_OTHERS`, and large containers are skipped.
-    """
-    found: dict[int, Content] = {}
-    waiting = [(name, value, 0) for name, value in roots]
-    while waiting and len(found) < _MOST_HELD:
-        root, value, level = waiting.pop()
-        # A tuple cannot change itself, but what it contains can.
-        if level and isinstance(value, tuple):
-            waiting += (
-                [(root, each, level + 1) for each in value]
-                if level < _LEVELS and len(value) <= _MOST_SNAPSHOT_ITEMS
-                else []
-            )
-            continue
-        held = _held_of(value)
-        kind = next((each for each in _KINDS if isinstance(held, each)), None)
-        if kind is None or id(held) in found or len(held) > _MOST_SNAPSHOT_ITEMS:
-            continue
-        content = found[id(held)] = Content(root, held, kind, _items(held, kind))
-        if level < _LEVELS:
-            inside = (item[1] for item in content.items) if issubclass(kind, dict) else content.items
-            waiting += [(root, each, level + 1) for each in inside]
-    return list(found.values())
-
-
 def has_attributes(value: Any) -> bool:
     """Return whether `value` is an object that may hold settings."""
     return not isinstance(value, _NO_HOLDERS) and hasattr(value, "__dict__")
-
-
-def _held_of(value: Any) -> Any:
-    """Return the container `value`, or the dictionary of its attributes."""
-    if isinstance(value, _KINDS):
-        return value
-    is_other = type(value).__module__.split(".")[0] in _OTHERS
-    return None if is_other or not has_attributes(value) else vars(value)
-
-
-def _items(held: Any, kind: Any) -> list[Any]:
-    return list(kind.items(held)) if issubclass(kind, dict) else list(kind.__iter__(held))
-
-
-# Side effects of a forward: a counter in a global, in a class, in a config, in a container of a module.
-
-
-@contextmanager
-def no_side_effects(module: nn.Module, error: type[Exception]) -> Iterator[None]:
-    """Undo the side effects of the code inside this context; raise `error` for them unless an exception is
-    raised already.
-
-    Covers the contents of modules' attributes; the capture checks the attributes themselves.
-    """
-    places = writable_places(module)
-    before = [_values(each) for each in places]
-    roots = [
-        (f"changes {name}, which belongs to no module", value)
-        for values in before
-        for name, value in values.items()
-    ]
-    contents = contents_of([*_attributes(module), *roots])
-    changed = ""
-    try:
-        yield
-    finally:
-        for place, values in zip(places, before, strict=True):
-            changed = _restore(place, values) or changed
-        # After the names: a name may have pointed to another container, which is dropped by then.
-        for content in filter(Content.is_changed, contents):
-            content.put_back()
-            changed = content.root or changed
-    if changed:
-        raise error(f"its forward {changed}")
-
-
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of modules with a description of a change, '' for attributes that torch's own code
-    changes.
-    """
-    for each in module.modules():
-        for name, value in vars(each).items():
-            is_own = name[:1] == "_" and (isinstance(value, dict) or has_attributes(value))
-            if not is_own:
-                is_flat = isinstance(each, nn.RNNBase) and name.startswith("_flat_weight")
-                yield "" if is_flat else f"sets the attribute {name}", value
-
-
-def _values(place: WritablePlace) -> dict[str, Any]:
-    held = _dictionary(place)
-    return {
-        name: held.get(name, _GONE) for name in (_own_names(held) if place.names is None else place.names)
-    }
-
-
-def _own_names(held: Mapping[str, Any]) -> list[str]:
-    return [name for name in held if name[:2] != "__"]
-
-
-def _dictionary(place: WritablePlace) -> Mapping[str, Any]:
-    return place.holder if isinstance(place.holder, dict) else vars(place.holder)
-
-
-def _restore(place: WritablePlace, before: dict[str, Any]) -> str:
-    """Restore the names; return a description of a change, '' if there is none."""
-    now, changed = _values(place), ""
-    for name in {**before, **now}:
-        value = before.get(name, _GONE)
-        if now.get(name, _GONE) is not value:
-            changed = f"changes {name}, which belongs to no module"
-            _set(place.holder, name, value)
-    return changed
-
-
-def _set(holder: Any, name: str, value: Any) -> None:
-    if not isinstance(holder, dict):
-        delattr(holder, name) if value is _GONE else setattr(holder, name, value)
-    elif value is _GONE:
-        del holder[name]
-    else:
-        holder[name] = value

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from memtune.activations.capture.guard_sources import no_side_effects
+from memtune.activations.capture.side_effects import no_side_effects
 from memtune.activations.capture.tape import (
     CaptureError,
     GradientLike,
