@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from memtune import refusals
 from memtune.autotune.record import Session, error_line, record
@@ -242,7 +242,12 @@ def cut_session(session: Session, *, pairs: tuple[Pair, ...], degree: int) -> No
     before = dict(model.named_parameters())
     with session.entered():
         cut_layers(model, pairs, Place(mesh.get_group().group_name, degree, 0))
-    new_of = {old: model.get_parameter(name) for name, old in before.items()}
+    _update_optimizer(session, before)
+
+
+def _update_optimizer(session: Session, before: dict[str, nn.Parameter]) -> None:
+    """Give the optimizer the parameters that have replaced those of `before`, by name."""
+    new_of = {old: session.model.get_parameter(name) for name, old in before.items()}
     for group in session.optimizer.param_groups:
         group["params"] = [new_of.get(parameter, parameter) for parameter in group["params"]]
 
@@ -440,9 +445,7 @@ def rotate_session(
             model, layers, Ring(meshes("cpu", degree)[1].get_group().group_name, degree, 0, in_place)
         )
         order_experts(model, layers)
-    new_of = {old: model.get_parameter(name) for name, old in before.items()}
-    for group in session.optimizer.param_groups:
-        group["params"] = [new_of.get(parameter, parameter) for parameter in group["params"]]
+    _update_optimizer(session, before)
 
 
 def nothing_rotates(refused: Collection[str]) -> Reason:

@@ -180,6 +180,7 @@ class StudyFolder:
         A crash leaves no config that the study does not recognise.
         """
         text, _ = file_texts(config, out)
+        # The hashes of all versions: after a crash between the two writes the old file is still recognised.
         known = {*self._written(), _sha256(text.encode())}
         save_text(self.path / "written.json", _json({"sha256": sorted(known)}))
         return save(config, out)
@@ -209,6 +210,7 @@ class StudyFolder:
         """Rename the database to `study.db.corrupt`; return its new path."""
         aside = self.database.with_suffix(".db.corrupt")
         os.replace(self.database, aside)
+        # SQLite would play a journal of the damaged database back into a new one of its name.
         for leftover in ("study.db-journal", "study.db-wal", "study.db-shm"):
             (self.path / leftover).unlink(missing_ok=True)
         return aside
@@ -216,6 +218,7 @@ class StudyFolder:
     def network(self) -> str | None:
         """Return the kind of network file system, on which locks and SQLite are safe from one host only."""
         with contextlib.suppress(OSError):
+            # The longest mount point above the folder is the one that it is on.
             best = ("", "")
             for line in Path("/proc/self/mounts").read_text().splitlines():
                 _, mount, kind, *_ = line.split()
