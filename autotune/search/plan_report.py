@@ -126,13 +126,15 @@ class PlanReport:
     """The ranking, or one config's prediction, with its basis."""
 
     facts: dict[str, Any]
-    rows: tuple[PlanRow, ...]
-    baselines: tuple[PlanRow, ...]
-    front: tuple[PlanRow, ...]
-    """Candidates that fit and are beaten by none in both time and memory, fastest first."""
-    unfit: dict[str, str]
+    rows: tuple[PlanRow, ...] = ()
+    baselines: tuple[PlanRow, ...] = ()
+    front: tuple[PlanRow, ...] = ()
+    """Candidates that fit and are beaten by none in both cost and memory, the cheapest first
+    (`space/pareto.py`).
+    """
+    unfit: dict[str, str] = field(default_factory=dict)
     """Reason why each technique (`slot: kind`) was omitted."""
-    refused: dict[str, int]
+    refused: dict[str, int] = field(default_factory=dict)
     """Number of refused combinations, by reason."""
     n_candidates: int = 0
     n_merged: int = 0
@@ -209,26 +211,19 @@ def plan(
         matching(options.why_not)  # a typo should cost no recording
     setup = prepare(options, say=say, for_trials=False, begun=begun)
     pruner = Pruner(setup.budget_bytes)
-    notes = (*setup.recording.notes, *setup.space.notes)
+    basis = PlanReport(
+        _facts(setup),
+        notes=(*setup.recording.notes, *setup.space.notes),
+        recording_notes=setup.recording.notes,
+    )
     if options.config is not None:
         planned, peak, out = _plan_config(setup, pruner, options)
-        return PlanReport(
-            _facts(setup),
-            (),
-            (),
-            (),
-            {},
-            {},
-            peak=peak,
-            notes=notes,
-            recording_notes=setup.recording.notes,
-            config=planned,
-            out=out,
-        )
+        return replace(basis, config=planned, peak=peak, out=out)
     say("scoring settings")
     scores = setup.score(options.seed)
     say("simulating the best op by op")
     found, refused = baselines(setup.scorer, setup.global_batch)
+    # Rows also list what is over the budget as predicted but within it at the low end of its interval.
     alive = [each for each in scores.by_key.values() if pruner.reason(each.prediction) is None]
     ranked = sorted(alive, key=lambda each: (_over(each, setup.budget_bytes), each.rank(options.goal)))
     fitting = [each for each in scores.by_key.values() if not _over(each, setup.budget_bytes)]
@@ -236,10 +231,11 @@ def plan(
     first = (
         front[0] if front else min(scores.by_key.values(), key=lambda each: each.rank("memory"), default=None)
     )
+    # Where nothing fits, the report is about the candidate that is closest.
     say("looking for larger micro-batches and other changes that help")
     out = _written(setup, front, options)
-    return PlanReport(
-        facts=_facts(setup),
+    return replace(
+        basis,
         rows=tuple(
             _row(setup, each, pruner, n_equal=count) for each, count in _merge_alike(ranked, options.top)
         ),
@@ -265,8 +261,6 @@ def plan(
             else ()
         ),
         out=out,
-        notes=notes,
-        recording_notes=setup.recording.notes,
     )
 
 
@@ -285,7 +279,7 @@ def _written(setup: Setup, front: Sequence[Scored], options: PlanOptions) -> str
 
 
 def _simulated(setup: Setup, scored: list[Scored], top: int) -> list[Scored]:
-    """Return the fastest `top` of the front of `scored`, simulated op by op."""
+    """Return the cheapest `top` of the front of `scored`, simulated op by op."""
     with ParallelMap(
         setup.scorer.refined, lambda each: same_passes(each.choice), processes(), worth_s=0.0
     ) as side_by_side:

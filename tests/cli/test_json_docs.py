@@ -35,7 +35,7 @@ def documented(command: str) -> set[str]:
 
 
 def planned() -> set[str]:
-    report = plan_report.PlanReport({}, (), (), (), {}, {})
+    report = plan_report.PlanReport({})
     return {*plan_report.PlanRow("", {}, "ok").to_dict(), *report.to_dict()} - {"schema"}
 
 
