@@ -99,6 +99,10 @@ class Prediction:
                 found[name] = found.get(name, 0.0) + _HIDDEN * hidden_s / whole
         return found
 
+    def is_within(self, budget_bytes: int | None) -> bool:
+        """Return whether the peak of allocated bytes is at most `budget_bytes`; None is no limit."""
+        return budget_bytes is None or self.peak_allocated_bytes <= budget_bytes
+
     @property
     def allocated_bytes(self) -> tuple[int, int, int]:
         """Return the peak of allocated bytes and its bounds."""

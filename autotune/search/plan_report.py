@@ -225,13 +225,14 @@ def plan(
     found, refused = baselines(setup.scorer, setup.global_batch)
     # Rows also list what is over the budget as predicted but within it at the low end of its interval.
     alive = [each for each in scores.by_key.values() if pruner.reason(each.prediction) is None]
-    ranked = sorted(alive, key=lambda each: (_over(each, setup.budget_bytes), each.rank(options.goal)))
-    fitting = [each for each in scores.by_key.values() if not _over(each, setup.budget_bytes)]
+    budget = setup.budget_bytes
+    ranked = sorted(alive, key=lambda each: (not each.prediction.is_within(budget), each.rank(options.goal)))
+    fitting = [each for each in scores.by_key.values() if each.prediction.is_within(budget)]
     front = _simulated(setup, fitting, options.top)
+    # Where nothing fits, the report is about the candidate that is closest.
     first = (
         front[0] if front else min(scores.by_key.values(), key=lambda each: each.rank("memory"), default=None)
     )
-    # Where nothing fits, the report is about the candidate that is closest.
     say("looking for larger micro-batches and other changes that help")
     out = _written(setup, front, options)
     return replace(
@@ -285,15 +286,11 @@ def _simulated(setup: Setup, scored: list[Scored], top: int) -> list[Scored]:
     ) as side_by_side:
         return refined_front(
             scored,
-            lambda each: side_by_side.over(each, _simulated_so_far),
+            lambda each: side_by_side.over(each, lambda done: advance(done, "settings")),
             MOST_SIMULATED,
             setup.budget_bytes,
             top,
         )[:top]
-
-
-def _simulated_so_far(done: int) -> None:
-    advance(done, "settings")
 
 
 def _front(setup: Setup, pruner: Pruner, shown: Sequence[Scored]) -> tuple[PlanRow, ...]:
@@ -394,7 +391,7 @@ def _ranked_settings(setup: Setup, scored: Scored, row: PlanRow) -> PlanRow:
 def _row(setup: Setup, scored: Scored, pruner: Pruner, *, baseline: str = "", n_equal: int = 1) -> PlanRow:
     prediction, budget = scored.prediction, pruner.budget_bytes
     reason = pruner.reason(prediction) or ""
-    fits = budget is None or prediction.peak_allocated_bytes <= budget
+    fits = prediction.is_within(budget)
     if not fits and not reason:
         reason = "over the budget as predicted, within it at the lower end of the interval"
     interval, tokens = prediction.interval, setup.tokens_per_sample
@@ -467,10 +464,6 @@ def _merge_alike(ranked: list[Scored], count: int) -> list[tuple[Scored, int]]:
         else:
             rows.append((each, 1))
     return rows
-
-
-def _over(scored: Scored, budget_bytes: int | None) -> bool:
-    return budget_bytes is not None and scored.prediction.peak_allocated_bytes > budget_bytes
 
 
 def _facts(setup: Setup) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from memtune.autotune.search.study_store import (
     versions,
 )
 from memtune.autotune.search.trials import make_executor
-from memtune.autotune.space import DAMAGE, Sampler, Scored, SearchOptions, baselines
+from memtune.autotune.space import DAMAGE, Sampler, SearchOptions, baselines
 from memtune.errors import EnvironmentFault, UsageError
 from memtune.executors import Executor
 from memtune.ssd import allowed_dirs
@@ -208,7 +208,8 @@ def _dry_run(options: SearchOptions, folder: StudyFolder, say: Callable[[str], N
         raise too_large
     found, _ = baselines(setup.scorer, setup.global_batch)
     ranked = sorted(
-        scores.by_key.values(), key=lambda each: (_is_over(each, setup.budget_bytes), each.rank(options.goal))
+        scores.by_key.values(),
+        key=lambda each: (not each.prediction.is_within(setup.budget_bytes), each.rank(options.goal)),
     )
     rows = [("baseline", each.name, each.scored) for each in found] + [
         ("search", "", each) for each in ranked
@@ -228,10 +229,6 @@ def _dry_run(options: SearchOptions, folder: StudyFolder, say: Callable[[str], N
     return SearchOutcome(
         "dry_run", str(folder.path), f"{len(trials)} trials would be run first", trials=trials
     )
-
-
-def _is_over(scored: Scored, budget_bytes: int | None) -> bool:
-    return budget_bytes is not None and scored.prediction.peak_allocated_bytes > budget_bytes
 
 
 def _finished_study(outcome: SearchOutcome, folder: StudyFolder, options: SearchOptions) -> SearchOutcome:

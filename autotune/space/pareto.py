@@ -110,7 +110,7 @@ def largest_micro_batch(scorer: Scorer, choice: Choice, pruner: Pruner) -> int |
 
     def fits(size: int) -> bool:
         scored = scorer.score(Choice(choice.execution.of_size(size), choice.techniques))
-        return not isinstance(scored, Reason) and scored.prediction.peak_allocated_bytes <= budget
+        return not isinstance(scored, Reason) and scored.prediction.is_within(budget)
 
     low, high = 0, max(choice.execution.micro_batch or 1, 1)
     while high <= _MOST_SAMPLES and fits(high):

@@ -490,7 +490,7 @@ def _refine(
     """
     programs: dict[int, list[Scored]] = {}
     for each in by_key.values():
-        if budget_bytes is None or each.prediction.peak_allocated_bytes <= budget_bytes:
+        if each.prediction.is_within(budget_bytes):
             programs.setdefault(id(each.prediction), []).append(each)
     ranked = heapq.nsmallest(
         _MOST_EVENTS, programs.values(), key=lambda group: min(each.rank(goal) for each in group)
@@ -513,7 +513,7 @@ def _refine(
                     for each in group
                 }
             )
-            if budget_bytes is None or refined.prediction.peak_allocated_bytes <= budget_bytes:
+            if refined.prediction.is_within(budget_bytes):
                 best = min(best, refined.rank_among_levels(goal))
 
 

@@ -121,9 +121,7 @@ def _larger_batch(scorer: Scorer, choice: Choice) -> Iterator[tuple[str, Predict
     size = 2 * (execution.micro_batch or 1)
     changed = Execution.model_validate({**execution.model_dump(), "micro_batch": size})
     scored = scorer.score(Choice(changed, choice.techniques), level="events")
-    if not isinstance(scored, Reason) and scored.prediction.peak_allocated_bytes <= (
-        target.budget_bytes or math.inf
-    ):
+    if not isinstance(scored, Reason) and scored.prediction.is_within(target.budget_bytes):
         samples = size * execution.accumulate * target.ranks
         yield f"--global-batch {samples}, if other results are acceptable", scored.prediction
 
