@@ -163,6 +163,7 @@ class OptimizerDedup:
                     wanted.setdefault(key, (group, parameters[i : i + _NEIGHBOURS]))
         if not wanted:
             return True
+        # No placeholders: an optimizer runs without gradients, so autograd saves nothing.
         scratch = Tracer(self._model, self._optimizer, self._blocks, placeholders=False)
         with tracer.paused(), scratch.recording():
             scratch.phase = Phase.OPTIMIZER
@@ -199,6 +200,7 @@ class OptimizerDedup:
             return "parameters are not updated one after the other"
         together, first = [], 0
         for i, parameter in enumerate(neighbours):
+            # Rule 2: a temporary may live until the update after it has ended.
             until = first + sum(counts[i : i + 2])
             together.append(
                 _segment(rows, self._storages(scratch, parameter), first, first + counts[i], until)
@@ -269,6 +271,7 @@ def _signature(parameter: Tensor, state: dict[str, Any]) -> Hashable:
             for each in tensors
         ),
         tuple((each.nbytes(), addresses.index(each._cdata)) for each in storages),
+        # An update may branch on plain values of the state, such as a step counter.
         tuple((name, None if isinstance(value, Tensor) else repr(value)) for name, value in state.items()),
     )
 

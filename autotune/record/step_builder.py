@@ -299,6 +299,7 @@ class BlockCalls:
 
         In backward (recompute) it is the last call that began before the node being run.
         """
+        # A node has the sequence number that its op got in forward, so it tells which call it belongs to.
         node: Any = torch._C._current_autograd_node()
         if node is None:
             self._calls.append(_BlockCall(block, torch._C._autograd._get_sequence_nr(), autograd_saves()))
@@ -381,6 +382,8 @@ def _own_list_operands(owner: I32, storages: list[int], unowned: set[int]) -> No
         storages: Operands of the op, each once, in argument order.
         unowned: Storages used by ops without a parameter, such as step counters.
     """
+    # The lists follow each other (parameters, gradients, states): an owner that repeats begins the second
+    # one.
     first: list[int] = owner[storages].tolist()
     seen, count = set[int](), len(first)
     for n, each in enumerate(first):
