@@ -42,7 +42,7 @@ _NO_HOLDERS = (
 )
 """Types whose attributes are no settings."""
 GONE = object()
-"""Stands for a name that a dictionary does not have."""
+"""Value of a name that a dictionary does not have."""
 _OURS = ("torch.", "memtune.")
 
 

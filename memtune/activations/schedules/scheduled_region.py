@@ -613,7 +613,7 @@ class _RegionOutputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: ScheduledRun, token: Tensor) -> tuple[Tensor, ...]:
         ctx.run = run
-        # An output without a gradient must be told from one with zeros: it has other ops in backward.
+        # Not zeros for an output without a gradient: it has other ops in backward than one with zeros.
         ctx.set_materialize_grads(False)
         outputs = run.outputs
         # Autograd and the caller hold them from here on.
