@@ -82,7 +82,7 @@ class FreeAfterForwardPlanner:
             found.append(value)
             kept.remove(value)
             running |= new
-            # What runs again by now costs others nothing.
+            # Their price falls: they share the ops that run again by now.
             for other in {other for op in new for other in priced_with[op]} & kept:
                 put(other)
         return found
