@@ -91,6 +91,7 @@ if TYPE_CHECKING:
         RowMask as RowMask,
         RowReplay as RowReplay,
         RowRun as RowRun,
+        Stop as Stop,
         set_lifetimes as set_lifetimes,
     )
     from memtune.program.saved_tensor_policy import (

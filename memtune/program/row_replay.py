@@ -8,9 +8,10 @@ replay with the numbers of the storages that its rows made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +34,8 @@ from memtune.program.step import (
 RowIndex = npt.NDArray[np.intp]
 RowMask = npt.NDArray[np.bool_]
 _NONE = np.empty(0, np.int32)
-_NEW_OP_COLUMNS = ("name", "call", "phase", "resource", "traffic_bytes", "group", "stream", "prefetch")
-_PHASE = _NEW_OP_COLUMNS.index("phase")
+_RECOMPUTE = np.uint8(Phase.RECOMPUTE)
+_NEW_OP_COLUMNS = ("name", "call", "resource", "traffic_bytes", "group", "stream", "prefetch")
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,13 @@ class NewOp:
     group: int = 0
 
 
+class Stop(NamedTuple):
+    """A call after `end` of the rows of a replay."""
+
+    end: int
+    call: Callable[[], None] = lambda: None
+
+
 @dataclass(eq=False)
 class RowRun:
     """One replay of old rows, in ascending order, and the storages that they made."""
@@ -59,17 +67,114 @@ class RowRun:
     numbers: list[I32] = field(default_factory=list)  # the same storages in the new step
 
 
+class _Table:
+    """Columns that grow by parts, as columns, and by single rows.
+
+    Args:
+        refers: By column: the strides of the numbers in it (`_Strides`), None for other values.
+    """
+
+    def __init__(self, *refers: _Strides | None) -> None:
+        self._refers = refers
+        self.parts: list[tuple[Any, ...]] = []
+        self.rows: list[tuple[int, ...]] = []
+
+    def mark(self) -> tuple[int, int]:
+        """Return the current length, for `since`."""
+        return len(self.parts), len(self.rows)
+
+    def since(self, mark: tuple[int, int] = (0, 0)) -> list[Any]:
+        """Return the columns of everything since `mark`: parts, then single rows."""
+        rows = np.asarray(self.rows[mark[1] :], np.int64).reshape(-1, len(self._refers)).T
+        parts = self.parts[mark[0] :]
+        return [np.concatenate([*(each[i] for each in parts), row]) for i, row in enumerate(rows)]
+
+    def repeat(self, mark: tuple[int, int], count: int) -> None:
+        """Append `count` copies of everything since `mark`, each further by one stride."""
+        columns = self.since(mark)
+        nth = np.repeat(np.arange(1, count + 1), len(columns[0]))
+
+        def copies(column: Any, strides: _Strides | None) -> Any:
+            repeated = np.tile(column, count)
+            return repeated if strides is None else repeated + nth * np.tile(strides.of(column), count)
+
+        self.parts.append(tuple(map(copies, columns, self._refers)))
+
+
 @dataclass(frozen=True)
 class Mark:
-    """A position in a step under construction: counts of everything that was appended so far."""
+    """A position in a step under construction: what was appended so far."""
 
     n_ops: int
     n_storages: int
-    op_parts: int
-    storage_parts: int
-    use_parts: int
-    new_uses: int
-    holds: int
+    tables: tuple[tuple[int, int], ...]
+
+
+class _RowColumns(NamedTuple):
+    """Rows of the old step as every replay appends them; positions count from the first of them."""
+
+    rows: RowIndex
+    phase: Any
+    is_forward: RowMask
+    made: I32
+    """Old storages that the rows make."""
+    columns: tuple[Any, ...]
+    """Bytes, tier, kind and owner of these, and that nothing holds them yet."""
+    n_made: I32
+    """Number of storages that the rows before each one make; the last entry is that of all."""
+    maker: I32
+    """Position of the row that makes each."""
+    used: I32
+    """Old storages that the rows use."""
+    user: I32
+    """Position of the row of each use."""
+    mode: Any
+    initial: RowIndex
+    """The uses of storages that exist before the step."""
+
+
+class _Source:
+    """The old step by op, and the rows of it that were replayed: packs and micro-batches repeat the same."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._by_producer = np.argsort(step.storages.producer, kind="stable").astype(np.int32)
+        self._made = np.searchsorted(step.storages.producer[self._by_producer], np.arange(step.ops.n + 1))
+        self._uses = np.searchsorted(step.uses.op, np.arange(step.ops.n + 1))
+        self.is_initial = step.storages.producer < 0
+        self._known: dict[bytes, _RowColumns] = {}
+
+    def of(self, rows: RowIndex) -> _RowColumns:
+        """Return what a replay of `rows` appends."""
+        key = rows.tobytes()
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._columns(rows)
+        return known
+
+    def _columns(self, rows: RowIndex) -> _RowColumns:
+        storages, uses, phase = self._step.storages, self._step.uses, self._step.ops.phase[rows]
+        index, maker = _expanded(self._made, rows)
+        made = self._by_producer[index]
+        index, user = _expanded(self._uses, rows)
+        used = uses.storage[index]
+        stored = (each[made] for each in (storages.bytes, storages.tier, storages.kind, storages.owner))
+        return _RowColumns(
+            rows=rows,
+            phase=phase,
+            is_forward=phase == Phase.FORWARD,
+            made=made,
+            columns=(*stored, np.full(len(made), -1)),
+            n_made=np.searchsorted(maker, np.arange(len(rows) + 1)).astype(np.int32),
+            maker=maker.astype(np.int32),
+            used=used,
+            user=user.astype(np.int32),
+            mode=uses.mode[index],
+            initial=np.flatnonzero(self.is_initial[used]),
+        )
+
+
+_source_of = functools.lru_cache(maxsize=8)(_Source)
 
 
 class _Strides:
@@ -100,16 +205,23 @@ class RowReplay:
         self.step, self.n_ops = step, 0
         self._columns = step.ops.columns()
         self._names = {name: number for number, name in enumerate(step.names)}
-        self._by_producer = np.argsort(step.storages.producer, kind="stable")
-        self._made = np.searchsorted(step.storages.producer[self._by_producer], np.arange(step.ops.n + 1))
-        self._uses = np.searchsorted(step.uses.op, np.arange(step.ops.n + 1))
-        self.is_initial = step.storages.producer < 0
+        self._source = _source_of(step)
+        self.is_initial = self._source.is_initial
         before = np.flatnonzero(self.is_initial)
         self.initial_number = np.full(step.storages.n, -1, np.int32)
         self.initial_number[before] = np.arange(len(before), dtype=np.int32)
         self.n_storages = 0
-        self._storages: list[tuple[Any, ...]] = []
-        self._pending_storages: list[tuple[int, ...]] = []
+        self._op_strides, self._storage_strides = ops, storages = _Strides(), _Strides()
+        # Position, old row (or beyond them the number of a new op), `copy_of`, phase.
+        self._ops = _Table(ops, None, ops, None)
+        self._new_ops: list[tuple[int, ...]] = []
+        # Number, bytes, tier, kind, producer, owner, last op that holds it.
+        self._storages = _Table(storages, None, None, None, ops, None, ops)
+        self._op_uses = _Table(ops, storages, None)
+        self._holds = _Table(storages, ops)
+        self._tables = self._ops, self._storages, self._op_uses, self._holds
+        self._kinds: list[tuple[int, int]] = []
+        self._emptied = _NONE
         self.add_storages(
             step.storages.bytes[before],
             step.storages.tier[before],
@@ -118,33 +230,17 @@ class RowReplay:
             step.storages.owner[before],
             step.storages.held_until[before],
         )
-        # Parts of three columns: old row (or beyond them the number of a new op), `copy_of`, phase.
-        self._ops: list[tuple[Any, ...]] = []
-        self._new_ops: list[tuple[int, ...]] = []
-        self._n_flushed = 0
-        self._op_uses: list[tuple[I32, I32, Any]] = []
-        self._new_uses: list[tuple[int, int, int]] = []
-        self._holds: list[tuple[I32, Any]] = []
-        self._kinds: list[tuple[int, int]] = []
-        self._emptied = _NONE
-        self.first_position = np.full(step.ops.n, -1, np.int32)
-        self._op_strides, self._storage_strides = _Strides(), _Strides()
 
     def add_storages(self, n_bytes: Any, tier: Any, kind: Any, producer: Any, owner: Any, held: Any) -> I32:
         """Add storages; each argument is a column or one value for all. Return their numbers."""
-        self._flush_storages()
-        # Numbers are positions in the list of parts, so pending single storages go first.
         count = len(n_bytes)
         if not count:
             return _NONE
         numbers = np.arange(self.n_storages, self.n_storages + count, dtype=np.int32)
         self.n_storages += count
-        self._storages.append(
-            tuple(
-                each if isinstance(each, np.ndarray) else np.full(count, each)
-                for each in (n_bytes, tier, kind, producer, owner, held)
-            )
-        )
+        columns = (n_bytes, tier, kind, producer, owner, held)
+        filled = (each if isinstance(each, np.ndarray) else np.full(count, each) for each in columns)
+        self._storages.parts.append((numbers, *filled))
         return numbers
 
     def new_op(
@@ -168,20 +264,50 @@ class RowReplay:
             call: As in `Ops`.
         """
         name = self._names.setdefault(op.name, len(self._names))
-        self._new_ops.append(
-            (name, call, op.phase, op.resource, traffic_bytes, op.group, op.stream, op.prefetch)
-        )
         at = self.n_ops
         self.n_ops += 1
-        self._new_uses += [(at, storage, READS) for storage in reads] + [
-            (at, storage, WRITES) for storage in writes
-        ]
+        self._ops.rows.append((at, self.step.ops.n + len(self._new_ops), -1, op.phase))
+        self._new_ops.append((name, call, op.resource, traffic_bytes, op.group, op.stream, op.prefetch))
+        self._op_uses.rows += [(at, storage, READS) for storage in reads]
+        self._op_uses.rows += [(at, storage, WRITES) for storage in writes]
         if makes is None:
             return -1
         n_bytes, tier, kind, owner = makes
-        self._pending_storages.append((n_bytes, tier, kind, at, owner, -1))
+        self._storages.rows.append((self.n_storages, n_bytes, tier, kind, at, owner, -1))
         self.n_storages += 1
         return self.n_storages - 1
+
+    def loads(
+        self, allocate: NewOp, copy: NewOp, sources: I32, n_bytes: Any, owner: I32, *, call: int
+    ) -> I32:
+        """Append for each of `sources` an op that allocates its bytes on the device and one that fills it.
+
+        Return the new storages.
+
+        Args:
+            allocate: The first op.
+            copy: The second op.
+            sources: Numbers of storages on the host.
+            n_bytes: Bytes of each.
+            owner: Parameter of each, as in `Storages`.
+            call: As in `Ops`.
+        """
+        count = len(sources)
+        at = np.arange(self.n_ops, self.n_ops + 2 * count, 2, dtype=np.int32)
+        for op, position, traffic in ((allocate, at, np.zeros_like(n_bytes)), (copy, at + 1, n_bytes)):
+            name = self._names.setdefault(op.name, len(self._names))
+            number = self.step.ops.n + len(self._new_ops) + np.arange(count)
+            self._ops.parts.append(
+                (position, number, np.full(count, -1, np.int32), np.full(count, op.phase, np.uint8))
+            )
+            self._new_ops += [
+                (name, call, op.resource, each, op.group, op.stream, op.prefetch) for each in traffic.tolist()
+            ]
+        self.n_ops += 2 * count
+        numbers = self.add_storages(n_bytes, Tier.DEVICE, Kind.COMMUNICATION, at, owner, -1)
+        for storages, mode in ((sources, READS), (numbers, WRITES)):
+            self._op_uses.parts.append((at + 1, storages, np.full(count, mode, np.uint8)))
+        return numbers
 
     def append_rows(
         self,
@@ -192,6 +318,7 @@ class RowReplay:
         from_kept: RowMask,
         *,
         again: I32 | None = None,
+        stops: Sequence[Stop] = (),
     ) -> None:
         """Append the old ops `rows` to the new step.
 
@@ -202,50 +329,46 @@ class RowReplay:
             kept: (m,) numbers that an earlier replay made, kept for this one.
             from_kept: (m,) True for storages that are read from `kept` instead of `made`.
             again: (n,) position at which each row ran first: forward rows become recomputation of those.
+            stops: Calls between the rows, in order, which may append ops. They find the numbers of storages
+                that were made before them in `made`, and must not change others that the rows use.
         """
         if not len(rows):
             return
-        self._flush()
-        step = self.step
-        positions = np.arange(self.n_ops, self.n_ops + len(rows), dtype=np.int32)
-        self.n_ops += len(rows)
-        phase = step.ops.phase[rows]
+        source = self._source.of(rows)
+        positions, numbers = np.empty(len(rows), np.int32), np.empty(len(source.made), np.int32)
+        begin = stored = 0
+        for end, call in (*stops, Stop(len(rows))):
+            until = int(source.n_made[end])
+            positions[begin:end] = np.arange(self.n_ops, self.n_ops + end - begin)
+            numbers[stored:until] = np.arange(self.n_storages, self.n_storages + until - stored)
+            made[source.made[stored:until]] = numbers[stored:until]
+            self.n_ops += end - begin
+            self.n_storages += until - stored
+            begin, stored = end, until
+            call()
+        phase = source.phase
         if again is None:
             copy_of = np.full(len(rows), -1, np.int32)
         else:
-            repeated = (phase == Phase.FORWARD) & (again[rows] >= 0)
+            repeated = source.is_forward & (again[rows] >= 0)
             # Rows of a pass that were recomputation before have no meaning in the new step.
             copy_of = np.where(repeated, again[rows], -1).astype(np.int32)
-            phase = np.where(repeated, np.uint8(Phase.RECOMPUTE), phase)
-        self._ops.append((rows, copy_of, phase))
-        # Of several replays the first defines where blocks start and end.
-        fresh = self.first_position[rows] < 0
-        self.first_position[rows[fresh]] = positions[fresh]
-        index, maker = _expanded(self._made, rows)
-        new = self._by_producer[index]
-        numbers = self.add_storages(
-            step.storages.bytes[new],
-            step.storages.tier[new],
-            step.storages.kind[new],
-            positions[maker],
-            step.storages.owner[new],
-            -1,
-        )
-        made[new] = numbers
-        index, user = _expanded(self._uses, rows)
-        storages = self.number(step.uses.storage[index], made, kept, from_kept)
-        self._op_uses.append((positions[user], storages, step.uses.mode[index]))
+            phase = np.where(repeated, _RECOMPUTE, phase)
+        self._ops.parts.append((positions, rows, copy_of, phase))
+        n_bytes, tier, kind, owner, held = source.columns
+        self._storages.parts.append((numbers, n_bytes, tier, kind, positions[source.maker], owner, held))
+        used = source.used
+        storages = np.where(from_kept[used], kept[used], made[used])
+        storages[source.initial] = self.initial_number[used[source.initial]]
+        self._op_uses.parts.append((positions[source.user], storages, source.mode))
         run.rows.append(rows)
         run.positions.append(positions)
-        run.storages.append(new.astype(np.int32))
+        run.storages.append(source.made)
         run.numbers.append(numbers)
 
     def mark(self) -> Mark:
         """Return the current position, for `repeat`."""
-        self._flush()
-        self._flush_storages()
-        lists = self._ops, self._storages, self._op_uses, self._new_uses, self._holds
-        return Mark(self.n_ops, self.n_storages, *(len(each) for each in lists))
+        return Mark(self.n_ops, self.n_storages, tuple(each.mark() for each in self._tables))
 
     def repeat(self, first: Mark, second: Mark, count: int) -> None:
         """Append `count` copies of everything since `second`, an iteration equal to the one since `first`.
@@ -260,36 +383,8 @@ class RowReplay:
         self._op_strides.add(first.n_ops, end.n_ops, ops)
         self._storage_strides.add(first.n_storages, end.n_storages, storages)
 
-        def copies(column: Any, strides: _Strides | None = None) -> Any:
-            column = np.asarray(column)
-            repeated = np.tile(column, count)
-            if strides is None or not len(column):
-                return repeated
-            nth = np.repeat(np.arange(1, count + 1), len(column))
-            return (repeated + nth * np.tile(strides.of(column), count)).astype(column.dtype)
-
-        if op_parts := self._ops[second.op_parts :]:
-            source, copy_of, phase = map(np.concatenate, zip(*op_parts, strict=True))
-            self._ops.append((copies(source), copies(copy_of, self._op_strides), copies(phase)))
-        if storage_parts := self._storages[second.storage_parts :]:
-            n_bytes, tier, kind, producer, owner, held = map(np.concatenate, zip(*storage_parts, strict=True))
-            self._storages.append(
-                (
-                    *(copies(each) for each in (n_bytes, tier, kind)),
-                    copies(producer, self._op_strides),
-                    copies(owner),
-                    copies(held, self._op_strides),
-                )
-            )
-        new_uses = np.asarray(self._new_uses[second.new_uses :], np.int32).reshape(-1, 3).T
-        parts = [*self._op_uses[second.use_parts :], tuple(new_uses)]
-        op, storage, mode = map(np.concatenate, zip(*parts, strict=True))
-        self._op_uses.append(
-            (copies(op, self._op_strides), copies(storage, self._storage_strides), copies(mode))
-        )
-        if holds := self._holds[second.holds :]:
-            numbers, until = map(np.concatenate, zip(*holds, strict=True))
-            self._holds.append((copies(numbers, self._storage_strides), copies(until, self._op_strides)))
+        for table, since in zip(self._tables, second.tables, strict=True):
+            table.repeat(since, count)
         self.n_ops += count * ops
         self.n_storages += count * storages
 
@@ -305,9 +400,11 @@ class RowReplay:
 
     def hold(self, numbers: Any, until: Any) -> None:
         """Hold storages `numbers` through op `until`."""
-        numbers = np.atleast_1d(np.asarray(numbers, np.int32))
-        if len(numbers):
-            self._holds.append((numbers, np.broadcast_to(np.asarray(until, np.int32), len(numbers))))
+        if np.ndim(numbers) == 0:
+            self._holds.rows.append((int(numbers), int(until)))
+        elif len(numbers):
+            through = until if isinstance(until, np.ndarray) else np.full(len(numbers), until, np.int32)
+            self._holds.parts.append((np.asarray(numbers, np.int32), through))
 
     def set_kind(self, number: int, kind: Kind) -> None:
         """Change the kind of the storage `number`."""
@@ -317,38 +414,25 @@ class RowReplay:
         """Set the bytes of old `storages`, which exist before the step, to zero."""
         self._emptied = np.union1d(self._emptied, self.first_number(storages)).astype(np.int32)
 
-    def _flush(self) -> None:
-        """Convert pending new ops to columns, so that the next rows follow them in order."""
-        pending = self._new_ops[self._n_flushed :]
-        if pending:
-            first, count = self.step.ops.n + self._n_flushed, len(pending)
-            phase = np.asarray([each[_PHASE] for each in pending], np.uint8)
-            self._ops.append((np.arange(first, first + count), np.full(count, -1, np.int32), phase))
-            self._n_flushed += count
-
-    def _columns_of_ops(self) -> dict[str, Any]:
-        source, copy_of, phase = map(np.concatenate, zip(*self._ops, strict=True))
-        new = (
-            dict(zip(_NEW_OP_COLUMNS, zip(*self._new_ops, strict=True), strict=True)) if self._new_ops else {}
-        )
-        zeros = [0] * len(self._new_ops)
+    def _columns_of_ops(self) -> tuple[dict[str, Any], I32]:
+        """Return the new columns, and (n,) the position at which each old row ran first, -1 for never."""
+        source, copy_of, phase = _in_order(self._ops)
+        new = dict(zip(_NEW_OP_COLUMNS, np.asarray(self._new_ops, np.int64).reshape(-1, 7).T, strict=True))
+        zeros = np.zeros(len(self._new_ops), np.int64)
         columns = {
-            name: np.concatenate([column, np.asarray(new.get(name, zeros)).astype(column.dtype)])[source]
+            name: np.concatenate([column, new.get(name, zeros).astype(column.dtype)])[source]
             for name, column in self._columns.items()
             if name not in ("sequence_nr", "copy_of", "phase")
         }
+        # Of several replays the first defines where blocks start and end.
+        old = np.flatnonzero(source < self.step.ops.n)[::-1]
+        first_position = np.full(self.step.ops.n, -1, np.int32)
+        first_position[source[old]] = old
         return columns | {
             "sequence_nr": np.full(self.n_ops, -1, np.int32),
-            "copy_of": copy_of,
-            "phase": phase,
-        }
-
-    def _flush_storages(self) -> None:
-        if self._pending_storages:
-            self._storages.append(
-                tuple(np.asarray(each, np.int64) for each in zip(*self._pending_storages, strict=True))
-            )
-            self._pending_storages = []
+            "copy_of": copy_of.astype(np.int32),
+            "phase": phase.astype(np.uint8),
+        }, first_position
 
     def done(self, gradient: I32, grad_order: I32) -> Step:
         """Return the new step.
@@ -357,21 +441,17 @@ class RowReplay:
             gradient: (parameters,) number of each parameter's gradient, -1 for none.
             grad_order: Numbers of the gradients in the order in which they are ready.
         """
-        self._flush()
-        self._flush_storages()
         step = self.step
-        ops = self._columns_of_ops()
+        ops, first_position = self._columns_of_ops()
         names = ("bytes", "tier", "kind", "producer", "owner", "held_until")
         columns: dict[str, Any] = {
-            name: np.concatenate(parts).astype(getattr(step.storages, name).dtype)
-            for name, parts in zip(names, zip(*self._storages, strict=True), strict=True)
+            name: column.astype(getattr(step.storages, name).dtype)
+            for name, column in zip(names, _in_order(self._storages), strict=True)
         }
         columns["bytes"][self._emptied] = 0
         for number, kind in self._kinds:
             columns["kind"][number] = kind
-        if self._holds:
-            numbers, until = (np.concatenate(parts) for parts in zip(*self._holds, strict=True))
-            np.maximum.at(columns["held_until"], numbers, until)
+        np.maximum.at(columns["held_until"], *self._holds.since())
         blocks = columns_of(step.parameters)
         known = self.first_number(blocks.storage)
         columns["grad_ready_after"] = np.full(self.n_storages, -1, np.int32)
@@ -389,8 +469,8 @@ class RowReplay:
             returned=_NONE,
             partly_written=_NONE,
             read_by_host=_NONE,
-            forward_starts=self.first_position[np.maximum(step.forward_starts, 0)],
-            forward_ends=self.first_position[np.maximum(step.forward_ends, 0)],
+            forward_starts=first_position[np.maximum(step.forward_starts, 0)],
+            forward_ends=first_position[np.maximum(step.forward_ends, 0)],
         )
 
     def first_number(self, storages: I32) -> I32:
@@ -400,13 +480,22 @@ class RowReplay:
         return found
 
     def _uses_of_all(self) -> Uses:
-        new = np.asarray(self._new_uses, np.int32).reshape(-1, 3)
-        op, storage, mutates = (
-            np.concatenate([*(part[i] for part in self._op_uses), new[:, i]]).astype(dtype)
-            for i, dtype in enumerate((np.int32, np.int32, np.uint8))
-        )
+        op, storage, mode = self._op_uses.since()
         order = np.argsort(op, kind="stable")
-        return Uses(op=op[order], storage=storage[order], mode=mutates[order])
+        return Uses(
+            op=op[order].astype(np.int32),
+            storage=storage[order].astype(np.int32),
+            mode=mode[order].astype(np.uint8),
+        )
+
+
+def _in_order(table: _Table) -> list[Any]:
+    """Return the columns of a table in the order of their numbers, its first column."""
+    at, *columns = table.since()
+    found = [np.empty_like(column) for column in columns]
+    for each, column in zip(found, columns, strict=True):
+        each[at] = column
+    return found
 
 
 def set_lifetimes(

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ from memtune.program import (
     RowReplay,
     RowRun,
     Step,
+    Stop,
     Tier,
     columns_of,
     raw_gradients,
@@ -130,6 +131,11 @@ class Parts:
         """Return the backward rows of a pack."""
         return np.concatenate(self.backward[pack[0] : pack[1]][::-1])
 
+    def turnaround_of(self, pack: Span) -> RowIndex:
+        """Return the backward rows that follow the forward of the last pack."""
+        before = [] if pack[0] else [self.backward_before]
+        return np.concatenate([self.backward_after, self.backward_of(pack), *before])
+
 
 def _within(rows: RowIndex, begin: int, end: int) -> RowIndex:
     return rows[(rows >= begin) & (rows < end)]
@@ -138,6 +144,7 @@ def _within(rows: RowIndex, begin: int, end: int) -> RowIndex:
 parts_of = functools.lru_cache(maxsize=8)(Parts)
 
 
+@functools.lru_cache(maxsize=8)
 def _needs_gradient(step: Step) -> RowMask:
     """Return (m,) the trained parameters, and all that forward computes from them."""
     columns = columns_of(step.parameters)
@@ -233,6 +240,21 @@ def layer_major(
     return _StepWriter(step, packs, micro_batches, boundaries, ranks).done()
 
 
+class _Cut(NamedTuple):
+    """Backward rows of a pack as a micro-batch replays them."""
+
+    rows: RowIndex
+    stops: list[tuple[int, int, bool]]
+    """After that many rows, a parameter is ready and offloaded, or (True) a part of a tied weight's gradient
+    is ready.
+    """
+    starts: set[int]
+    """Parameters whose sums start with this micro-batch."""
+    offloaded: set[int]
+    given: I32
+    """Gradients that the rows start from."""
+
+
 class _StepWriter:
     """Writes the new step; follows `layer_major_order.LayerMajor` method by method."""
 
@@ -262,6 +284,8 @@ class _StepWriter:
         self._nothing: RowMask = np.zeros(step.storages.n, bool)
         self._ignore = self._gradients.storages.copy()
         self._total = -1
+        self._cuts: dict[tuple[bytes, bool, bool, bool], _Cut] = {}
+        self._given: dict[bytes, I32] = {}
         self._tied = self._tied_parts()
         """Tied weight by each part of its gradient."""
         self._hold_batches_on_host()
@@ -416,13 +440,7 @@ class _StepWriter:
         if first:
             self._boundaries.end_use(first, forward_made, begun + len(parts.forward[first]) - 1)
         seed = self._loss(run, index, from_forward)
-        rows = np.concatenate(
-            [
-                parts.backward_after,
-                parts.backward_of((first, last)),
-                *([] if first else [parts.backward_before]),
-            ]
-        )
+        rows = parts.turnaround_of((first, last))
         self._run_backward(run, rows, index, group, from_forward)
         self._new.hold(seed, self._new.n_ops - 1)
         self._add_losses(index)
@@ -523,47 +541,68 @@ class _StepWriter:
         In the last micro-batch of a group the blocks' gradients are offloaded when ready.
         """
         gradients, made, forward_made = self._gradients, self._made[index], self._forward_made[index]
-        given = self._starting_gradients(rows, made)
-        # Rows after which the replay stops: (row, parameter or part of a tied weight's gradient, is a part).
-        stops: list[tuple[int, int, bool]] = []
-        for parameter in gradients.ready_in(rows):
-            starts_sum = index == 0 if gradients.is_outside[parameter] else index == group[0]
-            if parameter not in self._tied.values() and (
-                starts_sum or self._is_offloaded(parameter, index, group)
-            ):
-                stops.append((gradients.ready_row(parameter), parameter, False))
-        stops += [
+        cut = self._cut(rows, index, group)
+        given = made[cut.given]
+
+        def start_sum(parameter: int) -> None:
+            gradients.start_sum(parameter, int(made[gradients.raw(parameter)]))
+
+        def add_part(part: int) -> None:
+            gradients.add_part(self._tied[part], int(made[part]))
+
+        def offload(parameter: int) -> None:
+            if parameter in cut.starts:
+                start_sum(parameter)
+            gradients.offload(parameter)
+
+        stops = [
+            Stop(end, functools.partial(add_part if is_part else offload, key))
+            for end, key, is_part in cut.stops
+        ]
+        self._new.append_rows(run, cut.rows, made, forward_made, from_forward, stops=stops)
+        for parameter in cut.starts - cut.offloaded:
+            start_sum(parameter)
+        # The caller of backward holds the gradients that it starts from.
+        self._new.hold(given, self._new.n_ops - 1)
+
+    def _cut(self, rows: RowIndex, index: int, group: range) -> _Cut:
+        """Return how micro-batch `index` replays backward `rows`; those in the middle of a group do alike."""
+        place = rows.tobytes(), index == 0, index == group[0], index == group[-1]
+        if (known := self._cuts.get(place)) is not None:
+            return known
+        if place[0] not in self._given:
+            self._given[place[0]] = self._starting_gradients(rows)
+        gradients, tied = self._gradients, set(self._tied.values())
+        ready = [each for each in gradients.ready_in(rows) if each not in tied]
+        is_outside = gradients.is_outside
+        offloaded = [each for each in ready if index == group[-1] and not is_outside[each]]
+        after = [(gradients.ready_row(each), each, False) for each in offloaded]
+        after += [
             (ready_after(self._step, part), part, True)
             for part in self._tied
             if self._step.storages.producer[part] in rows
         ]
+        after.sort(key=lambda each: each[0])
         # The first micro-batch has no sum to add to, and `add_part` replaces the adders of tied weights.
-        rows = rows[~np.isin(rows, [*skipped_adds(gradients, index, group), *self._adders])]
-        done = 0
-        for row, key, is_part in sorted(stops, key=lambda each: each[0]):
-            end = max(done, int(np.searchsorted(rows, row, side="right")))
-            self._new.append_rows(run, rows[done:end], made, forward_made, from_forward)
-            done = end
-            if is_part:
-                gradients.add_part(self._tied[key], int(made[key]))
-                continue
-            if index == 0 if gradients.is_outside[key] else index == group[0]:
-                gradients.start_sum(key, int(made[gradients.raw(key)]))
-            if self._is_offloaded(key, index, group):
-                gradients.offload(key)
-        self._new.append_rows(run, rows[done:], made, forward_made, from_forward)
-        # The caller of backward holds the gradients that it starts from.
-        self._new.hold(given, self._new.n_ops - 1)
+        skipped = np.zeros(self._step.ops.n, bool)
+        skipped[skipped_adds(gradients, index, group)] = skipped[self._adders] = True
+        kept = rows[~skipped[rows]]
+        ends = np.searchsorted(kept, [row for row, _, _ in after], side="right").tolist()
+        found = self._cuts[place] = _Cut(
+            kept,
+            [(end, key, is_part) for end, (_, key, is_part) in zip(ends, after, strict=True)],
+            {each for each in ready if index == (0 if is_outside[each] else group[0])},
+            set(offloaded),
+            self._given[place[0]],
+        )
+        return found
 
-    def _is_offloaded(self, parameter: int, index: int, group: range) -> bool:
-        return not self._gradients.is_outside[parameter] and index == group[-1]
-
-    def _starting_gradients(self, rows: RowIndex, made: I32) -> I32:
+    def _starting_gradients(self, rows: RowIndex) -> I32:
         """Return the gradients that `rows` start from, made by other backward rows: the caller holds them."""
         step, inside = self._step, np.zeros(self._step.ops.n + 1, bool)
         inside[rows] = True
         used = step.uses.storage[inside[step.uses.op]]
         producer = step.storages.producer[used]
         from_others = (producer >= 0) & ~inside[producer] & (step.ops.phase[producer] == Phase.BACKWARD)
-        numbers: I32 = made[np.unique(used[from_others & ~self._ignore[used]])]
-        return numbers
+        found: I32 = np.unique(used[from_others & ~self._ignore[used]])
+        return found

@@ -76,24 +76,23 @@ class Weights:
         self.hosts = np.full(len(self._columns.numel), -1, np.int32)
         self.hosts[mine] = new.add_storages(self._n_bytes[mine], Tier.HOST, Kind.PARAMETER, -1, mine, FOREVER)
         new.empty_initial(self._columns.storage[mine])
-        self._resident: dict[int, list[int]] = {}
+        self._resident: dict[int, I32] = {}
 
     def begin(self, pack: Span, following: Span | None, phase: Phase) -> None:
         """Load the blocks of `pack` that are not resident, and prefetch those of `following`."""
         for blocks, copy in ((pack, _COPY_IN[phase]), (following or (0, 0), _PREFETCH[phase])):
             for block in range(*blocks):
                 if block not in self._resident:
-                    self._resident[block] = [self._load(row, copy, phase) for row in self._by_block[block]]
+                    self._resident[block] = self._load(block, copy, phase)
 
-    def _load(self, row: int, copy: NewOp, phase: Phase) -> int:
-        new, n_bytes = self._new, int(self._n_bytes[row])
-        block = int(self._columns.block[row])
-        number = new.new_op(
-            _ALLOCATE[phase], makes=(n_bytes, Tier.DEVICE, Kind.COMMUNICATION, row), call=block
+    def _load(self, block: int, copy: NewOp, phase: Phase) -> I32:
+        """Add an allocation and a copy of each parameter of `block`; return their storages."""
+        rows = np.asarray(self._by_block[block], np.int32)
+        numbers = self._new.loads(
+            _ALLOCATE[phase], copy, self.hosts[rows], self._n_bytes[rows], rows, call=block
         )
-        new.new_op(copy, n_bytes, reads=(int(self.hosts[row]),), writes=(number,), call=block)
-        new.initial_number[self._columns.storage[row]] = number
-        return number
+        self._new.initial_number[self._columns.storage[rows]] = numbers
+        return numbers
 
     def end(self, pack: Span) -> None:
         """Free a pack."""
