@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from enum import IntEnum
+from enum import EnumType, IntEnum
 from functools import cached_property
 from typing import Any, Final, Self
 
@@ -39,7 +39,17 @@ U8 = npt.NDArray[np.uint8]
 F64 = npt.NDArray[np.float64]
 
 
-class Phase(IntEnum):
+class _CodeType(EnumType):
+    """Metaclass of values that are compared with columns.
+
+    Of each scalar numpy looks up protocols in its class. Before Python 3.12 an enum's class answers in
+    Python that it has none, which takes longer than the comparison.
+    """
+
+    __getattr__ = type.__getattribute__  # members are found before it is asked
+
+
+class Phase(IntEnum, metaclass=_CodeType):
     """Part of the step that an op belongs to.
 
     Prologue, boundary and optimizer run once per step; forward, recompute and backward once per micro-batch.
@@ -57,7 +67,7 @@ REPEATED: Final = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)
 """Phases that run in each micro-batch."""
 
 
-class Resource(IntEnum):
+class Resource(IntEnum, metaclass=_CodeType):
     """Resource that an op occupies while it runs. Each resource runs its ops in program order."""
 
     COMPUTE = 0
@@ -71,7 +81,7 @@ class Resource(IntEnum):
     NOTHING = 8  # the op only allocates
 
 
-class Tier(IntEnum):
+class Tier(IntEnum, metaclass=_CodeType):
     """Memory that a storage is in."""
 
     DEVICE = 0
@@ -79,7 +89,7 @@ class Tier(IntEnum):
     SSD = 2
 
 
-class Kind(IntEnum):
+class Kind(IntEnum, metaclass=_CodeType):
     """Purpose of a storage. A saved activation is a TEMPORARY in `Saves`; reports list the two separately."""
 
     PARAMETER = 0
@@ -92,7 +102,7 @@ class Kind(IntEnum):
     COMMUNICATION = 7
 
 
-class Precision(IntEnum):
+class Precision(IntEnum, metaclass=_CodeType):
     """Type in which an op multiplies matrices."""
 
     UNKNOWN = 0  # that of most parameters, or of autocast
