@@ -7,31 +7,18 @@ backward reads. Torch's own kernel is preceded by an empty tensor instead.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from memtune.autotune.translate import translation_table as table
-from memtune.program import I32, I64, Edit, Hints, Step
+from memtune.autotune.translate.kernel_fusion import UNPACK_ROOM, KernelFusion
+from memtune.program import I32, Edit, Hints, Step
 
 
-class Translated(Protocol):
-    """The parts of a translation that these functions change."""
-
-    step: Step
-    names: list[str]
-    op_name: npt.NDArray[Any]
-    bytes: I64
-    dropped_ops: npt.NDArray[np.bool_]
-    gone: npt.NDArray[np.bool_]
-    later: list[Callable[[Edit], object]]
-
-
-def widen_statistics(translated: Translated, hints: Hints) -> None:
+def widen_statistics(fusion: KernelFusion, hints: Hints) -> None:
     """Keep means and deviations of 16-bit inputs in fp32, where CPU keeps them in 16 bits."""
-    step = translated.step
+    step = fusion.step
     for name in table.NORM_STATISTICS.keys() & set(step.names):
         for op in _rows(step, name):
             if (given := _arguments(hints, op)) is None:
@@ -41,18 +28,15 @@ def widen_statistics(translated: Translated, hints: Hints) -> None:
             rows = int(np.prod(shape[: len(shape) - len(axes)])) if by_row else shape[1]
             made = np.flatnonzero(step.storages.producer == op)[1:]
             if dtype in ("float16", "bfloat16"):
-                translated.bytes[made[step.storages.bytes[made] == 2 * rows]] = 4 * rows
+                fusion.bytes[made[step.storages.bytes[made] == 2 * rows]] = 4 * rows
 
 
-def use_cudnn(translated: Translated, hints: Hints, unpack_stride: int) -> int:
+def use_cudnn(fusion: KernelFusion, hints: Hints) -> int:
     """Turn batch norms that cuDNN supports into its op; return how many there are.
 
-    Args:
-        translated: The step.
-        hints: Give the arguments of each op.
-        unpack_stride: Factor on recorded unpack orders (`Saves.unpack_order`), to insert saves between them.
+    `hints` give the arguments of each op.
     """
-    step = translated.step
+    step = fusion.step
     forward, backward = table.BATCH_NORM
     if forward not in step.names:
         return 0
@@ -70,10 +54,10 @@ def use_cudnn(translated: Translated, hints: Hints, unpack_stride: int) -> int:
             found.append((int(op), back if given[5] else -1, int(made[-1])))
     if found:
         ops, backs, last = (np.asarray(column, np.int32) for column in zip(*found, strict=True))
-        _rename(translated, ops, table.CUDNN_BATCH_NORM[0])
-        _rename(translated, backs[backs >= 0], table.CUDNN_BATCH_NORM[1])
-        _drop_reserves(translated, ops)
-        translated.later.append(lambda edit: _add_reserves(edit, step, ops, backs, last, unpack_stride))
+        fusion.rename(ops, table.CUDNN_BATCH_NORM[0])
+        fusion.rename(backs[backs >= 0], table.CUDNN_BATCH_NORM[1])
+        _drop_reserves(fusion, ops)
+        fusion.later.append(lambda edit: _add_reserves(edit, step, ops, backs, last))
     return len(found)
 
 
@@ -106,25 +90,19 @@ def _readers(step: Step, name: str) -> dict[int, int]:
     return dict(zip(step.uses.storage[uses].tolist(), step.uses.op[uses].tolist(), strict=True))
 
 
-def _rename(translated: Translated, ops: I32, name: str) -> None:
-    if name not in translated.names:
-        translated.names.append(name)
-    translated.op_name[ops] = translated.names.index(name)
-
-
-def _drop_reserves(translated: Translated, ops: I32) -> None:
+def _drop_reserves(fusion: KernelFusion, ops: I32) -> None:
     """Remove the tensors made just before each of `ops` instead of a reserve, which are never used."""
-    step = translated.step
+    step = fusion.step
     if table.BATCH_NORM_RESERVE not in step.names:
         return
     before = ops[ops > 0] - 1
     before = before[step.ops.name[before] == step.names.index(table.BATCH_NORM_RESERVE)]
     made = np.flatnonzero(np.isin(step.storages.producer, before) & (step.storages.bytes == 0))
-    translated.dropped_ops[step.storages.producer[made]] = True
-    translated.gone[made] = True
+    fusion.dropped_ops[step.storages.producer[made]] = True
+    fusion.gone[made] = True
 
 
-def _add_reserves(edit: Edit, step: Step, ops: I32, backs: I32, last: I32, unpack_stride: int) -> None:
+def _add_reserves(edit: Edit, step: Step, ops: I32, backs: I32, last: I32) -> None:
     """Add a reserve to each of `ops`, packed after the `last` of its statistics, read by backward."""
     reserves = edit.add_storages(np.zeros(len(ops), np.int64), producer=ops)
     has = backs >= 0
@@ -139,7 +117,7 @@ def _add_reserves(edit: Edit, step: Step, ops: I32, backs: I32, last: I32, unpac
         held_until=like.held_until,
         call=like.call,
         unpacked_before=like.unpacked_before,
-        unpack_order=like.unpack_order * unpack_stride + 1,
+        unpack_order=like.unpack_order * UNPACK_ROOM + 1,
         is_output=1,
         used_until=like.used_until,
     )
