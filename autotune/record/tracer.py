@@ -258,7 +258,9 @@ class Tracer(WatchingMode):
         name = str(func)
         if self.phase < Phase.BOUNDARY and any(t.is_conj() or t.is_neg() for t in inputs):
             self.draft.lazy_values = True
-        self._sequence = sequence + 1
+        # An op inside a custom Function's forward makes no node: what the Function saves when it returns is
+        # not the output of a kernel that still runs.
+        self._sequence = sequence + 1 if torch.is_grad_enabled() else -1
         if (
             torch.is_grad_enabled()
             and any(t._is_view() for t in written)

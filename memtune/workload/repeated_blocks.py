@@ -61,14 +61,25 @@ def _stacks(prefix: str, module: nn.Module) -> list[list[_Unit]]:
     found = []
     for group in groups.values():
         inner = [stack for unit in group for stack in _stacks(unit.name, unit.module)]
-        is_stack = len(group) > 1 and all(unit.in_container for unit in group)
-        if is_stack and not (inner and _are_stages(group)):
+        # A bottleneck of the same class next to the lists of a U-Net is one more of their blocks.
+        is_stack = sum(unit.in_container for unit in group) > 1
+        if is_stack and not (_covers_most(inner, group) and _are_stages(group)):
             found.append(group)
         elif inner:
             found.extend(inner)
         elif len(group) > 1:
             found.append(group)
     return found
+
+
+def _covers_most(inner: list[list[_Unit]], group: list[_Unit]) -> bool:
+    """Return whether the stacks `inner` hold most parameters of the units that contain them.
+
+    Two attentions of a block repeat too, but recomputing them alone leaves the rest of a U-Net's level.
+    """
+    return 2 * sum(_n_params(each.module) for stack in inner for each in stack) > sum(
+        _n_params(each.module) for each in group
+    )
 
 
 def _are_stages(group: Sequence[_Unit]) -> bool:

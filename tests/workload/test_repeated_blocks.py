@@ -28,6 +28,14 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(Layer(dim=dim) for _ in range(depth))
 
 
+class Level(nn.Sequential):
+    """Level of a U-Net: a convolution, and a block with two small attentions."""
+
+    def __init__(self, dim: int) -> None:
+        attention = Holder(first=Mlp(4), second=Mlp(4), wide=nn.Linear(dim, dim))
+        super().__init__(nn.Conv2d(dim, dim, 3), attention)
+
+
 class Tower(nn.Module):
     def __init__(self, n_layers: int) -> None:
         super().__init__()
@@ -53,6 +61,18 @@ CASES = {
     "experts do not win": (
         Holder(embedding=nn.Embedding(9, 4), layers=layers(2, n_experts=8)),
         ["layers.{0..1}"],
+    ),
+    "u-net with a bottleneck of the same class": (
+        Holder(
+            down=nn.ModuleList([Level(8), Level(8), Level(16)]),
+            middle=Level(32),
+            up=nn.ModuleList([Level(16), Level(8)]),
+        ),
+        ["down.{0..2}", "middle", "up.{0..1}"],
+    ),
+    "levels that all differ and repeat little inside": (
+        Holder(down=nn.ModuleList(Level(dim) for dim in (8, 16, 32))),
+        ["down.{0..2}"],
     ),
     "wrapped": (
         Holder(base=Holder(model=Holder(layers=layers(4)), head=nn.Linear(4, 9))),

@@ -309,6 +309,10 @@ def _readers_and_saves(step: Step, moved: _Offloaded) -> tuple[I32, I32]:
     later = (step.use_phase == Phase.BACKWARD) | (step.use_phase == Phase.RECOMPUTE)
     readers = np.where(later, moved.seen_by(step, step.uses.storage, step.ops.block[step.uses.op]), -1)
     saves, index = moved.seen_by(step, step.saves.storage, step.saves.block), moved.index(step)
+    # A checkpoint of the user's own runs its function again on arguments that Python holds: before autograd
+    # unpacks any, those are the originals.
+    first, _ = _first_asked(step, saves, len(moved.storage))
+    readers = np.where((readers >= 0) & (step.uses.op >= first[readers]), readers, -1)
     # Double backward: what backward saves of a reloaded tensor is the reloaded copy, not the original.
     again = saved_in_backward(step, readers >= 0, (saves < 0) & (index[step.saves.storage] >= 0))
     if again.any():

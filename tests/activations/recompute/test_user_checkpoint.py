@@ -65,6 +65,75 @@ def test_user_checkpoint_trains_bitwise_and_is_predicted(technique: Technique, p
     assert not differences(train(path, technique), plain(path))
 
 
+_INSIDE = """
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+class Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, run, *inputs):
+        ctx.run, ctx.inputs = run, inputs  # held by Python, unlike tensors that are saved for backward
+        with torch.no_grad():
+            return run(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        inputs = [each.detach().requires_grad_(each.requires_grad) for each in ctx.inputs]
+        with torch.enable_grad():
+            out = ctx.run(*inputs)
+        torch.autograd.backward(out, grad)
+        return None, *(each.grad for each in inputs)
+
+def again(run, *inputs):
+    return CHECKPOINT
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+        self.query, self.key = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def cross(self, x, context):
+        return torch.tanh(self.query(x)) * torch.tanh(self.key(context))
+
+    def forward(self, x, context):
+        x = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return x + again(self.cross, x, context)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x, context):
+        for block in self.blocks:
+            x = block(x, context)
+        return x
+
+def model(): return Model()
+def batch(size): return torch.randn(size, 8, 16), torch.randn(size, 8, 16)
+def loss(model, batch): return model(*batch).square().mean()
+"""
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["torch's", "own"])
+@pytest.mark.parametrize(
+    "techniques",
+    [(Full(kind="full"),), (ALL,), (Full(kind="full"), ALL)],
+    ids=lambda each: "+".join(technique.kind for technique in each),
+)
+def test_user_checkpoint_inside_blocks_reads_an_input_that_all_of_them_offload(
+    techniques: tuple[Technique, ...], own: bool, tmp_path: Path
+) -> None:
+    """The checkpoint runs again on the tensors that Python holds, before any block reloads its inputs."""
+    path = tmp_path / "inside.py"
+    ours = "Again.apply(run, *inputs)" if own else "checkpoint(run, *inputs, use_reentrant=True)"
+    path.write_text(_INSIDE.replace("CHECKPOINT", ours))
+    assert drift(path, *techniques) == ""
+    assert not differences(train(path, *techniques), plain(path))
+
+
 def test_generator_states_of_a_checkpoint_count_on_cpu_only(path: Path) -> None:
     on_cpu, on_cuda = (record(Workload.load(path), target=target).step for target in ("cpu", "cuda"))
     allocated = on_cpu.ops.name == on_cpu.names.index("memtune.allocate")
