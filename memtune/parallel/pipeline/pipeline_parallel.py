@@ -42,7 +42,7 @@ from memtune.activations.recompute import ActivationTable
 from memtune.device import is_out_of_memory
 from memtune.errors import ApplyError, MemtuneError
 from memtune.parallel.model import mix_plain_and_sharded
-from memtune.parallel.pipeline.remote_parameters import NormAlone, keep_own
+from memtune.parallel.pipeline.remote_parameters import PlaceholderGradients, keep_own
 from memtune.parallel.pipeline.stage import Run, Stage, StageModule, become_pieces, shared_batch_form
 from memtune.parallel.ranks import (
     MicroBatchRotation,
@@ -140,6 +140,7 @@ class Pipeline:
         self.before_backward: Callable[[bool], None] | None = None
         """Called before each backward, with True for the last one of a step."""
         self._sharers: dist.ProcessGroup | None = None
+        self._norms = PlaceholderGradients()
 
     def require_divisible(self, kind: str) -> None:
         """Refuse the stages whose gradients `kind` cannot reduce in each backward.
@@ -284,29 +285,25 @@ class Pipeline:
         """Reduce gradients after the last backward (rule 5)."""
         held = self._context.placement.remote_parameters
         assert held is not None
+        trained = [(name, p) for name, p in self._context.model.named_parameters() if p.requires_grad]
         # Sums over stages first, so that pipelines average complete gradients; norms of the results last.
-        self._sum_between(held)
+        self._sum_between(held, trained)
         if self.reduce is not None:
             self.reduce()
-        self._share_norms(held)
+        self._share_norms(held, trained)
 
-    def _sum_between(self, held: RemoteParameters) -> None:
+    def _sum_between(self, held: RemoteParameters, trained: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Sum gradients over stages that share a weight, and average over pipelines; no reference to a
         gradient is kept.
         """
-        own = [
-            (name, p)
-            for name, p in self._context.model.named_parameters()
-            if name not in held.absent and p.requires_grad
-        ]
+        own = [(name, p) for name, p in trained if name not in held.absent]
         if self._tied is not None:
             # Both ends take part in the all-reduce, whichever of them has a gradient.
             sum_now([each for name, each in own if len(self._owners[name]) > 1], self._tied)
         if self._copies is not None and not self._context.placement.states_average_grads:
             average_now([each for _, each in own], self._copies)
 
-    def _share_norms(self, held: RemoteParameters) -> None:
-        trained = [(name, p) for name, p in self._context.model.named_parameters() if p.requires_grad]
+    def _share_norms(self, held: RemoteParameters, trained: Sequence[tuple[str, nn.Parameter]]) -> None:
         mine = [i for i, (name, p) in enumerate(trained) if p.grad is not None and held.owns(name)]
         # Row 0: norms. Row 1: 1 from the rank that has the gradient, so that a missing one remains None.
         norms = torch.zeros(2, len(trained), device=self._context.device)
@@ -321,13 +318,9 @@ class Pipeline:
             torch.ops.memtune.all_reduce_(norms[0], self._sharers.group_name, self._sharers.size(), "sum")
             norms[0].sqrt_()
         torch.ops.memtune.all_reduce_(norms, self._group.group_name, self._group.size(), "sum")
-        there = norms[1].tolist()
-        for index, (name, parameter) in enumerate(trained):
-            if name in held.absent:
-                # One value per absent parameter: `clip_grad_norm_` over all of them then gives the full
-                # model's norm.
-                norm = norms[0, index].to(parameter.dtype).reshape(parameter.shape)
-                parameter.grad = norm.clone().as_subclass(NormAlone) if there[index] else None
+        # One value per absent parameter: `clip_grad_norm_` over all of them then gives the full model's norm.
+        absent = {i: p for i, (name, p) in enumerate(trained) if name in held.absent}
+        self._norms.assign(absent, norms[0], norms[1].tolist())
 
 
 def _grad(parameter: Tensor) -> Tensor:

@@ -111,6 +111,38 @@ _foreach_utils._foreach_supported_types.append(NormAlone)
 _NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch._foreach_norm, torch.norm, Tensor.norm)
 
 
+class PlaceholderGradients:
+    """The gradients of placeholders: views of one tensor of norms per dtype, made once and filled by each
+    step.
+    """
+
+    def __init__(self) -> None:
+        self._made_for: list[tuple[int, torch.dtype, int]] = []
+        self._norms: dict[torch.dtype, Tensor] = {}
+        self._gradients: list[Tensor] = []
+
+    def assign(self, placeholders: Mapping[int, Tensor], norms: Tensor, there: Sequence[float]) -> None:
+        """Set the gradient of each placeholder to its norm, or to None.
+
+        Args:
+            placeholders: By row of `norms`.
+            norms: The norms of all trained parameters.
+            there: By row, whether the parameter has a gradient.
+        """
+        form = [(row, each.dtype, each.dim()) for row, each in placeholders.items()]
+        if form != self._made_for or any(len(each) != len(norms) for each in self._norms.values()):
+            self._norms = {dtype: torch.empty_like(norms, dtype=dtype) for _, dtype, _ in form}
+            self._gradients = [
+                self._norms[dtype].as_strided((1,) * dim, (1,) * dim, row).as_subclass(NormAlone)
+                for row, dtype, dim in form
+            ]
+            self._made_for = form
+        for each in self._norms.values():
+            each.copy_(norms)
+        for (row, placeholder), gradient in zip(placeholders.items(), self._gradients, strict=True):
+            placeholder.grad = gradient if there[row] else None
+
+
 @dataclass(frozen=True)
 class _Form:
     shape: tuple[int, ...]
