@@ -207,18 +207,19 @@ def to_host(x: Tensor) -> Tensor:
 def to_host_together(xs: Sequence[Tensor]) -> list[Tensor]:
     """Return new host tensors of the layouts of `xs`, of one device, and start their copies."""
     sizes = [x.nbytes for x in xs]
+    largest = max(sizes)
     COUNTERS.add("device_to_host", sum(sizes))
     if accelerator.has_streams(xs[0].device):
         hosts = [host_like(x) for x in xs]
         _start_on_side_stream(hosts, xs)
         return hosts
-    new, largest = torch.empty_strided, max(sizes)
-    # In backward, for every gradient.
-    if largest <= _INLINE_BYTES and xs[0].is_cpu and not torch.is_grad_enabled():
+    # Of every gradient in backward, and of small activations in forward, which are detached.
+    is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+    if largest <= _INLINE_BYTES and xs[0].is_cpu and not is_recorded:
         with tier(HOST):
             return [x.clone() if x.is_contiguous() else _with_strides(x) for x in xs]
     with tier(HOST):
-        hosts = [new(x.size(), x.stride(), dtype=x.dtype, device="cpu") for x in xs]
+        hosts = [torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu") for x in xs]
     if largest >= PAGE_BYTES:
         for host in hosts:
             in_huge_pages(host)
@@ -330,21 +331,28 @@ def issued(device: torch.device) -> torch.Event | None:
     return streams.recorded(device) if accelerator.has_streams(device) else None
 
 
-@contextlib.contextmanager
-def prefetching_separately(device: torch.device) -> Iterator[None]:
+class prefetching_separately:
     """Like `prefetching`, with a separate wait (`wait_tensor`) for each tensor of `to_device`; on CPU a
     thread copies.
     """
-    global _is_separate
-    _is_separate = True
-    try:
-        if accelerator.has_streams(device):
-            with prefetching(device):
-                yield
-        else:
-            yield
-    finally:
+
+    __slots__ = ("_on_stream",)
+
+    # Entered for every prefetched activation, so there is no generator.
+    def __init__(self, device: torch.device) -> None:
+        self._on_stream = prefetching(device) if accelerator.has_streams(device) else None
+
+    def __enter__(self) -> None:
+        global _is_separate
+        if self._on_stream is not None:
+            self._on_stream.__enter__()
+        _is_separate = True
+
+    def __exit__(self, *error: Any) -> None:
+        global _is_separate
         _is_separate = False
+        if self._on_stream is not None:
+            self._on_stream.__exit__(*error)
 
 
 def wait_tensor(out: Tensor) -> None:

@@ -128,7 +128,7 @@ class ActivationTable:
         self.last = {len(regions) - 1}
         """Regions at whose end all copies in flight are completed (Rule 6)."""
         # Weak values: autograd's handles keep an entry alive, so it ends with the last node that needs it.
-        self._entries: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
+        self.entries: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
         # Copies to the host in flight, each with the number of the call that started it.
         self._on_the_way: deque[tuple[SavedStorage, int]] = deque()
         self._call = 0  # number of calls of regions that have begun
@@ -255,7 +255,7 @@ class ActivationTable:
         `key` is its `id_of`, `share` counts the claimable bytes of the current call, storages below
         `least_bytes` are kept. Each storage has one entry: the first region that saves it decides.
         """
-        found = self._entries.get(key)
+        found = self.entries.get(key)
         # The address of a storage may be that of an earlier one, so a hit is checked.
         if found is not None and found.is_of(tensor):
             return found
@@ -263,7 +263,7 @@ class ActivationTable:
         entry = SavedStorage(self, tensor, region.policy, f"a saved activation of {region.name}")
         # The element size must divide the storage, or no flat tensor of the type covers it.
         if may_move and n_bytes >= least_bytes and n_bytes % tensor.element_size() == 0:
-            self._entries[key] = entry
+            self.entries[key] = entry
             entry.hold(tensor)
             if share.takes(entry, n_bytes):
                 self.offload(entry, region, n_bytes)
@@ -293,10 +293,6 @@ class ActivationTable:
         # Most are of the class itself, which asking `nn.Parameter`'s metaclass costs more than to compare.
         is_parameter = type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)
         return is_parameter or key in self._lasting or is_written_part(tensor)
-
-    def has_entry(self, key: int) -> bool:
-        """Return whether there may be an entry of the storage with the `id_of` `key`."""
-        return key in self._entries
 
     def complete_offloads(self) -> None:
         """Complete the copies to the host in flight (Rule 6), and start the SSD writes of those that spill
@@ -365,8 +361,8 @@ class _Frame:
             frozenset(self.inputs) if region.only is not None and INPUTS in region.only else frozenset()
         )
         self._share = ByteShare[SavedStorage](region.move)
-        self._runs_again = region.recompute
-        self._least_bytes = least_bytes(region, self.inputs.values())
+        self.only_moves = not region.recompute
+        self.least_bytes = least_bytes(region, self.inputs.values())
         self._shapes = frozenset[torch.Size]() if region.policy.is_exact else region.contract.shapes()
         self._decided: dict[int, SavedStorage] = {}
         self.count = 0
@@ -473,7 +469,7 @@ class _Frame:
         # Most saved tensors are small ones, which no call offloads.
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if storage.nbytes() < self._least_bytes and not self.table.has_entry(key):
+        if storage.nbytes() < self.least_bytes and key not in self.table.entries:
             return tensor
         if self.table.lasts(tensor, key):
             return tensor
@@ -487,7 +483,7 @@ class _Frame:
             may_move = self._named is None or self._named.is_output(tensor) or key in self._entered
             may_move = may_move and accepts(self.region.policy, tensor)
             entry = self.table.entry(
-                tensor, self.region, self._share, self._least_bytes, key=key, may_move=may_move
+                tensor, self.region, self._share, self.least_bytes, key=key, may_move=may_move
             )
             self._decided[key] = entry
         return OffloadedTensor(entry, View.describe(tensor)) if entry.serves(tensor) else tensor
@@ -503,7 +499,7 @@ class _Frame:
         if not is_plain(tensor):
             return tensor
         # The inputs exist in any case, since the second run starts from them.
-        if not self._runs_again or key in self.inputs:
+        if self.only_moves or key in self.inputs:
             return _detached(self.claim(tensor))
         kept = self.kept.find(key, tensor)
         if kept is not None:
@@ -594,8 +590,17 @@ class _Packer:
 
     def __init__(self, frame: _Frame) -> None:
         self.frame: _Frame | None = frame
+        # In a region that only moves storages, parameters and small tensors remain; most saved ones are such.
+        self._remain, self._least_bytes = (frame.fixed, frame.least_bytes) if frame.only_moves else ({}, 0)
+        self._entries = frame.table.entries
 
     def __call__(self, tensor: Tensor) -> Tensor | OffloadedTensor | _Number:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._remain:
+            return tensor
+        if storage.nbytes() < self._least_bytes and key not in self._entries and is_plain(tensor):
+            return tensor if tensor.grad_fn is None else tensor.detach()
         assert self.frame is not None
         return self.frame.pack(tensor)
 
