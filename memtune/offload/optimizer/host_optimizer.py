@@ -285,7 +285,7 @@ class HostOptimizer:
                     # outlives the update.
                     set_own_grad(host, None)
         in_flight: list[tuple[nn.Parameter, nn.Parameter]] = []
-        for part in groups(locals_of(parameter.grad for parameter, _ in here if parameter.grad is not None)):
+        for part in groups(_own_gradients(here)):
             # Frees the previous group before the next copies start, so one group at a time exists twice.
             self._finish_copies(in_flight)
             in_flight = here[part]
@@ -299,8 +299,7 @@ class HostOptimizer:
 
     def _start_copies(self, pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
         """Start the D2H copies of the gradients of `pairs`."""
-        gradients = to_host_together(locals_of(each.grad for each, _ in pairs if each.grad is not None))
-        for (_, host), gradient in zip(pairs, gradients, strict=True):
+        for (_, host), gradient in zip(pairs, to_host_together(_own_gradients(pairs)), strict=True):
             self._gradients[host] = gradient
             if self._native is None:
                 set_own_grad(host, gradient)
@@ -444,7 +443,7 @@ class HostOptimizer:
         """Wait for the D2H copies into the gradients of `pairs`, then free their sources on the device."""
         transfer.finish_all(self._gradients[host] for _, host in pairs)
         for parameter, _ in pairs:
-            parameter.grad = None
+            set_own_grad(parameter, None)
         for parameter, _ in pairs if self._full_parameter else ():
             if parameter in self._full_parameter:
                 self._full_parameter[parameter].grad = None
@@ -590,6 +589,13 @@ class HostOptimizer:
             "parameters": len(self._pairs),
             "host_bytes": sum(host.nbytes for _, host in self._pairs) + sum(v.nbytes for v in values),
         }
+
+
+def _own_gradients(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> list[Tensor]:
+    """Return the parts on this rank of the gradients of the model's parameters in `pairs`, which have one."""
+    found = (own_grad(parameter) for parameter, _ in pairs)
+    with transfer.without_grad():  # parts of DTensors without their autograd wrappers
+        return locals_of(each for each in found if each is not None)
 
 
 def _drop(gradients: dict[nn.Parameter, Tensor], host: nn.Parameter) -> None:
