@@ -285,8 +285,7 @@ class _Failing:
         self.count, self._at = 0, at
 
     def __enter__(self) -> _Failing:
-        gc.collect()  # finalizers of earlier models run now and are not counted
-        gc.disable()
+        gc.disable()  # else finalizers of earlier models may run inside, and are counted
         self._before = sys.gettrace()
         sys.settrace(self._call)
         return self
