@@ -76,8 +76,8 @@ KILLS ?= 100
 SEED ?= 0
 TRIALS ?= 500
 
-test-rates: setup  ## all tests for a CPU a tenth and ten times as fast: no assertion may depend on its speed
-	for speed in $(SPEEDS); do MEMTUNE_TEST_SPEED=$$speed $(BIN)/pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS) || exit; done
+test-rates: setup  ## after `make test`: the tests that can depend on the CPU's rates, for a CPU a tenth and ten times as fast
+	for speed in $(SPEEDS); do MEMTUNE_TEST_SPEED=$$speed $(BIN)/pytest $(SIDE_BY_SIDE) --rate-readers $(PYTEST_ARGS) || exit; done
 
 test-slow: setup  ## the tests marked slow
 	$(BIN)/pytest -m 'slow and not gpu and not device' $(PYTEST_ARGS)

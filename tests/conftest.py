@@ -51,6 +51,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads spin always
 
 
+pytest_plugins = ["support.rate_readers"]
+
 # The same examples everywhere, however long each takes; --hypothesis-profile=default draws others.
 settings.register_profile("fixed", deadline=None, derandomize=True)
 settings.load_profile("fixed")
@@ -67,6 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
         home = os.environ["HOME"] = tempfile.mkdtemp(prefix="memtune-tests-")
         config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
     from fixed_cpu import rates
+    from support import rate_readers
 
     from memtune.hardware import cpu_probe
 
@@ -75,6 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
     assert (
         cpu_probe.cpu() == cpu
     )  # from now on in this process, also in a test that moves the cache directory
+    rate_readers.install()
 
 
 @pytest.fixture

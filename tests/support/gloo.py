@@ -18,6 +18,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from support import rate_readers
+
 from memtune.search_spaces import SLOTS, kinds
 
 
@@ -29,6 +31,11 @@ class ForkedFromImports(ForkServerContext):
     """
 
     def Process(self, *args: Any, **how: Any) -> ForkServerProcess:  # type: ignore[override]
+        rate_readers.note_reader()  # what it reads is not seen
+        return self.rank(*args, **how)
+
+    def rank(self, *args: Any, **how: Any) -> ForkServerProcess:
+        """Return a process that says itself whether it reads rates."""
         _start_server()
         return super().Process(*args, **how)
 
@@ -82,7 +89,7 @@ def run_ranks(
     file, name = function.__code__.co_filename, function.__name__
     with tempfile.TemporaryDirectory() as folder:
         children: list[BaseProcess] = [
-            FRESH.Process(target=_rank, args=(folder, rank, ranks, file, name, arguments, may_fail, device))
+            FRESH.rank(target=_rank, args=(folder, rank, ranks, file, name, arguments, may_fail, device))
             for rank in range(max(ranks, 1))
         ]
         try:
@@ -95,7 +102,10 @@ def run_ranks(
                     child.kill()
                     child.join()
         files = [Path(folder, f"result{rank}") for rank in range(max(ranks, 1))]
-        return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
+        found = [pickle.loads(file.read_bytes()) if file.exists() else (None, True) for file in files]
+        if any(reads_rates for _, reads_rates in found):
+            rate_readers.note_reader()
+        return [result for result, _ in found]
 
 
 def _rank(
@@ -120,6 +130,7 @@ def _rank(
     from support import shared_recordings
 
     shared_recordings.install()
+    rate_readers.install()
     torch.set_num_threads(1)
     backends = backends_on(device, rank, max(ranks, 1))
     if ranks:
@@ -127,7 +138,8 @@ def _rank(
             backends, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks
         )
     result = getattr(_module(file), name)(*arguments)
-    Path(folder, f"result{rank}").write_bytes(pickle.dumps(result))
+    reads_rates = bool(rate_readers.NOTES.readers)
+    Path(folder, f"result{rank}").write_bytes(pickle.dumps((result, reads_rates)))
     if ranks and not may_fail:
         dist.barrier()
         dist.destroy_process_group()
