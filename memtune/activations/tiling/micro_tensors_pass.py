@@ -1,4 +1,4 @@
-"""Pass of `activations.tiling.micro_tensors`: runs token-wise modules over parts that save their own
+"""Pass of micro-tensors (`activations.tiling.tiled_region`): token-wise modules over parts that save their own
 tensors.
 """
 
@@ -33,7 +33,7 @@ def split_regions(step: Step, regions: Sequence[PositionWise], chunks: Sequence[
 
 
 class _Split(Parts):
-    """Ops of `activations.tiling.micro_tensors`, in their order."""
+    """Ops of parts that keep their graphs, in their order."""
 
     def insert(self) -> None:
         """Insert forward and backward where the module's own ops were."""

@@ -1,7 +1,6 @@
 """Token-wise modules over parts of the tokens: inner tensors exist one part at a time.
 
-Either every part runs again in backward (`_Parts`), or it keeps a graph of its own
-(`activations.tiling.micro_tensors`).
+Either every part runs again in backward (`_Parts`), or it keeps a graph of its own (`_KeptParts`).
 
 Parameters are arguments and their gradients are returned summed, so hooks on gradients (FSDP2, DDP) see one
 full gradient of each, as with the plain module. Only the forward changes; without gradients, or with other
@@ -10,7 +9,7 @@ arguments than one tensor, the module runs plainly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memtune.activations.tiling.micro_tensors import KeptParts
 from memtune.errors import ApplyError
 from memtune.runtime import Context
 
@@ -38,6 +37,7 @@ class _TilingSettings:
     runs: int = 0
     looked: bool = False
     anchor: Tensor = field(default_factory=lambda: torch.empty(0, requires_grad=True))
+    """Any tensor that requires a gradient, which it never gets."""
 
     def part(self, rows: Tensor, dims: int) -> Tensor:
         """Return the module's output (n, E) for rows (n, D), called with its number of dims."""
@@ -123,7 +123,7 @@ def _forward(module: nn.Module, how: _TilingSettings, *args: Any, **kwargs: Any)
     if not how.looked:
         how.look(x)
     how.runs += 1
-    in_parts = _Parts if how.again else KeptParts
+    in_parts = _Parts if how.again else _KeptParts
     return in_parts.apply(x, how, *parameters)  # type: ignore[no-untyped-call]
 
 
@@ -170,11 +170,80 @@ class _Parts(torch.autograd.Function):
             del out
             if dx is not None:
                 dx[mine].copy_(got.pop(0))
-            for i, each in enumerate(got):
-                so_far = sums[i]
-                sums[i] = each if so_far is None or each is None else so_far.add_(each)
-            del got, part, each
+            _add_to(sums, got)
+            del got, part
         return (None if dx is None else dx.view_as(x), None, *sums)
+
+
+def _add_to(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
+    """Add one part's gradients of the parameters to `sums`, in place; a part may use only some of them."""
+    for i, each in enumerate(found):
+        so_far = sums[i]
+        if each is not None:
+            sums[i] = each if so_far is None else so_far.add_(each)
+
+
+class _KeptParts(torch.autograd.Function):
+    """Runs a module over parts that each keep a graph: micro-tensors (Nie et al. 2022, TSPLIT, ICDE).
+
+    Instead of one storage per saved tensor there is one per tensor and part, which is offloaded, reloaded and
+    freed separately: while part i computes, part i - 1 is being copied to the host. Backward runs the graphs
+    in reverse, so that no op runs twice and the tensors offloaded last are reloaded first. Saved tensors pass
+    through the hooks of the surrounding block, where the activation table keeps or offloads them
+    (`activations.recompute.activation_table`). The graphs hold neither the rows nor the outputs. Backward
+    frees the parts' graphs, so a second one (`retain_graph`) fails as torch's does.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: _TilingSettings, *parameters: Tensor) -> Tensor:
+        rows, out = x.detach().reshape(-1, x.shape[-1]), None
+        size = -(-len(rows) // how.chunks)
+        edges: list[tuple[GradientEdge | None, GradientEdge]] = []
+        for start in range(0, len(rows), size):
+            with torch.enable_grad():
+                part, entered = rows[start : start + size], None
+                if x.requires_grad:
+                    part = _Entered.apply(part, how.anchor)  # type: ignore[no-untyped-call]
+                    entered = get_gradient_edge(part)
+                made = how.part(part, x.dim())
+                edges.append((entered, get_gradient_edge(made)))
+            if out is None:
+                out = made.new_empty(len(rows), made.shape[-1])
+            out[start : start + size].copy_(made.detach())
+            del part, made  # the edges hold the part's graph, which holds what it has saved
+        assert out is not None
+        ctx.edges, ctx.parameters, ctx.size, ctx.shape, ctx.dtype = edges, parameters, size, x.shape, x.dtype
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        given, size = gradient.reshape(-1, gradient.shape[-1]), ctx.size
+        dx = given.new_empty(len(given), ctx.shape[-1], dtype=ctx.dtype) if ctx.needs_input_grad[0] else None
+        sums: list[Tensor | None] = [None] * len(ctx.parameters)
+        for number, (entered, left) in reversed(list(enumerate(ctx.edges))):
+            mine = slice(number * size, (number + 1) * size)
+            wanted = [*ctx.parameters] if dx is None else [entered, *ctx.parameters]
+            got = list(torch.autograd.grad(left, wanted, given[mine], allow_unused=True))
+            if dx is not None:
+                dx[mine].copy_(got.pop(0))
+            _add_to(sums, got)
+            del got  # before the next part's gradients are made
+        return (None if dx is None else dx.view(ctx.shape), None, *sums)
+
+
+class _Entered(torch.autograd.Function):
+    """Node at which a part's graph begins: its gradient can be requested, and unlike a leaf it holds no
+    tensor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, anchor: Tensor) -> Tensor:
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 def _autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
