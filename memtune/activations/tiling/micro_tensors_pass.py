@@ -1,6 +1,4 @@
-"""Pass of micro-tensors (`activations.tiling.tiled_region`): token-wise modules over parts that save their own
-tensors.
-"""
+"""Pass of micro-tensors (`activations.tiling.tiled_region`): modules over parts that each keep a graph."""
 
 from __future__ import annotations
 
