@@ -323,6 +323,7 @@ def _on_roots(step: Step, hardware: Hardware, ranks: int) -> npt.NDArray[np.floa
     if not any(shares):
         return np.zeros((len(Phase), 2))
     device = step.storages.tier == Tier.DEVICE
+    # Collectives between host tensors do not cross the root of a device.
     uses_device = np.zeros(step.ops.n, bool)
     uses_device[step.uses.op[device[step.uses.storage]]] = True
     uses_device[step.storages.producer[device & (step.storages.producer >= 0)]] = True
@@ -380,6 +381,7 @@ def _outside_bytes(step: Step, groups: int, hardware: Hardware) -> tuple[int, in
     """Return bytes outside torch's allocator (context, cuDNN if the step uses it, communicators), and their
     bounds.
     """
+    # cuDNN is loaded, with memory of its own, when the first op uses it.
     used = int(any(part in name for name in step.names for part in _ON_CUDNN))
     sizes = (hardware.context_bytes, *hardware.context_range)
     cudnn = (hardware.cudnn_bytes, *hardware.cudnn_range)
@@ -390,6 +392,7 @@ def _outside_bytes(step: Step, groups: int, hardware: Hardware) -> tuple[int, in
 
 def _communicators(step: Step) -> int:
     """Return the number of process groups, distinguished by size and link."""
+    # A Step has sizes of groups only; two of one size and link count once.
     talk = np.flatnonzero(step.ops.group > 1)
     return len(set(zip(step.ops.group[talk].tolist(), step.ops.resource[talk].tolist(), strict=True)))
 
@@ -422,6 +425,7 @@ def _coarse_time(
     link = max(busy[Resource.INTRA_LINK], busy[Resource.INTER_LINK])
     on_cores = _ON_CORES if hardware.device == "cpu" else _ON_GPU
     slowdown = _link_slowdown(hardware, program.ranks)
+    # While a link is busy compute takes 1 + slowdown as long, so it loses this part of the link's seconds.
     compute = busy[on_cores].sum() + link * slowdown / (1 + slowdown)
     waits = program.idle * float(by_phase[Resource.COMPUTE][_IS_REPEATED].sum())
     low = waits + max(least_s, *map(float, (busy.max(), compute, up + through[0], down + through[1])))

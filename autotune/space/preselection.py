@@ -77,6 +77,7 @@ class Preselection:
 
     def budgeted(self, choice: Choice) -> Budgeted | None:
         """Return `choice` with its form without techniques by budget; None if it has none of them."""
+        # A slot that must hold a technique has no form without it to compare with.
         spends = tuple(each for each in choice.techniques if each.by_budget)
         if not spends or not all(each.slot in self._optional for each in spends):
             return None
@@ -115,6 +116,7 @@ class Preselection:
         """Return the settings by budget to solve now (rules 3 and 4)."""
         waiting = list(waiting)
         undominated = {choice for group in {each.group for each in waiting} for choice in self._front(group)}
+        # Only what fits can be chosen, so nothing else makes a setting too slow.
         fitting = (each for each in self._known.values() if self.fits(each.peak_allocated_bytes))
         fastest = max((each.samples_per_s for each in fitting), default=0.0) if self._for_speed else 0.0
         return [

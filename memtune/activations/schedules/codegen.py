@@ -198,6 +198,7 @@ class _Writer(CallText):
             dict.fromkeys(
                 _kept(
                     [
+                        # At -1, which is no step: they are handed out, so no line deletes them.
                         *(g for _, _, g in self._tape.ready_gradients),
                         *(g for _, g in self._tape.input_gradients),
                     ]
@@ -221,6 +222,7 @@ class _Writer(CallText):
         read = {each for each in self._read_outside(steps) | set(last) if each.kind != "input"}
         given = [f"{outside_name(each)} = g[{each.number}]" for each in read if each.kind == "gradient"]
         saved = f"{tuple_text(self._saved)} = saved.pop()" if self._saved else "saved.pop()"
+        # Without any `yield` the text would be a plain function, not a generator.
         no_gradient = [] if self._tape.ready_gradients else ["yield from ()"]
         end = f"return [{', '.join(gradients)}]"
         # The lists are emptied, so that the local names are the only references and `del` frees.
@@ -266,9 +268,9 @@ class _Writer(CallText):
             self._drop(f"h{step.of}")
 
     def _compute(self, step: ScheduleStep) -> None:
-        self._yield_ready()
         # After the frees of the last op, before the next op's allocation: the peak that the schedule
         # predicts.
+        self._yield_ready()
         again, made = step.of in self._ran, self._tape.graph.makes[step.of]
         if step.along:
             self._run_in_parts(step)
