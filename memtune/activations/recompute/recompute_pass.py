@@ -109,29 +109,9 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
     third = third_runs(step, wanted, redirect)
     redirect |= (new[step.uses.storage] >= 0) & read_by_second_order(step, again_saved, again_saved | number)
     edit.set_uses(storage=np.where(redirect, new[edit.uses.storage], edit.uses.storage).astype(np.int32))
-    edit.set_saves(
-        storage=np.where(wanted | again_saved, new[edit.saves.storage], edit.saves.storage).astype(np.int32)
-    )
-    handed_out = wanted & (step.saves.unpacked_before >= 0)  # the table returns each recomputed tensor once
-    edit.set_saves(
-        held_until=np.where(handed_out, edit.saves.used_until, edit.saves.held_until).astype(np.int32)
-    )
-    edit.set_saves(
-        packed_before=np.where(wanted, runs.anchor[edit.saves.call], edit.saves.packed_before).astype(
-            np.int32
-        )
-    )
-
+    _save_again(edit, step, wanted, wanted | again_saved, new, runs)
     starts = _starts(step, ops, new_op, buffers[0], clones)
-    before_run = (
-        (step.saves.block >= 0) & ~wanted & (step.saves.unpacked_before == runs.anchor[step.saves.block])
-    )
-    before_run &= step.saves.unpack_order < runs.order_at_anchor[step.saves.block]
-    edit.set_saves(
-        unpacked_before=np.where(before_run, starts[edit.saves.call], edit.saves.unpacked_before).astype(
-            np.int32
-        )
-    )
+    _unpack_before_runs(edit, step, wanted, starts, runs)
     put_aside(edit, step, ops, new_op)
     if third is not None:
         _run_a_third_time(edit, step, third, np.flatnonzero(again).astype(np.int32), skipped, end, buffers)
@@ -144,6 +124,28 @@ def _recompute_calls(step: Step, blocks: npt.NDArray[np.intp], keep: Keep | None
     if keep is not None:
         _hold_tried(edit, step, tried, kept, number, end)
     return edit.done()
+
+
+def _save_again(edit: Edit, step: Step, wanted: Mask, moved: Mask, new: I32, runs: _Runs) -> None:
+    """Pack the saves in `wanted` in the second run, which makes the storages `new` of those in `moved`."""
+    storage = np.where(moved, new[edit.saves.storage], edit.saves.storage)
+    packed_before = np.where(wanted, runs.anchor[edit.saves.call], edit.saves.packed_before)
+    # The table returns each recomputed tensor once, so it holds none beyond its use.
+    handed_out = wanted & (step.saves.unpacked_before >= 0)
+    held_until = np.where(handed_out, edit.saves.used_until, edit.saves.held_until)
+    edit.set_saves(
+        storage=storage.astype(np.int32),
+        packed_before=packed_before.astype(np.int32),
+        held_until=held_until.astype(np.int32),
+    )
+
+
+def _unpack_before_runs(edit: Edit, step: Step, wanted: Mask, starts: I32, runs: _Runs) -> None:
+    """Unpack the other saves that backward asks for before it asks for a recomputed one: before the run."""
+    early = (step.saves.block >= 0) & ~wanted & (step.saves.unpacked_before == runs.anchor[step.saves.block])
+    early &= step.saves.unpack_order < runs.order_at_anchor[step.saves.block]
+    unpacked_before = np.where(early, starts[edit.saves.call], edit.saves.unpacked_before)
+    edit.set_saves(unpacked_before=unpacked_before.astype(np.int32))
 
 
 def _run_again(
