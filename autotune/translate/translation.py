@@ -172,16 +172,18 @@ class _Context:
         return notes
 
 
+COMPOSED_ATTENTION = "attention is computed from its parts"
+"""Beginning of the note that tells users what to change in their model."""
+
+
 def _composed_note(step: Step, hints: Hints) -> list[str]:
     """Return a note on attention that keeps its scores although fused kernels exist."""
     count = composed_attention(step, hints)
     if not count:
         return []
     return [
-        f"attention is computed from its parts {count} times, so its scores are kept for backward: a fused"
-        f" kernel"
-        " keeps none (torch.nn.functional.scaled_dot_product_attention; in transformers"
-        " attn_implementation='sdpa')"
+        f"{COMPOSED_ATTENTION} {count} times, so its scores are kept for backward: a fused kernel keeps none"
+        " (torch.nn.functional.scaled_dot_product_attention; in transformers attn_implementation='sdpa')"
     ]
 
 

@@ -303,7 +303,7 @@ def _peak_bar(row: PlanRow, scale: int) -> Text:
     if row.peak_allocated_bytes is None:
         return Text("–")
     bar = formatting.bar(row.peak_allocated_bytes / scale if scale else 0.0, _BAR)
-    word, colour = {"ok": ("", "green"), "tight": (" tight", "yellow")}.get(row.status, (" over", "red"))
+    word, colour = {"ok": ("", "green"), "tight": (" tight", "yellow")}.get(row.status, (" > limit", "red"))
     text = Text(bar, colour).append(f" {format_bytes(row.peak_allocated_bytes)}")
     return text.append(word, colour) if word else text
 

@@ -40,6 +40,24 @@ def loss(model, x):
     return x.mean()
 global_batch = 2
 """
+COMPOSED = """
+import torch
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.Linear(64, 192)
+
+    def forward(self, x):
+        q, k, v = self.parts(x).unflatten(-1, (3, 64)).unbind(-2)
+        return torch.softmax(q @ k.mT / 8, -1) @ v
+
+def model(): return nn.Sequential(nn.Linear(64, 64), Attention(), nn.Linear(64, 64))
+def batch(size): return torch.randn(size, 32, 64)
+def loss(model, x): return model(x).square().mean()
+global_batch = 2
+"""
 FULL = "settings: {execution: {micro_batch: 4, accumulate: 2}, recompute: {kind: full}}\n"
 
 
@@ -251,6 +269,19 @@ def test_plan_of_config_is_one_object(tmp_path: Path):
     assert document["micro_batch"] == 4
     assert document["step_s"] > 0
     assert document["peak_reserved_bytes"] >= document["peak_allocated_bytes"] > 2**20
+
+
+def test_plan_shows_that_attention_keeps_its_scores(tmp_path: Path):
+    model = tmp_path / "attention.py"
+    model.write_text(COMPOSED)
+    config = tmp_path / "c.yaml"
+    config.write_text("settings: {execution: {micro_batch: 2}}\n")
+    report = plan(asked(workload=str(model), config=config))
+    console = Console(record=True, width=300, file=io.StringIO())
+    console.print(render(report))
+    shown = console.export_text()
+    assert "attention is computed from its parts 1 times" in shown
+    assert all(each not in shown for each in report.recording_notes)
 
 
 def test_plan_micro_batch_option_overrides_config(tmp_path: Path):
