@@ -94,6 +94,7 @@ def partition_error(name: str, whole: list[Any], part: list[Any], degree: int) -
         return "is given other arguments"
     if all(dim is None for dim in divided):
         return ""
+    # The form in place treats elements as the other one does; names such as `_softmax` keep their first sign.
     op = name.split(".")[1].rstrip("_") if not name.split(".")[1].startswith("_") else name.split(".")[1]
     if op in _ELEMENTWISE:
         return ""
@@ -133,6 +134,7 @@ def attention_error(name: str, whole: list[Any], part: list[Any], degree: int) -
 def _product(op: str, whole: list[Any], divided: list[int | None]) -> str:
     left, right = _PRODUCTS[op]
     dims = [len(_shape(whole[at])) for at in (left, right)]
+    # The contracted dimension: the last one of the left factor, the one before the last of the right.
     summed = divided[left] == dims[0] - 1 or divided[right] == dims[1] - 2
     return "sums over what was divided" if summed else ""
 
@@ -144,6 +146,7 @@ def _along(whole: list[Any], divided: list[int | None]) -> str:
         number % rank
         for value in whole[1:]
         for number in (value if isinstance(value, list) else [value])
+        # Not isinstance: a bool (`keepdim`) is no dimension.
         if type(number) is int
     }
     return "works along what was divided" if not along or along & {dim for _, dim in tensors} else ""
@@ -172,6 +175,7 @@ def _divided(one: Any, other: Any, degree: int) -> int | str | None:
     changed = [dim for dim, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b]
     if not changed:
         return None
+    # One dimension alone may differ, by the factor of the degree.
     if len(changed) > 1 or mine[changed[0]] != theirs[changed[0]] * degree:
         return f"is given {theirs} in place of {mine}"
     return changed[0]

@@ -156,6 +156,7 @@ def _between(recording: Recording, layers: set[str]) -> list[Op]:
 
 def _shares(cut: Step, divided: Step, one: Op, other: Op, degree: int) -> set[int]:
     """Return the storages that `other` reads and that hold a share of those `one` reads instead."""
+    # Storages of a call are compared by position, which needs as many of them.
     if len(one.reads) != len(other.reads):
         return set()
     return {
