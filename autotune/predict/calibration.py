@@ -35,6 +35,7 @@ from memtune.hardware import (
     OpTime,
     calibration_cache,
     cpu_probe,
+    half_decade,
     op_s,
 )
 
@@ -49,7 +50,6 @@ UNCALIBRATED_RESERVED = UNCALIBRATED_PEAK
 UNCALIBRATED_DEVICE = (0.88, 1.13)
 UNCALIBRATED_STEP = (0.4, 2.5)
 
-_BINS_A_DECADE = 2
 _LARGEST_FACTOR = 20.0
 """Residuals beyond this factor, in either direction, are considered outliers and clipped."""
 _MOST_SEARCHES = 20
@@ -188,7 +188,7 @@ def residuals(rows: Iterable[OpTime], hardware: Hardware) -> dict[str, Curve]:
             row.op_class, row.dtype, row.flops, row.traffic_bytes, plain, ranks=row.ranks
         )
         if at_peak_s > 0 and expected_s > 0:
-            size = math.floor(math.log10(at_peak_s) * _BINS_A_DECADE)
+            size = half_decade(at_peak_s)
             entry = (
                 math.log(at_peak_s) * row.count,
                 row.seconds * row.count,

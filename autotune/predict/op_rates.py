@@ -8,7 +8,6 @@ the dispatcher, and becomes the launch cost of an op.
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -18,9 +17,8 @@ from torch import Tensor, nn
 
 import memtune.activations.offload.compression  # noqa: F401  (defines torch.ops.memtune.compress)
 from memtune.device import streams
-from memtune.hardware import CLASSES, Curve, Hardware, OpClock, TimedOp, clock_of, op_class
+from memtune.hardware import CLASSES, Curve, Hardware, OpClock, TimedOp, clock_of, half_decade, op_class
 
-_BINS_A_DECADE = 2
 _SHORTEST_S = 2e-7
 _FEWEST = 2
 """Fewest observations for a point of a curve."""
@@ -164,7 +162,7 @@ def curves(observed: list[TimedOp], hardware: Hardware) -> dict[str, Curve]:
             each.traffic_bytes / hardware.memory_bytes_per_s,
         )
         if at_peak > 0 and each.seconds > 0:
-            where = math.floor(math.log10(at_peak) * _BINS_A_DECADE)
+            where = half_decade(at_peak)
             points[op_class(each.name, is_update=each.is_update)].setdefault(where, []).append(
                 (at_peak, each.seconds)
             )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         UpdateClock as UpdateClock,
         clock_of as clock_of,
     )
-    from memtune.hardware.op_time import OpTime as OpTime
+    from memtune.hardware.op_time import OpTime as OpTime, half_decade as half_decade
     from memtune.hardware.op_timings import op_times as op_times
     from memtune.hardware.rate_probe import measure_rates as measure_rates
     from memtune.hardware.roofline import (

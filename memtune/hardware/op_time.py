@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -19,3 +21,8 @@ class OpTime(BaseModel):
     count: int = Field(ge=1)
     ranks: int = Field(default=1, ge=1)
     """Processes on the machine."""
+
+
+def half_decade(value: float) -> int:
+    """Return the number of the half decade of a `value` above 0: ops in the same one are of similar size."""
+    return math.floor(2 * math.log10(value))

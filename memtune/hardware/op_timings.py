@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from memtune.hardware.op_clock import TimedOp
-from memtune.hardware.op_time import OpTime
+from memtune.hardware.op_time import OpTime, half_decade
 from memtune.hardware.roofline import op_class
-
-_BINS_A_DECADE = 2
 
 
 def op_times(
@@ -77,4 +74,4 @@ def _rows(
 
 
 def _bin(value: float) -> int:
-    return math.floor(math.log10(value) * _BINS_A_DECADE) if value >= 1 else -1
+    return half_decade(value) if value >= 1 else -1
