@@ -12,6 +12,7 @@ HiGHS (through scipy, which only the search needs) solves both programs.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -187,7 +188,8 @@ def solve_exactly(problem: Problem, *, time_limit_s: float = 60.0) -> Solution |
         problem: Up to some 30 nodes in seconds, 60 in minutes.
         time_limit_s: Time after which the best found schedule is returned, not proven.
     """
-    result, model = _solved(problem, 0.0, integer=True, time_limit_s=time_limit_s)
+    model = _Model(problem)
+    result = _solved(model, 0.0, integer=True, time_limit_s=time_limit_s)
     if result.x is None:
         return None
     found = completed(problem, model.kept(result.x) > 0.5, proven=result.status == 0)
@@ -214,10 +216,10 @@ def solve_rounded(problem: Problem, *, time_limit_s: float = 10.0) -> Solution:
     if candidates[0].over_bytes <= 0:
         return candidates[0]  # the plain order fits
     candidates += [completed(problem, _every_nth(problem, n)) for n in range(2, min(problem.n, 8))]
-    is_impossible = False
+    model, is_impossible = _Model(problem), False
     # Section 5.3: a rounded schedule may exceed the relaxation's memory, so part of the budget is kept back.
     for epsilon in EPSILONS:
-        result, model = _solved(problem, epsilon, integer=False, time_limit_s=time_limit_s)
+        result = _solved(model, epsilon, integer=False, time_limit_s=time_limit_s)
         # Without a solution of the relaxation there is none of the integer program.
         is_impossible |= epsilon == 0 and result.status == _INFEASIBLE
         if result.x is not None:
@@ -225,7 +227,7 @@ def solve_rounded(problem: Problem, *, time_limit_s: float = 10.0) -> Solution:
             candidates += [completed(problem, kept >= threshold) for threshold in THRESHOLDS]
     starts = sorted({each.computes: each for each in candidates}.values(), key=_rank)
     if starts[0].over_bytes > 0:
-        found = None if is_impossible else _first_within(problem, time_limit_s)
+        found = None if is_impossible else _first_within(model, time_limit_s)
         if found is None:
             return starts[0]
         # Any integer schedule is a start; `_improved` makes it cheaper.
@@ -233,13 +235,13 @@ def solve_rounded(problem: Problem, *, time_limit_s: float = 10.0) -> Solution:
     return min((_improved(problem, start) for start in starts[:_STARTS] if start.over_bytes <= 0), key=_rank)
 
 
-def _first_within(problem: Problem, time_limit_s: float) -> Solution | None:
+def _first_within(model: _Model, time_limit_s: float) -> Solution | None:
     """Return any schedule within the budget; None if there is none or none was found in time."""
     # With any gap allowed, HiGHS ends with the first integer solution.
-    result, model = _solved(problem, 0.0, integer=True, time_limit_s=time_limit_s, gap=math.inf)
+    result = _solved(model, 0.0, integer=True, time_limit_s=time_limit_s, gap=math.inf)
     if result.x is None:
         return None
-    found = completed(problem, model.kept(result.x) > 0.5)
+    found = completed(model.problem, model.kept(result.x) > 0.5)
     return found if found.over_bytes <= 0 else None
 
 
@@ -292,8 +294,8 @@ def _repetitions(problem: Problem, solution: Solution) -> list[tuple[float, int,
 class _Model:
     """Variables R[t, i], S[t, i], FREE[t, i, k], U[t, k] in one vector, and sparse constraints."""
 
-    def __init__(self, problem: Problem, epsilon: float) -> None:
-        self._problem, n = problem, problem.n
+    def __init__(self, problem: Problem) -> None:
+        self.problem, n = problem, problem.n
         self._at: dict[tuple[Any, ...], int] = {}
         self._rows: list[tuple[list[int], list[float]]] = []
         self._upper: list[float] = []
@@ -301,7 +303,8 @@ class _Model:
         # HiGHS' tolerances are absolute: bytes of 1e10 in a row with flags of 1 would lose digits.
         scale = math.gcd(*problem.bytes, *problem.scratch_bytes, *problem.budget_bytes) or 1
         self._unit = max(scale, max(problem.budget_bytes, default=1) // 10**6, 1)
-        self._budget = [budget * (1 - epsilon) / self._unit for budget in problem.budget_bytes]
+        self._stage_of: dict[int, int] = {}
+        """Stage by row that bounds its memory: only these bounds depend on epsilon."""
         for stage in range(n):
             for node in range(stage + 1):
                 self._variable("R", stage, node)
@@ -322,7 +325,7 @@ class _Model:
         self._upper.append(upper)
 
     def _stage(self, t: int) -> None:
-        problem, inf = self._problem, math.inf
+        problem, inf = self.problem, math.inf
         for i in range(t + 1):
             for j in problem.reads[i]:  # a node's inputs are computed or kept
                 self._row([(("R", t, i), 1), (("R", t, j), -1), (("S", t, j), -1)], -inf, 0)
@@ -341,7 +344,8 @@ class _Model:
             made = (("R", t, k), problem.bytes[k] / self._unit)
             self._row([(("U", t, k), 1), *((key, -factor) for key, factor in (*before, made))], 0, 0)
             scratch = problem.scratch(k) / self._unit
-            self._row([(("U", t, k), 1), (("R", t, k), scratch)], -inf, self._budget[t])
+            self._stage_of[len(self._rows)] = t
+            self._row([(("U", t, k), 1), (("R", t, k), scratch)], -inf, inf)
             before = [(("U", t, k), 1)]
             for i in (*problem.reads[k], k):
                 free = ("FREE", t, i, k)
@@ -358,49 +362,53 @@ class _Model:
 
     def kept(self, x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return (n, n) the values of S."""
-        found = np.zeros((self._problem.n, self._problem.n))
+        found = np.zeros((self.problem.n, self.problem.n))
         for key, at in self._at.items():
             if key[0] == "S":
                 found[key[1], key[2]] = x[at]
         return found
 
+    def upper(self, epsilon: float) -> list[float]:
+        """Return the upper bounds of rows if `epsilon` of the budget is left free."""
+        found = list(self._upper)
+        for row, stage in self._stage_of.items():
+            found[row] = self.problem.budget_bytes[stage] * (1 - epsilon) / self._unit
+        return found
+
+    @functools.cached_property
     def arrays(self) -> tuple[Any, ...]:
-        """Return costs, the matrix in coordinates, bounds of rows, bounds of variables."""
+        """Costs, the matrix in coordinates, lower bounds of rows, bounds of variables."""
         count = len(self._at)
         cost, low, high = np.zeros(count), np.zeros(count), np.ones(count)
         for key, at in self._at.items():
             if key[0] == "R":
                 _, stage, node = key
                 # Relative costs: seconds near 1e-6 would vanish in the solver's optimality tolerance.
-                cost[at] = self._problem.cost_s[node] / (max(self._problem.cost_s) or 1.0)
+                cost[at] = self.problem.cost_s[node] / (max(self.problem.cost_s) or 1.0)
                 # Stage t runs node t for the first time; a node that must not repeat runs in no other stage.
                 low[at] = stage == node
-                high[at] = stage == node or node not in self._problem.once
+                high[at] = stage == node or node not in self.problem.once
             elif key[0] == "U":
                 high[at] = np.inf
         columns = np.concatenate([np.asarray(row, np.int64) for row, _ in self._rows])
         values = np.concatenate([np.asarray(factors, np.float64) for _, factors in self._rows])
         rows = np.repeat(np.arange(len(self._rows)), [len(row) for row, _ in self._rows])
-        return cost, (values, (rows, columns)), (self._lower, self._upper), (low, high)
+        return cost, (values, (rows, columns)), self._lower, (low, high)
 
 
-def _solved(
-    problem: Problem, epsilon: float, *, integer: bool, time_limit_s: float, gap: float = 0.0
-) -> tuple[Any, _Model]:
+def _solved(model: _Model, epsilon: float, *, integer: bool, time_limit_s: float, gap: float = 0.0) -> Any:
     """Return the result of HiGHS, which stops within the relative `gap` of the optimum."""
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 
-    model = _Model(problem, epsilon)
-    cost, matrix, (lower, upper), (low, high) = model.arrays()
+    cost, matrix, lower, (low, high) = model.arrays
     integrality = np.zeros(len(cost))
     # Only R and S: FREE takes its bound, 0 or 1, once they are integer.
     integrality[: model.n_integer] = integer
-    constraint = LinearConstraint(csr_array(matrix, shape=(len(lower), len(cost))), lower, upper)
+    constraint = LinearConstraint(
+        csr_array(matrix, shape=(len(lower), len(cost))), lower, model.upper(epsilon)
+    )
     options = {"time_limit": time_limit_s, "mip_rel_gap": gap}
-    return (
-        milp(
-            cost, integrality=integrality, bounds=Bounds(low, high), constraints=constraint, options=options
-        ),
-        model,
+    return milp(
+        cost, integrality=integrality, bounds=Bounds(low, high), constraints=constraint, options=options
     )
