@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from memtune.runtime.data_alias import (
         is_data_used as is_data_used,
         is_tracked as is_tracked,
-        plain_type as plain_type,
-        show_grad_of as show_grad_of,
         track_data as track_data,
         untrack_data as untrack_data,
         version_of_data as version_of_data,
@@ -103,6 +101,15 @@ if TYPE_CHECKING:
         reduce_scatter_single as reduce_scatter_single,
         register as register,
         to_host_together as to_host_together,
+    )
+    from memtune.runtime.shown_grad import (
+        class_of as class_of,
+        count_changes as count_changes,
+        hide_grad_of as hide_grad_of,
+        plain_type as plain_type,
+        show_grad_of as show_grad_of,
+        shows_grad as shows_grad,
+        version_of as version_of,
     )
     from memtune.runtime.training_hooks import (
         BackwardEnd as BackwardEnd,

@@ -3,26 +3,22 @@
 A tracked weight has a subclass that overrides `data`: every access returns an alias of one stored tensor,
 with which it shares the version counter, as views do. Assignment (`p.data = ...`) replaces the stored tensor.
 Copies and pickles of a weight are of torch's own class.
-
-A tracked weight also shows a gradient that is on another tier: after `show_grad_of`, `grad` is that of the
-optimizer's parameter while the weight has none of its own.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from typing import Any, Final, SupportsIndex
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from memtune.runtime.shown_grad import OWN_NAMES, PLAIN_TYPES, ShowsGrad
+
 _DATA: Any = torch._C.TensorBase.data
-_GRAD: Any = torch._C.TensorBase.grad
 
 
-class _AliasedData(Tensor):
+class _AliasedData(ShowsGrad):
     """Tensor with an overridden `data`, whose copies and pickles are of the plain class."""
 
     _kept: Tensor | None = None
@@ -30,27 +26,6 @@ class _AliasedData(Tensor):
     """Number of assignments of `data`."""
     _earlier = 0
     """Writes through aliases of memory that the tensor had before, and has no more."""
-    _optimized: Tensor | None = None
-    """The optimizer's parameter whose gradient is shown."""
-
-    @property
-    def grad(self) -> Tensor | None:
-        """Its own gradient, or the one that is shown."""
-        own, held = _GRAD.__get__(self), self._optimized
-        return own if own is not None or held is None else _GRAD.__get__(held)  # type: ignore[no-any-return]
-
-    @grad.setter
-    def grad(self, gradient: Tensor | None) -> None:
-        # An own gradient wins: autograd has accumulated it since the shown one was offloaded.
-        held = self._optimized
-        if held is None or _GRAD.__get__(self) is not None:
-            _GRAD.__set__(self, gradient)
-        else:
-            _GRAD.__set__(held, None if gradient is None else gradient.to(held.device))
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
 
     @property
     def data(self) -> Tensor:
@@ -78,12 +53,6 @@ class _AliasedData(Tensor):
             # (p.data = p.data.mul_(2)) and later ones through another name.
             self._kept = value.detach()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _as_plain(self, lambda plain: copy.deepcopy(plain, memo))
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        return _as_plain(self, lambda plain: plain.__reduce_ex__(protocol))
-
 
 _used = False
 """`data` of a tracked weight has been read or assigned in this process."""
@@ -104,22 +73,16 @@ class _AliasedShard(_AliasedData, DTensor):
 
 
 _ALIASED: Final[dict[type, type]] = {nn.Parameter: _AliasedParameter, DTensor: _AliasedShard}
-_OWN: Final = ("_kept", "_assigned", "_earlier", "_optimized")
+_OWN: Final = ("_kept", "_assigned", "_earlier")
 _PLAIN: Final[dict[type, type]] = {shown: plain for plain, shown in _ALIASED.items()}
+OWN_NAMES.extend(_OWN)
+PLAIN_TYPES.update(_PLAIN)
 
 
 def track_data(weight: Tensor) -> None:
     """Track the `data` of `weight` from now on, if it is a plain parameter."""
     if type(weight) in _ALIASED:
         weight.__class__ = _ALIASED[type(weight)]
-
-
-def show_grad_of(weight: Tensor, held: Tensor | None) -> None:
-    """Have `grad` of a tracked `weight` be that of `held` while it has none of its own; None: no longer."""
-    if held is None:
-        vars(weight).pop("_optimized", None)
-    else:
-        vars(weight)["_optimized"] = held
 
 
 def is_tracked(weight: Tensor) -> bool:
@@ -138,14 +101,9 @@ def is_data_used() -> bool:
 def untrack_data(weight: Tensor) -> None:
     """Restore torch's own `data` of `weight`."""
     if type(weight) in _PLAIN:
-        for name in _OWN:
+        for name in OWN_NAMES:
             vars(weight).pop(name, None)
         weight.__class__ = _PLAIN[type(weight)]
-
-
-def plain_type(tensor: Tensor) -> type:
-    """Return the class of `tensor` without tracking."""
-    return _PLAIN.get(type(tensor), type(tensor))
 
 
 def version_of_data(weight: Tensor) -> tuple[int, int]:
@@ -160,15 +118,3 @@ def version_of_data(weight: Tensor) -> tuple[int, int]:
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     here = getattr(tensor, "_local_tensor", tensor)
     return here.untyped_storage()._cdata, here.storage_offset(), here.shape, here.stride(), here.dtype
-
-
-def _as_plain(weight: _AliasedData, call: Callable[[Any], Any]) -> Any:
-    kind, held = type(weight), vars(weight)
-    # torch's copy and pickle look at the class, and `_kept` would be a second tensor. A pickle reads
-    # the dictionary after this call, when it is written, so the weight gets another one meanwhile.
-    weight.__class__ = _PLAIN[kind]
-    weight.__dict__ = {name: value for name, value in held.items() if name not in _OWN}
-    try:
-        return call(weight)
-    finally:
-        weight.__class__, weight.__dict__ = kind, held

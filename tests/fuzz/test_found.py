@@ -121,3 +121,32 @@ def test_changed_shards_are_refused_where_all_parameters_are_in_blocks(tmp_path:
         ranks.close()
     assert outcome.kind == "refused", outcome.text
     assert outcome.code == "MT364"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("behaviour", ["clamp_data", "replace_grads"])
+@pytest.mark.parametrize(
+    "found",
+    [
+        # The head is on the device when backward ends, and its gradient on the host.
+        case(
+            "separate",
+            blocks=1,
+            ranks=2,
+            sharding__states="fsdp",
+            offload__states=("zero_infinity", {"parameters": "host"}),
+        ),
+        case("mlp", ranks=2, sharding__states="fsdp", offload__states="zero_offload"),
+        case("mlp", ranks=2, sharding__states="ddp", offload__states="zero_offload"),
+    ],
+    ids=lambda found: "-".join(fields[0][1] for _, fields in found.settings),
+)
+def test_changed_gradients_of_ranks_train_as_the_plain_model(
+    found: Case, behaviour: str, tmp_path: Path
+) -> None:
+    ranks = Ranks(2)
+    try:
+        outcome = Recorded(found.model, ranks, tmp_path).outcome(replace(found, behaviours=(behaviour,)))
+    finally:
+        ranks.close()
+    assert outcome.kind == "equal", outcome.text

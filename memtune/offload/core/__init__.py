@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from memtune.offload.core.fsdp_shards import (
         GatheredBlocks as GatheredBlocks,
         bytes_in_chunks as bytes_in_chunks,
-        count_changes as count_changes,
-        grad_version as grad_version,
         is_gathered as is_gathered,
         sharded_like as sharded_like,
     )

@@ -14,10 +14,9 @@ This file reads private attributes of `torch.distributed.fsdp` (torch 2.13).
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
-from typing import Any, Final, SupportsIndex
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -148,59 +147,6 @@ def _unit(context: Context, name: str) -> Any:
     if why:
         raise ApplyError(f"{name} {why}, so its rows cannot be offloaded.", fix=_FIX, code="MT364")
     return unit
-
-
-def _set_data(gradient: Tensor, value: Tensor) -> None:
-    _DATA.__set__(gradient, value)
-    torch.autograd.graph.increment_version(gradient)
-
-
-_DATA: Any = torch._C.TensorBase.data
-_COUNTED_DATA = property(Tensor.detach, _set_data)
-"""`data` of a gradient that shares its version counter; torch's own has a counter of its own."""
-
-
-class _CountedTensor(Tensor):
-    """A gradient on one rank whose version counter includes writes through `data`."""
-
-    # Results are of torch's own class.
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
-    data = _COUNTED_DATA
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return copy.deepcopy(self.detach(), memo)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        return self.detach().__reduce_ex__(protocol)
-
-
-class _CountedShard(DTensor):
-    """A gradient whose version counter includes foreach kernels, which do not count changes of DTensors."""
-
-    data = _COUNTED_DATA
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__.endswith("_") and args and isinstance(args[0], list | tuple):
-            for each in args[0]:
-                if isinstance(each, cls):
-                    torch.autograd.graph.increment_version(each)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
-def count_changes(gradient: Tensor) -> None:
-    """Make the version of `gradient` count changes in place by foreach kernels and through `data` too."""
-    if type(gradient) in _COUNTED:
-        gradient.__class__ = _COUNTED[type(gradient)]
-
-
-def grad_version(gradient: Tensor) -> int:
-    """Return the version of a gradient, which counts writes to the rows of a shard too."""
-    return gradient._version + (gradient._local_tensor._version if isinstance(gradient, DTensor) else 0)
-
-
-_COUNTED: Final[dict[type, type]] = {Tensor: _CountedTensor, DTensor: _CountedShard}
 
 
 def bytes_in_chunks(context: Context) -> tuple[int, ...]:

@@ -18,9 +18,6 @@ A write by the user counts in the parameter's version in all states, so autograd
 backward. A parameter that is written, or whose `data` is assigned, on the device is copied to the host when
 it is freed; one whose `data` is assigned between uses is copied to the host before its next use (`adopt`).
 
-From the end of a backward to the next forward or step the parameter's `grad` is its gradient on the host,
-the tensor that the step uses: the user reads, changes, replaces or clears it as with the plain model.
-
 An exchange between types of devices gives a parameter a new gradient accumulator, which DDP's reducer would
 not know. Where DDP averages its gradient, a parameter keeps the device's memory, and functions that are
 called with it while that is freed get the host's.
@@ -29,7 +26,6 @@ called with it while that is freed get the host's.
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, SupportsIndex
 
@@ -38,10 +34,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from memtune.offload.core.fsdp_shards import GatheredBlocks, count_changes, grad_version
+from memtune.offload.core.fsdp_shards import GatheredBlocks
 from memtune.offload.core.optimizer_param import changed_type_error, to_host_now
 from memtune.offload.core.parameter_layout import Chunks
-from memtune.runtime import HOST, Context, is_data_used, mark, memory_of, plain_type, version_of_data
+from memtune.runtime import (
+    HOST,
+    Context,
+    class_of,
+    is_data_used,
+    mark,
+    memory_of,
+    plain_type,
+    version_of_data,
+)
+from memtune.runtime.shown_grad import ShowsGrad
 
 _is_alias_of: Final[Callable[[Tensor, Tensor], bool]] = torch._C._is_alias_of  # type: ignore[attr-defined]
 _DATA: Final[Any] = torch._C.TensorBase.data
@@ -68,7 +74,7 @@ class OffloadedParameter:
     """
 
     __slots__ = (
-        *("_class", "_device_at", "_grad_version", "_host_at", "_is_shard", "_keeps", "_shown", "_writes"),
+        *("_class", "_device_at", "_host_at", "_is_shard", "_keeps", "_writes"),
         *("device", "host", "is_resident", "parameter"),
     )
 
@@ -85,8 +91,7 @@ class OffloadedParameter:
         self.device: Tensor = device
         self._device_at, self._host_at = _at(self.device), _at(host)
         self._class: type | None = None  # the parameter's own class while its values are in flight
-        self._writes, self._grad_version = self._count_writes(), 0
-        self._shown: weakref.ref[Tensor] | None = None
+        self._writes = self._count_writes()
 
     def _count_writes(self) -> int:
         version = self.parameter._version
@@ -147,35 +152,6 @@ class OffloadedParameter:
             raise changed_type_error(values, memory.dtype, memory.shape)
         memory.copy_(values)
 
-    # -- gradient --------------------------------------------------------------------------------------------
-
-    def show_gradient(self, gradient: Tensor) -> None:
-        """Have the parameter's `grad` be `gradient`, on the host as its values, until `take_gradient`."""
-        shown = gradient
-        if self._is_shard:
-            # Of the mesh's device, as the parameter, and with memory of the host's, as that too.
-            shown = DTensor(self.device, self.parameter._spec, requires_grad=False)  # type: ignore[attr-defined]
-            shown._local_tensor = gradient
-        count_changes(shown)
-        self.parameter.grad, self._grad_version = shown, grad_version(shown)
-        self._shown = weakref.ref(shown)
-
-    @property
-    def is_gradient_replaced(self) -> bool:
-        """True if the parameter's `grad` is another tensor than `show_gradient` has put there, or none."""
-        return self._shown is None or self.parameter.grad is not self._shown()
-
-    def take_gradient(self) -> tuple[Tensor | None, bool]:
-        """Hide the gradient; return it, or what the user has put in its place, and whether it was changed."""
-        shown, self.parameter.grad = self.parameter.grad, None
-        if shown is None:
-            return None, False
-        if not self._is_shard:
-            return shown, shown._version != self._grad_version
-        # Not `local`, which returns another tensor of the same memory.
-        own = shown._local_tensor if isinstance(shown, DTensor) else shown
-        return own, grad_version(shown) != self._grad_version
-
     # -- values in flight ------------------------------------------------------------------------------------
 
     def expect_values(self, finish: Callable[[], None]) -> None:
@@ -191,10 +167,11 @@ class OffloadedParameter:
         """End the wait: the host has the values."""
         if self._class is not None:
             del vars(self.parameter)["_finish"], vars(self.parameter)["_host"]
-            self.parameter.__class__, self._class = self._class, None
+            # A gradient may be shown since, or no longer.
+            self.parameter.__class__, self._class = class_of(self.parameter, self._class), None
 
 
-class _InFlight(Tensor):
+class _InFlight(ShowsGrad):
     """A parameter whose values are in flight: access to them calls `_finish`, which settles it.
 
     With `_host`, functions that autograd does not record are called with that tensor instead.

@@ -6,9 +6,8 @@ Gradients, when some of them are offloaded (`WatchedGradients`):
   host sums.
 - They are compared when the step begins and when the next forward begins, which would add to changed
   gradients.
-- On one rank, and under block offload, offloaded gradients are shown as `grad` between backward and the step,
-  and are noted only if a step has used some of them inside backward (`offload.parameters.offloader`,
-  `offload.optimizer.grad_offload`).
+- Offloaded gradients are shown as `grad` between backward and the step (`runtime.shown_grad`), and are noted
+  only where they cannot be, or if a step has used some of them inside backward.
 - `zero_grad` of the optimizer, the model or a submodule reports the gradients that it clears. `p.grad = None`
   reports nothing, and frees an offloaded gradient only if that is shown; if it cleared all gradients on the
   device, the check raises.
@@ -34,14 +33,16 @@ from torch.distributed.tensor import DTensor
 
 from memtune import refusals
 from memtune.errors import ApplyError
-from memtune.offload.core import OptimizerParameter, count_changes, grad_version, own_grad
+from memtune.offload.core import OptimizerParameter, own_grad
 from memtune.runtime import (
     Context,
     UncopiedHook,
+    count_changes,
     is_data_used,
     memory_of,
     track_data,
     untrack_data,
+    version_of,
     version_of_data,
 )
 
@@ -57,11 +58,11 @@ class _Noted(NamedTuple):
     def of(cls, gradient: Tensor) -> _Noted:
         # Foreach kernels do not count changes of DTensors, nor torch those through `data`.
         count_changes(gradient)
-        return cls(weakref.ref(gradient), grad_version(gradient))
+        return cls(weakref.ref(gradient), version_of(gradient))
 
     def is_left(self, gradient: Tensor) -> bool:
         """Return True if `gradient` is the noted one, unchanged."""
-        return self.gradient() is gradient and self.version == grad_version(gradient)
+        return self.gradient() is gradient and self.version == version_of(gradient)
 
 
 _NONE = _Noted(lambda: None, 0)

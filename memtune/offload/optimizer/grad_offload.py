@@ -12,9 +12,10 @@ Invariants:
 
 - The device holds two buckets at most: the one being filled and the one in D2H copies.
 - Updates inside backward run on one thread. Gradients that wait for them are bounded by `PendingUpdates`.
-- The smallest gradient is the sentinel: it is resident until the step. Code of the user's that scales
-  gradients after backward changes either the sentinel or only the host sums, and both raise MT364; torch's
-  functions that clip change all (`offload.gradients.grad_clipping`).
+- The smallest gradient is the sentinel: it is resident until the step. Where gradients cannot be shown
+  (`runtime.shown_grad`) or some are used inside backward, code of the user's that scales gradients after
+  backward changes either the sentinel or only the host sums, and both raise MT364; torch's functions that
+  clip change all (`offload.gradients.grad_clipping`).
 - A backward that raises drops the gradients that have not reached the host sum. If it had begun updates, the
   step cannot be undone and is refused until a state dict is loaded.
 
@@ -43,7 +44,7 @@ from memtune.runtime import (
     EarlyUpdates,
     UncopiedHook,
     before_step,
-    is_tracked,
+    hide_grad_of,
     local,
     show_grad_of,
     to_host_together,
@@ -138,8 +139,8 @@ class GradientOffload:
         self._early_updates = EarlyUpdates(context, "parameter")
         resident = [parameter for parameter in trained if parameter not in self._hosts]
         self._version_check = WatchedGradients(context, resident, self._hosts.values(), _OTHER)
-        # Ranks use no one else's part of a gradient: what user code makes of its own may be no whole.
-        self._shows = placement.world_size == 1 and all(map(is_tracked, self._hosts))
+        # ZeRO's ranks have rows of a gradient whose weight is whole: there is none to show.
+        self._shows = all(local(p).shape == local(host).shape for p, host in self._hosts.items())
         self._sentinel_missing = False
         context.events.grads_cleared.subscribe(self._on_grads_cleared)
         # Weakly, and not copied: the model must not keep the offloader, and a deep copy must not offload into
@@ -319,7 +320,7 @@ class GradientOffload:
 
     def _hide_gradients(self) -> None:
         for parameter in self._hosts if self._shows else ():
-            show_grad_of(parameter, None)
+            hide_grad_of(parameter)
 
     def _on_grads_cleared(self, parameters: Iterable[nn.Parameter]) -> None:
         self._sentinel_missing = self._sentinel_missing and self._sentinel.parameter not in set(parameters)

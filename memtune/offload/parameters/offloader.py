@@ -74,9 +74,11 @@ from memtune.runtime import (
     before_step,
     copy_to_device_together,
     groups,
+    hide_grad_of,
     local,
     mark,
     run_last,
+    show_grad_of,
     to_host_together,
     transfer,
     weakly,
@@ -160,8 +162,7 @@ class HostParameters:
         self._shows = when_ready and not (
             placement.offload.averages == "experts" and placement.world_size > 1 and self._gathered is None
         )
-        self._shown: dict[nn.Parameter, OffloadedParameter] = {}
-        context.events.before_grads_rescaled.subscribe(self._adopt_replaced_gradients)
+        self._shown: set[nn.Parameter] = set()
         self._grad_hooks: list[RemovableHandle] = []
         self._reducer = self._reducer_of(context, set(mine)) if averages and when_ready else None
         self.loaded_bytes = 0
@@ -311,8 +312,7 @@ class HostParameters:
                 self._on_grad_ready(parameter)
         else:
             if self._shown and parameter in self._shown:
-                # A penalty on weights between uses, on the host: autograd has added to the sum itself.
-                self._take_gradient(parameter, self._shown.pop(parameter))
+                self._add_to_shown(parameter)
             elif parameter.grad is None:
                 pass  # the user's hook has used and freed it
             elif self._reducer is not None:
@@ -401,45 +401,35 @@ class HostParameters:
         if self._shows:
             for each in self._offloaded():
                 held = self._trained.get(each.parameter)
-                if held is not None and (gradient := own_grad(held)) is not None and not each.is_resident:
-                    each.show_gradient(gradient)
-                    self._shown[each.parameter] = each
+                if held is not None and own_grad(held) is not None:
+                    self._show_gradient(each.parameter)
         if not self._shows or self._version_check.are_used:
             self._version_check.note()
 
     def _take_gradients(self) -> None:
-        """Have the host sums be what the user has made of the gradients."""
+        """Show the gradients no longer: the host sums are what the user has made of them."""
         while self._shown:
-            self._take_gradient(*self._shown.popitem())
+            self._take_gradient(self._shown.pop())
 
-    def _take_gradient(self, parameter: nn.Parameter, each: OffloadedParameter) -> None:
-        held = self._trained[parameter]
-        gradient, _ = self._left_by_user(parameter, each)
-        if gradient is not own_grad(held):
-            set_own_grad(held, gradient)
+    def _show_gradient(self, parameter: nn.Parameter) -> None:
+        show_grad_of(parameter, self._trained[parameter])
+        self._shown.add(parameter)
 
-    def _adopt_replaced_gradients(self) -> None:
-        """Have the host sums be the gradients that user code has assigned, before a clip of the host sums."""
-        for parameter, each in list(self._shown.items()):
-            if each.is_gradient_replaced:
-                self._take_gradient(parameter, self._shown.pop(parameter))
-                if (gradient := own_grad(self._trained[parameter])) is not None:
-                    each.show_gradient(gradient)
-                    self._shown[parameter] = each
+    def _take_gradient(self, parameter: nn.Parameter) -> None:
+        hide_grad_of(parameter)
 
-    def _left_by_user(self, parameter: nn.Parameter, each: OffloadedParameter) -> tuple[Tensor | None, bool]:
-        """Hide the gradient; return what the user has left of it, and whether it was changed.
+    def _add_to_shown(self, parameter: nn.Parameter) -> None:
+        """Add a gradient to the sum that is shown: of a penalty on a weight between uses, on the host."""
+        gradient = own_grad(parameter)
+        set_own_grad(parameter, None)
+        self._take_gradient(parameter)
+        if gradient is not None:
+            self._add_at_once(parameter, local(gradient))
+        self._show_gradient(parameter)
 
-        The user finds it at the model's parameter and at the optimizer's, and may replace it at either.
-        """
-        is_replaced = each.is_gradient_replaced
-        gradient, is_changed = each.take_gradient()
-        left = gradient if is_replaced else own_grad(self._trained[parameter])
-        if is_changed and left is not None:
-            torch.autograd.graph.increment_version(
-                left
-            )  # rows do not count changes of the shard that shows them
-        return left, is_changed
+    def _add_at_once(self, parameter: nn.Parameter, host: Tensor) -> None:
+        """Add a gradient that is on the host to the sum, which is complete when this returns."""
+        self._add_to_sum(parameter, host)
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Free all units before the weights change, and take what the user has made of the gradients."""

@@ -33,11 +33,22 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
-from memtune.offload.core import OffloadedParameter, Piece, host_values, set_own_grad, ssd_values
+from memtune.offload.core import OffloadedParameter, Piece, host_values, own_grad, set_own_grad, ssd_values
 from memtune.offload.parameters import ParameterOffloader, host_copy
 from memtune.offload.ssd_states.ssd_optimizer import SsdOptimizer
 from memtune.program import WRITES_IN_FLIGHT, Residency, ssd_reads_by_moment
-from memtune.runtime import HOST, SSD, Context, host_like, local, mark, tier, tier_of, transfer
+from memtune.runtime import (
+    HOST,
+    SSD,
+    Context,
+    hide_grad_of,
+    host_like,
+    local,
+    mark,
+    tier,
+    tier_of,
+    transfer,
+)
 from memtune.ssd import ssd_tensors
 
 ParameterTier = Literal["host", "ssd"]
@@ -130,11 +141,18 @@ class TieredOffloader(ParameterOffloader):
         else:
             self._gradients.arrived(parameter, host)
 
-    def _take_gradient(self, parameter: nn.Parameter, each: OffloadedParameter) -> None:
+    def _take_gradient(self, parameter: nn.Parameter) -> None:
+        is_changed = hide_grad_of(parameter)
+        if is_changed and self._gradients is not None:
+            self._gradients.take(parameter)
+
+    def _add_at_once(self, parameter: nn.Parameter, host: Tensor) -> None:
         if self._gradients is None:
-            super()._take_gradient(parameter, each)
+            super()._add_at_once(parameter, host)
         else:
-            self._gradients.take(parameter, *self._left_by_user(parameter, each))
+            self._gradients.begin_offload(parameter)
+            self._gradients.arrived(parameter, host)
+            self._gradients.flush()
 
     def _backward_raised(self) -> None:
         super()._backward_raised()
@@ -347,11 +365,11 @@ class SsdGradients:
         set_own_grad(self._held[parameter], place)
 
     @torch.no_grad()
-    def take(self, parameter: nn.Parameter, gradient: Tensor | None, is_changed: bool) -> None:
-        """Write what the user has made of a gradient, with its checksum; None: clear it."""
-        place = self._places[parameter]
-        set_own_grad(self._held[parameter], None if gradient is None else place)
-        if gradient is not None and (is_changed or gradient is not place):
+    def take(self, parameter: nn.Parameter) -> None:
+        """Write what the user has made of a gradient, with its checksum."""
+        place, gradient = self._places[parameter], own_grad(self._held[parameter])
+        if gradient is not None:
+            set_own_grad(self._held[parameter], place)
             with tier(HOST):
                 torch.ops.memtune.write_ssd_(place, gradient.clone())
             ssd_tensors.written(place)

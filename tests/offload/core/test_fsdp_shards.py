@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from memtune.api import apply
 from memtune.autotune.record_parallel.fake_process_group import fake_ranks
 from memtune.errors import ApplyError
-from memtune.offload.core.fsdp_shards import count_changes, sharded_like
+from memtune.offload.core.fsdp_shards import sharded_like
 from memtune.offload.core.offloaded_parameter import OffloadedParameter
 from memtune.parallel.ranks import missing_indices
 from memtune.runtime.data_alias import track_data, version_of_data
+from memtune.runtime.shown_grad import count_changes
 
 RANKS = 2
 

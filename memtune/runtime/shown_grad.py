@@ -1,0 +1,217 @@
+"""Gradients that a weight shows although they are on another tier: the one seam between the user's code and
+offloaded gradients.
+
+From the end of a backward to the next forward or step, `grad` of a weight is the gradient of the parameter
+that the optimizer has instead of it: the tensor that the step uses. User code reads, changes, replaces or
+clears it as with the plain model, on whichever device the weight is.
+
+A weight that FSDP2 shards shows the rank's rows as a DTensor, with memory of the host's. A gradient counts
+its changes in its version, those through `data` and by foreach kernels too.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, SupportsIndex
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+_DATA: Any = torch._C.TensorBase.data
+_GRAD: Any = torch._C.TensorBase.grad
+
+
+class _Shown(NamedTuple):
+    """A gradient as it was when the user got it."""
+
+    held: Tensor
+    """The optimizer's parameter, whose gradient it is."""
+    gradient: Callable[[], Tensor | None]
+    """A weak reference."""
+    version: int
+    """-1 if there was none."""
+
+
+class ShowsGrad(Tensor):
+    """A weight whose `grad` is its own gradient, or else the one that it shows."""
+
+    _shown: _Shown | None = None
+    _shard: DTensor | None = None
+    """The rows that are shown, as a DTensor."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        """Its own gradient, or the one that is shown."""
+        own, shown = _GRAD.__get__(self), self._shown
+        if own is not None or shown is None:
+            return own  # type: ignore[no-any-return]
+        gradient: Tensor | None = _GRAD.__get__(shown.held)
+        if gradient is None or not isinstance(self, DTensor) or isinstance(gradient, DTensor):
+            return gradient
+        if self._shard is None or self._shard._local_tensor is not gradient:
+            self._shard = _as_shard_of(self, gradient)
+        return self._shard
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        # An own gradient wins: autograd has accumulated it since the shown one was offloaded.
+        shown = self._shown
+        if shown is None or _GRAD.__get__(self) is not None:
+            _GRAD.__set__(self, gradient)
+            return
+        held = shown.held
+        if isinstance(gradient, DTensor) and not isinstance(held, DTensor):
+            if isinstance(self, DTensor) and gradient.placements != self.placements:
+                gradient = gradient.redistribute(placements=self.placements)
+            gradient = gradient._local_tensor
+        _GRAD.__set__(held, None if gradient is None else gradient.to(held.device))
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _as_plain(self, lambda plain: copy.deepcopy(plain, memo))
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return _as_plain(self, lambda plain: plain.__reduce_ex__(protocol))
+
+
+class _ShowingParameter(ShowsGrad, nn.Parameter):
+    """A full parameter, while it shows a gradient."""
+
+
+class _ShowingShard(ShowsGrad, DTensor):
+    """A parameter that is sharded by rows, while it shows a gradient."""
+
+
+_SHOWING: Final[dict[type, type]] = {nn.Parameter: _ShowingParameter, DTensor: _ShowingShard}
+OWN_NAMES: Final = ["_shown", "_shard"]
+"""Attributes of a weight that copies and pickles do not have."""
+PLAIN_TYPES: Final[dict[type, type]] = {shown: plain for plain, shown in _SHOWING.items()}
+"""Classes of weights → torch's own class."""
+
+
+def show_grad_of(weight: Tensor, held: Tensor) -> None:
+    """Have `grad` of `weight` be that of `held` while it has none of its own, until `hide_grad_of`."""
+    if not isinstance(weight, ShowsGrad):
+        if type(weight) not in _SHOWING:
+            return  # a fake tensor, which no user sees
+        weight.__class__ = _SHOWING[type(weight)]
+    gradient = _GRAD.__get__(held)
+    if gradient is None:
+        vars(weight)["_shown"] = _Shown(held, lambda: None, -1)
+    else:
+        count_changes(gradient)
+        vars(weight)["_shown"] = _Shown(held, weakref.ref(gradient), version_of(gradient))
+
+
+def hide_grad_of(weight: Tensor) -> bool:
+    """End `show_grad_of`; return whether the user has changed, replaced or cleared the gradient meanwhile."""
+    shown, shard = vars(weight).pop("_shown", None), vars(weight).pop("_shard", None)
+    weight.__class__ = class_of(weight, type(weight))
+    if shown is None:
+        return False
+    now = _GRAD.__get__(shown.held)
+    if now is None:
+        return bool(shown.version >= 0)
+    if shard is not None and shard._local_tensor is now and shard._version:
+        torch.autograd.graph.increment_version(now)  # rows do not count changes of the shard
+    return now is not shown.gradient() or version_of(now) != shown.version
+
+
+def shows_grad(weight: Tensor) -> bool:
+    """Return whether `weight` shows a gradient of another parameter."""
+    return vars(weight).get("_shown") is not None
+
+
+def class_of(weight: Tensor, kind: type) -> type:
+    """Return the class that `weight`, else of class `kind`, has while it shows a gradient, or does not."""
+    if kind in _SHOWING and shows_grad(weight):
+        return _SHOWING[kind]
+    return PLAIN_TYPES[kind] if kind in _SHOWING.values() and not shows_grad(weight) else kind
+
+
+def plain_type(tensor: Tensor) -> type:
+    """Return the class of `tensor` without tracking and without a shown gradient."""
+    return PLAIN_TYPES.get(type(tensor), type(tensor))
+
+
+def _as_shard_of(weight: DTensor, rows: Tensor) -> DTensor:
+    # Of the mesh's device, as the weight, and with memory of the host's, as the weight between uses.
+    like = torch.empty((), dtype=rows.dtype, device=weight.device).expand(rows.shape)
+    kind: Any = DTensor
+    found: DTensor = kind(like, weight._spec, requires_grad=False)
+    found._local_tensor = rows
+    count_changes(found)
+    return found
+
+
+def _as_plain(weight: Tensor, call: Callable[[Any], Any]) -> Any:
+    kind, held = type(weight), vars(weight)
+    # torch's copy and pickle look at the class, and what the weight holds would be copied. A pickle reads the
+    # dictionary after this call, when it is written, so the weight gets another one meanwhile.
+    weight.__class__ = PLAIN_TYPES[kind]
+    weight.__dict__ = {name: value for name, value in held.items() if name not in OWN_NAMES}
+    try:
+        return call(weight)
+    finally:
+        weight.__class__, weight.__dict__ = kind, held
+
+
+# -- versions of gradients -----------------------------------------------------------------------------------
+
+
+def version_of(gradient: Tensor) -> int:
+    """Return a number that changes with each write of `gradient` in place, of a DTensor's rows too."""
+    return gradient._version + (gradient._local_tensor._version if isinstance(gradient, DTensor) else 0)
+
+
+def _set_data(gradient: Tensor, value: Tensor) -> None:
+    _DATA.__set__(gradient, value)
+    torch.autograd.graph.increment_version(gradient)
+
+
+_COUNTED_DATA = property(Tensor.detach, _set_data)
+"""`data` of a gradient that shares its version counter; torch's own has a counter of its own."""
+
+
+class _CountedTensor(Tensor):
+    """A gradient on one rank whose version counter includes writes through `data`."""
+
+    # Results are of torch's own class.
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    data = _COUNTED_DATA
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.detach(), memo)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return self.detach().__reduce_ex__(protocol)
+
+
+class _CountedShard(DTensor):
+    """A gradient whose version counter includes foreach kernels, which do not count changes of DTensors."""
+
+    data = _COUNTED_DATA
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__.endswith("_") and args and isinstance(args[0], list | tuple):
+            for each in args[0]:
+                if isinstance(each, cls):
+                    torch.autograd.graph.increment_version(each)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def count_changes(gradient: Tensor) -> None:
+    """Make the version of `gradient` count changes in place by foreach kernels and through `data` too."""
+    if type(gradient) in _COUNTED:
+        gradient.__class__ = _COUNTED[type(gradient)]
+
+
+_COUNTED: Final[dict[type, type]] = {Tensor: _CountedTensor, DTensor: _CountedShard}
