@@ -35,7 +35,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from memtune.executors.gradient_record import BUCKETS, GradientRecord
 from memtune.offload.core import OptimizerParameter
-from memtune.runtime import Context, local
+from memtune.runtime import Context, local, spent_as_none
 
 _BLOCK = 1 << 16
 """Numbers, a multiple of BUCKETS, that are digested at a time."""
@@ -171,6 +171,7 @@ class GradientDigests:
         if self._is_first(name, layout) and (region := _region(layout, whole)).shape == data.shape:
             sums.add(data.cpu().contiguous(), region, sketch=self._sketches)
 
+    @spent_as_none()
     def add_rest(self) -> None:
         """Digest the gradients that are left for the step."""
         for name, parameter in self._named.items():

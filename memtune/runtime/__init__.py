@@ -109,6 +109,7 @@ if TYPE_CHECKING:
         plain_type as plain_type,
         show_grad_of as show_grad_of,
         shows_grad as shows_grad,
+        spent_as_none as spent_as_none,
         version_of as version_of,
     )
     from memtune.runtime.training_hooks import (

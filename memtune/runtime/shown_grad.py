@@ -5,6 +5,9 @@ From the end of a backward to the next forward or step, `grad` of a weight is th
 that the optimizer has instead of it: the tensor that the step uses. User code reads, changes, replaces or
 clears it as with the plain model, on whichever device the weight is.
 
+A gradient that an update inside backward has used and freed is no more: until the step ends, code that reads,
+assigns or clears it raises instead of finding None.
+
 A weight that FSDP2 shards shows the rank's rows as a DTensor, with memory of the host's. A gradient counts
 its changes in its version, those through `data` and by foreach kernels too.
 """
@@ -13,7 +16,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, SupportsIndex
 
 import torch
@@ -41,11 +45,15 @@ class ShowsGrad(Tensor):
     _shown: _Shown | None = None
     _shard: DTensor | None = None
     """The rows that are shown, as a DTensor."""
+    _spent: Callable[[], Exception] | None = None
+    """The error of code that reads a gradient that has been used."""
 
     @property
     def grad(self) -> Tensor | None:
         """Its own gradient, or the one that is shown."""
         own, shown = _GRAD.__get__(self), self._shown
+        if own is None:
+            self._require_unspent()
         if own is not None or shown is None:
             return own  # type: ignore[no-any-return]
         gradient: Tensor | None = _GRAD.__get__(shown.held)
@@ -58,8 +66,10 @@ class ShowsGrad(Tensor):
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         # An own gradient wins: autograd has accumulated it since the shown one was offloaded.
-        shown = self._shown
-        if shown is None or _GRAD.__get__(self) is not None:
+        shown, own = self._shown, _GRAD.__get__(self)
+        if own is None:
+            self._require_unspent()
+        if shown is None or own is not None:
             _GRAD.__set__(self, gradient)
             return
         held = shown.held
@@ -72,6 +82,10 @@ class ShowsGrad(Tensor):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    def _require_unspent(self) -> None:
+        if self._spent is not None and not _spent_as_none:
+            raise self._spent()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _as_plain(self, lambda plain: copy.deepcopy(plain, memo))
@@ -89,18 +103,50 @@ class _ShowingShard(ShowsGrad, DTensor):
 
 
 _SHOWING: Final[dict[type, type]] = {nn.Parameter: _ShowingParameter, DTensor: _ShowingShard}
-OWN_NAMES: Final = ["_shown", "_shard"]
+OWN_NAMES: Final = ["_shown", "_shard", "_spent"]
 """Attributes of a weight that copies and pickles do not have."""
 PLAIN_TYPES: Final[dict[type, type]] = {shown: plain for plain, shown in _SHOWING.items()}
 """Classes of weights → torch's own class."""
 
 
-def show_grad_of(weight: Tensor, held: Tensor) -> None:
-    """Have `grad` of `weight` be that of `held` while it has none of its own, until `hide_grad_of`."""
+_spent_as_none = 0
+
+
+@contextmanager
+def spent_as_none() -> Iterator[None]:
+    """Have gradients that have been used be None, as memtune and torch's `zero_grad` expect."""
+    global _spent_as_none
+    _spent_as_none += 1
+    try:
+        yield
+    finally:
+        _spent_as_none -= 1
+
+
+def show_as_spent(weight: Tensor, error: Callable[[], Exception]) -> None:
+    """Have code that reads or sets `grad` of `weight` raise `error()`, until `hide_spent`."""
+    if _can_show(weight):
+        vars(weight)["_spent"] = error
+
+
+def hide_spent(weight: Tensor) -> None:
+    """End `show_as_spent`."""
+    vars(weight).pop("_spent", None)
+    weight.__class__ = class_of(weight, type(weight))
+
+
+def _can_show(weight: Tensor) -> bool:
     if not isinstance(weight, ShowsGrad):
         if type(weight) not in _SHOWING:
-            return  # a fake tensor, which no user sees
+            return False  # a fake tensor, which no user sees
         weight.__class__ = _SHOWING[type(weight)]
+    return True
+
+
+def show_grad_of(weight: Tensor, held: Tensor) -> None:
+    """Have `grad` of `weight` be that of `held` while it has none of its own, until `hide_grad_of`."""
+    if not _can_show(weight):
+        return
     gradient = _GRAD.__get__(held)
     if gradient is None:
         vars(weight)["_shown"] = _Shown(held, lambda: None, -1)
@@ -124,8 +170,8 @@ def hide_grad_of(weight: Tensor) -> bool:
 
 
 def shows_grad(weight: Tensor) -> bool:
-    """Return whether `weight` shows a gradient of another parameter."""
-    return vars(weight).get("_shown") is not None
+    """Return whether `weight` shows a gradient of another parameter, or that its own has been used."""
+    return not {"_shown", "_spent"}.isdisjoint(vars(weight))
 
 
 def class_of(weight: Tensor, kind: type) -> type:

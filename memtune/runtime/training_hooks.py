@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any, Final, ParamSpec
 
@@ -30,9 +31,11 @@ from torch.utils.hooks import RemovableHandle
 
 from memtune.errors import ApplyError
 from memtune.runtime.context import Context
+from memtune.runtime.shown_grad import hide_spent, show_as_spent
 
 _MARK: Final = "_wrapped_by_lr_sched"
 _OWN: Final = "_memtune_step"
+_LATE = "Tuned.micro_batch(last=False), after which optimizer.step() updates all"
 _LOAD = "load the last checkpoint with Tuned.load_state_dict, and continue from there"
 
 
@@ -375,7 +378,15 @@ class EarlyUpdates:
     def __init__(self, context: Context, what: str) -> None:
         self._what, self._updated, self._raised = what, set[Hashable](), False
         self._used = set[nn.Parameter]()
-        context.events.weights_loaded.subscribe(self.forget)
+        self._spent = list[nn.Parameter]()
+        self._is_loaded = False
+        context.events.weights_loaded.subscribe(self._loaded)
+        context.events.grads_cleared.subscribe(lambda _: self._drop())
+        for module in context.model.modules():
+            hook = UncopiedHook(weakly(self._values_loaded))
+            context.undo.callback(module.register_load_state_dict_post_hook(hook).remove)
+        loaded = weakly(self._values_loaded)
+        context.undo.callback(context.optimizer.register_load_state_dict_post_hook(loaded).remove)
 
     def add(self, updated: Iterable[Hashable], parameters: Iterable[nn.Parameter]) -> None:
         """Record that these are updated, from the gradients of `parameters`."""
@@ -413,8 +424,37 @@ class EarlyUpdates:
         Raises:
             ApplyError: The backward raised after updates.
         """
+        self._hide_spent()
         if self._raised:
             self.step_begins()
+        if self._is_loaded:
+            raise ApplyError(
+                "Weights or optimizer state were loaded between a backward that had updated some and its"
+                " optimizer.step().",
+                evidence="The load has replaced these updates, and their gradients are no more.",
+                fix=f"load after optimizer.step(); or  {_LATE}",
+                code="MT364",
+            )
+
+    def backward_ends(self) -> None:
+        """Have code that reads or sets a gradient that has been used raise, until the step ends."""
+        self._spent = list(self._used)
+        for parameter in self._spent:
+            show_as_spent(parameter, partial(_spent_error, parameter.shape))
+
+    def _hide_spent(self) -> None:
+        while self._spent:
+            hide_spent(self._spent.pop())
+
+    def _values_loaded(self, *_: Any) -> None:
+        self._is_loaded |= bool(self._updated) and not self._raised
+
+    def _loaded(self) -> None:
+        self._values_loaded()
+        self.forget()
+
+    def _drop(self) -> None:
+        self._is_loaded = False
 
     def step_begins(self) -> None:
         """Refuse to begin a step while an earlier one is open.
@@ -422,11 +462,14 @@ class EarlyUpdates:
         Raises:
             ApplyError: An earlier step has updates and was not ended.
         """
+        self._drop()
+        self._hide_spent()
         if self._updated:
             raise unfinished_step_error(len(self._updated), self._what, _LOAD)
 
     def forget(self) -> None:
         """Clear the record: `optimizer.step()` has ended the step, or a loaded state replaces the updates."""
+        self._hide_spent()
         self._updated.clear()
         self._used.clear()
         self._raised = False
@@ -478,6 +521,16 @@ class PartialStep:
                 fix=_LOAD,
                 code="MT368",
             )
+
+
+def _spent_error(shape: torch.Size) -> ApplyError:
+    return ApplyError(
+        f"The gradient of a weight of shape {tuple(shape)} has been used and freed by an update inside"
+        " backward: it can be neither read nor changed.",
+        evidence="Tuned.micro_batch(last=True) had allowed the update.",
+        fix=_LATE,
+        code="MT364",
+    )
 
 
 def unfinished_step_error(n_updated: int, what: str, fix: str) -> ApplyError:

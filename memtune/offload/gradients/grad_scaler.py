@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import ApplyError
-from memtune.runtime import SSD, Context, before_step, local, tier_of
+from memtune.runtime import SSD, Context, before_step, local, spent_as_none, tier_of
 
 _FIX = "forward and backward outside of Tuned.micro_batch; or offload: {states: {kind: optimizer_cpu}}"
 _GRADIENTS = "_memtune_gradients"
@@ -59,6 +59,7 @@ class Gradients:
         Raises:
             ApplyError: A gradient was used inside backward, still scaled.
         """
+        self.require_unused(self._chains, "unscale")
         found: dict[tuple[int, int], Tensor] = {}
         # By address: the model's parameter and its replacement may show the same gradient, which must be
         # unscaled once.
@@ -67,9 +68,9 @@ class Gradients:
                 if each.grad is not None:
                     gradient = local(each.grad)
                     found[gradient.data_ptr(), gradient.numel()] = gradient
-        self.require_unused(self._chains, "unscale")
         return list(found.values())
 
+    @spent_as_none()
     def require_unused(self, parameters: Iterable[nn.Parameter], verb: Literal["unscale", "clip"]) -> None:
         """Require that the step can still use changed gradients of these model parameters.
 
@@ -112,6 +113,7 @@ class Gradients:
             found_inf.copy_(together.clamp_(max=1.0))
         return found
 
+    @spent_as_none()
     def zero(self, set_to_none: bool = True) -> None:
         """Clear the optimizer's gradients and all offloaded ones, as `Optimizer.zero_grad` does."""
         self._used.clear()
@@ -119,6 +121,7 @@ class Gradients:
         # `None` has replaced the gradients of the optimizer's own parameters.
         self._clear(self._others if set_to_none else self._every, set_to_none, self._every)
 
+    @spent_as_none()
     def zero_of(self, parameters: Iterable[nn.Parameter], set_to_none: bool) -> None:
         """Clear the gradients of these model parameters and of their replacements."""
         every = [each for parameter in parameters for each in self._chains.get(parameter, ())]
@@ -172,6 +175,7 @@ class _ZeroGrad:
     def __init__(self, module: nn.Module, gradients: Gradients) -> None:
         self._module, self._gradients = module, gradients
 
+    @spent_as_none()
     def __call__(self, set_to_none: bool = True) -> None:
         type(self._module).zero_grad(self._module, set_to_none)
         self._gradients.zero_of(self._module.parameters(), set_to_none)

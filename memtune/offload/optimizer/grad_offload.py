@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune import refusals
 from memtune.errors import ApplyError
-from memtune.offload.core import Trigger, resident_count, sentinel_index
+from memtune.offload.core import Trigger, own_grad, resident_count, sentinel_index
 from memtune.offload.gradients import SentinelGradient, WatchedGradients
 from memtune.offload.optimizer.host_optimizer import add_gradient
 from memtune.runtime import (
@@ -294,6 +294,7 @@ class GradientOffload:
         if not self._shows or self._version_check.are_used:
             self._version_check.note()
         self._sentinel_missing = self._sentinel.parameter.grad is None
+        self._early_updates.backward_ends()
 
     def _backward_raised(self) -> None:
         """Drop the gradients of a backward that raised; refuse the step if it has updated parameters.
@@ -349,7 +350,7 @@ class GradientOffload:
         Raises:
             ApplyError: A state tensor of the optimizer, or an offloaded gradient, is on the device.
         """
-        left = [parameter for parameter in self._hosts if parameter.grad is not None]
+        left = [parameter for parameter in self._hosts if own_grad(parameter) is not None]
         if left:
             raise ApplyError(
                 f"{len(left)} gradients are on the device that should have been offloaded when ready.",

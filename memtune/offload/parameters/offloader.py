@@ -671,6 +671,7 @@ class ParameterOffloader(HostParameters):
         lacking = self._finish_averages()
         self._begin_moment(self._end)
         self._show_gradients(lacking)
+        self._early_updates.backward_ends()
 
     def _begin_moment(self, moment: int) -> None:
         """Begin a moment: finish copies, free, load, prefetch, update."""

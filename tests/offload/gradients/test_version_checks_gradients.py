@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from support.interrupted_loops import (
     build,
     loss,
     made,
+    plain,
     weights,
 )
 from torch import Tensor, nn
@@ -39,6 +40,11 @@ def _directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def none(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for parameter in model.parameters():
         parameter.grad = None
+
+
+def assigns_ones(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
 
 
 CLEARS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], None]] = {
@@ -137,22 +143,85 @@ def test_gradients_assigned_to_the_optimizers_parameters_are_used(name: str) -> 
     assert_equal(replaced(*made(name)[:2]), replaced(*build()))
 
 
+EARLY = ["l2l", "late", "per_gradient", "one by one"]
+TOUCHES: dict[str, Callable[[Net, torch.optim.Optimizer], object]] = {
+    "read": lambda model, _: [each.grad for each in model.parameters()],
+    "assign": assigns_ones,
+    "clear": none,
+    "another optimizer": lambda model, _: torch.optim.SGD(model.parameters()).step(),
+    "another optimizer of the same groups": lambda _, optimizer: torch.optim.SGD(
+        [each for group in optimizer.param_groups for each in group["params"]]
+    ).step(),
+}
+LOADS: dict[str, Callable[[Net, torch.optim.Optimizer, Tuned], object]] = {
+    "model": lambda model, optimizer, tuned: model.load_state_dict(model.state_dict()),
+    "block": lambda model, optimizer, tuned: model.blocks[3].load_state_dict(model.blocks[3].state_dict()),  # type: ignore[operator]
+    "optimizer": lambda model, optimizer, tuned: optimizer.load_state_dict(optimizer.state_dict()),
+    "all": lambda model, optimizer, tuned: tuned.load_state_dict(copy.deepcopy(tuned.state_dict())),
+}
+
+
+@pytest.mark.parametrize("how", TOUCHES)
+@pytest.mark.parametrize("name", EARLY)
+def test_gradients_that_an_update_inside_backward_has_used_can_be_neither_read_nor_changed(
+    name: str, how: str
+) -> None:
+    model, optimizer, tuned = made(name)
+    with tuned.micro_batch(last=True):
+        loss(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(ApplyError, match="has been used and freed by an update inside backward"):
+        TOUCHES[how](model, optimizer)
+    if how == "read":  # others may have changed the gradients that were not used
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(each.grad is None for each in model.parameters())
+        assert_equal(weights(model), plain(1))
+
+
+@pytest.mark.parametrize("how", LOADS)
+@pytest.mark.parametrize("name", EARLY)
+def test_load_between_updates_inside_backward_and_their_step_is_refused_in_the_step(
+    name: str, how: str
+) -> None:
+    model, optimizer, tuned = made(name)
+    with tuned.micro_batch(last=True):
+        loss(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+    LOADS[how](model, optimizer, tuned)
+    with pytest.raises(ApplyError, match="were loaded between a backward that had updated some and"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_load_of_all_after_updates_inside_backward_ends_a_step_that_is_dropped(name: str) -> None:
+    model, optimizer, tuned = made(name)
+    state = copy.deepcopy(tuned.state_dict())
+    with tuned.micro_batch(last=True):
+        loss(model, batch(7)).backward()  # type: ignore[no-untyped-call]
+    tuned.load_state_dict(state)
+    optimizer.zero_grad()
+    with tuned.micro_batch(last=True):
+        loss(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    assert_equal(weights(model), plain(1))
+
+
 @pytest.mark.parametrize("through_data", [False, True], ids=["assigned", "through data"])
-@pytest.mark.parametrize("name", ["l2l", "late", "per_gradient", "one by one"])
+@pytest.mark.parametrize("name", EARLY)
 def test_change_of_gradients_in_any_way_after_some_were_used_raises(name: str, through_data: bool) -> None:
     model, optimizer, tuned = made(name)
     with tuned.micro_batch(last=True):
         loss(model, batch(0)).backward()  # type: ignore[no-untyped-call]
     for each in model.parameters():
-        if each.grad is not None and through_data:
-            each.grad.data.clamp_(-1e-6, 1e-6)
-        elif each.grad is not None:
-            each.grad = each.grad * 0.5
+        with suppress(ApplyError):  # of a gradient that has been used
+            if each.grad is not None and through_data:
+                each.grad.data.clamp_(-1e-6, 1e-6)
+            elif each.grad is not None:
+                each.grad = each.grad * 0.5
     with pytest.raises(ApplyError, match="changed between backward and the optimizer's step"):
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", ["l2l", "late", "per_gradient", "one by one"])
+@pytest.mark.parametrize("name", EARLY)
 def test_clearing_of_gradients_that_an_update_has_used_raises(name: str) -> None:
     model, optimizer, tuned = made(name)
     with tuned.micro_batch(last=True):
