@@ -658,6 +658,13 @@ class ParameterOffloader(HostParameters):
                 tensor.register_hook(lambda _: self._backward(moment))
 
     def _backward(self, moment: int) -> None:
+        if torch.is_grad_enabled():
+            raise ApplyError(
+                "A backward ran with create_graph=True, and blocks' weights are freed after their backward.",
+                evidence="A second backward would read weights that are not on the device.",
+                fix="offload: {states: {kind: zero_offload}}, under which weights stay on the device",
+                code="MT364",
+            )
         # Again in every moment: `expect` queues one callback per backward and ignores the later calls.
         self._backward_end.expect()
         self._begin_moment(moment)

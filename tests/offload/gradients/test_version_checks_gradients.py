@@ -445,3 +445,12 @@ def test_step_interrupted_by_a_hook_can_be_repeated_or_dropped(name: str, again:
             optimizer.step()
         found.append(weights(model))
     assert_equal(*found)
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_backward_that_is_differentiated_again_is_refused_where_weights_are_freed(name: str) -> None:
+    """Frames of pages hold other weights by then: without a refusal the second backward was wrong."""
+    model, _, _ = made(name)
+    value = loss(model, batch(0))
+    with pytest.raises(ApplyError, match="create_graph=True"):
+        torch.autograd.grad(value, list(model.parameters()), create_graph=True)
