@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from memtune.api import Tuned, apply
 from memtune.deferred_init import deferred
-from memtune.runtime import HOST, accumulate, prepare_model, tier
+from memtune.runtime import HOST, accumulate, prepare_model, spent_as_none, tier
 from memtune.technique import Technique
 from memtune.workload import Workload
 
@@ -159,7 +159,8 @@ def one_step(
     loss = accumulate(
         runner, workload.loss, batches, device, sync=sync or (lambda last: nullcontext()), order=order
     )
-    gradients = {name: on_host(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    with spent_as_none():  # those that updates inside backward have used
+        gradients = {name: on_host(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return on_host(loss), gradients
