@@ -103,14 +103,15 @@ if TYPE_CHECKING:
         to_host_together as to_host_together,
     )
     from memtune.runtime.shown_grad import (
+        ShowsGrad as ShowsGrad,
         class_of as class_of,
         count_changes as count_changes,
+        grad_version as grad_version,
         hide_grad_of as hide_grad_of,
         plain_type as plain_type,
         show_grad_of as show_grad_of,
         shows_grad as shows_grad,
         spent_as_none as spent_as_none,
-        version_of as version_of,
     )
     from memtune.runtime.training_hooks import (
         BackwardEnd as BackwardEnd,

@@ -152,7 +152,7 @@ def show_grad_of(weight: Tensor, held: Tensor) -> None:
         vars(weight)["_shown"] = _Shown(held, lambda: None, -1)
     else:
         count_changes(gradient)
-        vars(weight)["_shown"] = _Shown(held, weakref.ref(gradient), version_of(gradient))
+        vars(weight)["_shown"] = _Shown(held, weakref.ref(gradient), grad_version(gradient))
 
 
 def hide_grad_of(weight: Tensor) -> bool:
@@ -166,7 +166,7 @@ def hide_grad_of(weight: Tensor) -> bool:
         return bool(shown.version >= 0)
     if shard is not None and shard._local_tensor is now and shard._version:
         torch.autograd.graph.increment_version(now)  # rows do not count changes of the shard
-    return now is not shown.gradient() or version_of(now) != shown.version
+    return now is not shown.gradient() or grad_version(now) != shown.version
 
 
 def shows_grad(weight: Tensor) -> bool:
@@ -211,7 +211,7 @@ def _as_plain(weight: Tensor, call: Callable[[Any], Any]) -> Any:
 # -- versions of gradients -----------------------------------------------------------------------------------
 
 
-def version_of(gradient: Tensor) -> int:
+def grad_version(gradient: Tensor) -> int:
     """Return a number that changes with each write of `gradient` in place, of a DTensor's rows too."""
     return gradient._version + (gradient._local_tensor._version if isinstance(gradient, DTensor) else 0)
 

@@ -31,11 +31,11 @@ from torch.utils.hooks import RemovableHandle
 
 from memtune.errors import ApplyError
 from memtune.runtime.context import Context
-from memtune.runtime.shown_grad import hide_spent, show_as_spent
+from memtune.runtime.shown_grad import hide_spent, show_as_spent, spent_as_none
 
 _MARK: Final = "_wrapped_by_lr_sched"
 _OWN: Final = "_memtune_step"
-_LATE = "Tuned.micro_batch(last=False), after which optimizer.step() updates all"
+_NOT_LAST = "Tuned.micro_batch(last=False), after which optimizer.step() updates all"
 _LOAD = "load the last checkpoint with Tuned.load_state_dict, and continue from there"
 
 
@@ -47,7 +47,8 @@ class _OwnHook:
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Run the hook, with the arguments that torch passes to step hooks."""
-        self.call(optimizer, args, kwargs)
+        with spent_as_none():  # until the hook that ends it has run
+            self.call(optimizer, args, kwargs)
 
 
 def before_step(
@@ -432,7 +433,7 @@ class EarlyUpdates:
                 "Weights or optimizer state were loaded between a backward that had updated some and its"
                 " optimizer.step().",
                 evidence="The load has replaced these updates, and their gradients are no more.",
-                fix=f"load after optimizer.step(); or  {_LATE}",
+                fix=f"load after optimizer.step(); or  {_NOT_LAST}",
                 code="MT364",
             )
 
@@ -528,7 +529,7 @@ def _spent_error(shape: torch.Size) -> ApplyError:
         f"The gradient of a weight of shape {tuple(shape)} has been used and freed by an update inside"
         " backward: it can be neither read nor changed.",
         evidence="Tuned.micro_batch(last=True) had allowed the update.",
-        fix=_LATE,
+        fix=_NOT_LAST,
         code="MT364",
     )
 

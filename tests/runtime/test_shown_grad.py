@@ -48,7 +48,7 @@ def held_like(rows: Tensor) -> nn.Parameter:
 
 @pytest.mark.parametrize("change", [*CHANGES, clears])
 @pytest.mark.parametrize("is_tracked", [False, True])
-def test_change_of_a_shown_gradient_is_one_of_the_held_parameter_on_another_device(
+def test_change_of_a_shown_gradient_changes_the_one_on_the_other_device(
     change: Callable[[nn.Parameter], None], is_tracked: bool
 ) -> None:
     weight = nn.Parameter(torch.empty(3, 2, device="meta"))
@@ -66,7 +66,7 @@ def test_change_of_a_shown_gradient_is_one_of_the_held_parameter_on_another_devi
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_change_of_a_shown_shard_is_one_of_the_held_rows(change: Callable[[nn.Parameter], None]) -> None:
+def test_change_of_a_shown_shard_changes_the_rows_on_the_host(change: Callable[[nn.Parameter], None]) -> None:
     with fake_ranks(2):
         mesh = init_device_mesh("cpu", (2,))
         whole = distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)], src_data_rank=None)
@@ -84,7 +84,7 @@ def test_change_of_a_shown_shard_is_one_of_the_held_rows(change: Callable[[nn.Pa
         assert type(weight) is DTensor
 
 
-def test_hidden_gradient_that_nobody_changed_is_no_change() -> None:
+def test_unchanged_gradient_is_reported_as_such_when_hidden() -> None:
     weight, held = nn.Parameter(torch.zeros(2)), held_like(torch.zeros(2))
     show_grad_of(weight, held)
     assert float(weight.grad.norm()) > 0  # type: ignore[union-attr]
@@ -92,7 +92,7 @@ def test_hidden_gradient_that_nobody_changed_is_no_change() -> None:
     assert not hide_grad_of(weight)
 
 
-def test_own_gradient_is_shown_before_that_of_the_held_parameter() -> None:
+def test_gradient_of_the_weight_itself_is_shown_first() -> None:
     weight, held = nn.Parameter(torch.ones(2)), held_like(torch.zeros(2))
     show_grad_of(weight, held)
     weight.sum().mul(3).backward()  # type: ignore[no-untyped-call]

@@ -40,6 +40,7 @@ from memtune.offload.core.parameter_layout import Chunks
 from memtune.runtime import (
     HOST,
     Context,
+    ShowsGrad,
     class_of,
     is_data_used,
     mark,
@@ -47,7 +48,6 @@ from memtune.runtime import (
     plain_type,
     version_of_data,
 )
-from memtune.runtime.shown_grad import ShowsGrad
 
 _is_alias_of: Final[Callable[[Tensor, Tensor], bool]] = torch._C._is_alias_of  # type: ignore[attr-defined]
 _DATA: Final[Any] = torch._C.TensorBase.data

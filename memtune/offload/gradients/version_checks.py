@@ -38,11 +38,11 @@ from memtune.runtime import (
     Context,
     UncopiedHook,
     count_changes,
+    grad_version,
     is_data_used,
     memory_of,
     track_data,
     untrack_data,
-    version_of,
     version_of_data,
 )
 
@@ -58,11 +58,11 @@ class _Noted(NamedTuple):
     def of(cls, gradient: Tensor) -> _Noted:
         # Foreach kernels do not count changes of DTensors, nor torch those through `data`.
         count_changes(gradient)
-        return cls(weakref.ref(gradient), version_of(gradient))
+        return cls(weakref.ref(gradient), grad_version(gradient))
 
     def is_left(self, gradient: Tensor) -> bool:
         """Return True if `gradient` is the noted one, unchanged."""
-        return self.gradient() is gradient and self.version == version_of(gradient)
+        return self.gradient() is gradient and self.version == grad_version(gradient)
 
 
 _NONE = _Noted(lambda: None, 0)
