@@ -94,6 +94,6 @@ class PlanOptions(TargetOptions):
     out: Path | None = None
     """Write the config of a row of the front to this file."""
     row: int = 1
-    """The row to write; 1 is the fastest that fits."""
+    """The row to write; 1 is the best that fits, by time, techniques and retries."""
     why_not: str | None = None
     """A technique, `kind` or `slot=kind`, to explain the absence of."""

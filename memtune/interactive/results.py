@@ -134,7 +134,7 @@ class PlanResult:
 
     @property
     def best(self) -> PlanRow | None:
-        """The fastest setting that is predicted to fit, or the given config; None if nothing fits."""
+        """The first setting of `front`, or the given config; None if nothing fits."""
         if self.report.config is not None:
             return self.report.config if self.report.feasible else None
         return self.report.front[0] if self.report.front else None
@@ -146,7 +146,9 @@ class PlanResult:
 
     @property
     def front(self) -> Any:
-        """The settings that none beats in both time and memory, fastest first; a table as `rows`."""
+        """The settings that none beats in both cost (time, techniques, retries) and memory, cheapest first;
+        a table as `rows`.
+        """
         return table_of([each.to_dict() for each in self.report.front])
 
     def plot(self) -> Picture:
