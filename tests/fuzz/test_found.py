@@ -150,3 +150,15 @@ def test_changed_gradients_of_ranks_train_as_the_plain_model(
     finally:
         ranks.close()
     assert outcome.kind == "equal", outcome.text
+
+
+@pytest.mark.slow
+def test_gradients_of_zero_ranks_that_are_offloaded_are_refused_where_they_are_read(tmp_path: Path) -> None:
+    found = case("mlp", ranks=2, sharding__states="zero1", offload__states="zero_offload")
+    ranks = Ranks(2)
+    try:
+        outcome = Recorded(found.model, ranks, tmp_path).outcome(replace(found, behaviours=("halve_grads",)))
+    finally:
+        ranks.close()
+    assert outcome.kind == "refused", outcome.text
+    assert "divided over ranks" in outcome.text

@@ -25,7 +25,7 @@ from torch.nn.utils import clip_grad
 
 from memtune.errors import ApplyError
 from memtune.offload.gradients.grad_scaler import Gradients
-from memtune.runtime import Context, local
+from memtune.runtime import Context, local, spent_as_none
 
 _OWNERS: weakref.WeakSet[ClippedGradients] = weakref.WeakSet()
 """Those of all trainings. Not by parameter: `module.to` swaps no tensor that has a weak reference."""
@@ -49,6 +49,7 @@ class ClippedGradients:
         self.chains = {each: chain for chain in chains for each in chain}
         """By each parameter of a chain: the model's, its replacements, the optimizer's."""
 
+    @spent_as_none()
     def clip_norm(
         self, given: Sequence[Any], own: Callable[..., Tensor], max_norm: float, order: float, **how: Any
     ) -> Tensor:
@@ -70,6 +71,7 @@ class ClippedGradients:
         self._note(given, held)
         return total.to(self._device)
 
+    @spent_as_none()
     def clip_value(self, given: Sequence[Any], own: Callable[..., None], limit: float, **how: Any) -> None:
         """Clip each element of the gradients of the parameters `given`."""
         held = self._held(given)

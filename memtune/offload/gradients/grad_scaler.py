@@ -53,6 +53,7 @@ class Gradients:
         before_step(context.optimizer, lambda *_: self._used.clear())
         self._own_zero_grad, self._grads_cleared = context.optimizer.zero_grad, context.events.grads_cleared
 
+    @spent_as_none()
     def all(self) -> list[Tensor]:
         """Return all gradients of the step, each once.
 

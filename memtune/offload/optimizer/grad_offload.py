@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -45,7 +46,9 @@ from memtune.runtime import (
     UncopiedHook,
     before_step,
     hide_grad_of,
+    hide_spent,
     local,
+    show_as_spent,
     show_grad_of,
     to_host_together,
     transfer,
@@ -141,6 +144,7 @@ class GradientOffload:
         self._version_check = WatchedGradients(context, resident, self._hosts.values(), _OTHER)
         # ZeRO's ranks have rows of a gradient whose weight is whole: there is none to show.
         self._shows = all(local(p).shape == local(host).shape for p, host in self._hosts.items())
+        self._divided = [] if self._shows else [p for p in offloaded if p is not self._sentinel.parameter]
         self._sentinel_missing = False
         context.events.grads_cleared.subscribe(self._on_grads_cleared)
         # Weakly, and not copied: the model must not keep the offloader, and a deep copy must not offload into
@@ -290,6 +294,8 @@ class GradientOffload:
         self._sentinel.note()
         for parameter, host in self._hosts.items() if self._shows else ():
             show_grad_of(parameter, host)
+        for parameter in self._divided:
+            show_as_spent(parameter, partial(_divided_error, parameter.shape))
         # Shown gradients may be changed, unless an update has used some.
         if not self._shows or self._version_check.are_used:
             self._version_check.note()
@@ -322,6 +328,8 @@ class GradientOffload:
     def _hide_gradients(self) -> None:
         for parameter in self._hosts if self._shows else ():
             hide_grad_of(parameter)
+        for parameter in self._divided:
+            hide_spent(parameter)
 
     def _on_grads_cleared(self, parameters: Iterable[nn.Parameter]) -> None:
         self._sentinel_missing = self._sentinel_missing and self._sentinel.parameter not in set(parameters)
@@ -381,6 +389,15 @@ def resident_parameters(context: Context, ratio: float) -> list[nn.Parameter]:
         context.placement.optimizer_params.get(each, each)
         for each in parameters[: resident_count(list(trained.values()), ratio)]
     ]
+
+
+def _divided_error(shape: torch.Size) -> ApplyError:
+    return ApplyError(
+        f"The gradient of a weight of shape {tuple(shape)} is divided over ranks, whose rows are"
+        " offloaded: there is none to read or to change here.",
+        fix="the gradients of the parameters in optimizer.param_groups, or  sharding: {states: {kind: fsdp}}",
+        code="MT364",
+    )
 
 
 def _rows_and_host(context: Context, parameter: nn.Parameter) -> tuple[nn.Parameter, nn.Parameter]:

@@ -20,7 +20,7 @@ from memtune.offload.core.fsdp_shards import sharded_like
 from memtune.offload.core.offloaded_parameter import OffloadedParameter
 from memtune.parallel.ranks import missing_indices
 from memtune.runtime.data_alias import track_data, version_of_data
-from memtune.runtime.shown_grad import count_changes
+from memtune.runtime.shown_grad import count_changes, spent_as_none
 
 RANKS = 2
 
@@ -113,7 +113,8 @@ def error_of_clipping() -> str:
     workload, tuned = started({"settings": settings})
     with tuned.micro_batch(last=True):
         workload.loss(tuned.model, share_of(workload, 0, 1, RANKS)[0]).backward()
-    resident = [each for each in tuned.model.parameters() if each.grad is not None]
+    with spent_as_none():
+        resident = [each for each in tuned.model.parameters() if each.grad is not None]
     torch.nn.utils.clip_grad_norm_(resident, 1e-3, foreach=True)
     try:
         tuned.optimizer.step()

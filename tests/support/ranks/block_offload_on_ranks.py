@@ -24,6 +24,7 @@ from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.errors import ApplyError
 from memtune.memory import cpu_allocator
 from memtune.program.step import Kind, Phase, Resource, Step, Tier
+from memtune.runtime.shown_grad import spent_as_none
 from memtune.runtime.transfer import COUNTERS
 from memtune.ssd import offload_dir
 from memtune.technique import Target, Technique
@@ -143,7 +144,8 @@ def clipped(config: Config, ranks: int) -> tuple[bool, str]:
     workload, tuned = started(config)
     with tuned.micro_batch(last=True):
         workload.loss(tuned.model, share_of(workload, 0, 1, ranks)[0]).backward()
-    left = [each for each in tuned.model.parameters() if each.grad is not None]
+    with spent_as_none():
+        left = [each for each in tuned.model.parameters() if each.grad is not None]
     are_used = len(left) < sum(each.requires_grad for each in tuned.model.parameters())
     torch.nn.utils.clip_grad_norm_(left, 1e-3)
     try:
