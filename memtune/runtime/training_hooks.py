@@ -348,7 +348,8 @@ class BackwardEnd:
 
     def _end(self) -> None:
         self._queued = None
-        self._ends()
+        with spent_as_none():  # an earlier backward of this step may have used some
+            self._ends()
 
 
 class _Queued:

@@ -41,6 +41,7 @@ from memtune.runtime import (
     grad_version,
     is_data_used,
     memory_of,
+    spent_as_none,
     track_data,
     untrack_data,
     version_of_data,
@@ -112,6 +113,7 @@ class WatchedGradients:
         """True if an update inside this step's backward has used, and freed, a gradient."""
         return any(map(self._is_spent, self._used))
 
+    @spent_as_none()
     def _is_spent(self, parameter: nn.Parameter) -> bool:
         return self._context.placement.optimizer_param(parameter).grad is None
 
