@@ -35,9 +35,12 @@ class CompiledRecordings:
     """Recordings of a workload by compile setting, each made when first needed.
 
     Args:
-        workload: The user's model, batch, loss and optimizer. sizes: Micro-batches that will be used.
-        between: As in `record`. workspace: Table of CPU kernels' scratch. target: Device on which the step is
-        to run. translate: Translates a recording to the target's kernels.
+        workload: The user's model, batch, loss and optimizer.
+        sizes: Micro-batches that will be used.
+        between: As in `record`.
+        workspace: Table of CPU kernels' scratch.
+        target: Device on which the step is to run.
+        translate: Translates a recording to the target's kernels.
     """
 
     def __init__(
