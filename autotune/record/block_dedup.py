@@ -93,9 +93,10 @@ class BlockDedup:
     Create it before memtune hooks into the model: existing hooks are the user's and disable it (rule 1).
 
     Attributes:
-        disabled_reason: Why steps are recorded in full; empty while they are not. skipped: Names of the
-        blocks that do not run in a partial recording. recorded: Names of the blocks that do. lent:
-        Specifications of all gradients after `lend_gradients`.
+        disabled_reason: Why steps are recorded in full; empty while they are not.
+        skipped: Names of the blocks that do not run in a partial recording.
+        recorded: Names of the blocks that do.
+        lent: Specifications of all gradients after `lend_gradients`.
     """
 
     def __init__(self, model: nn.Module, blocks: list[str]) -> None:
