@@ -13,8 +13,10 @@ from memtune.technique import Reason
 
 _MOST_SAMPLES = 2**16
 _NOTICEABLE = 0.005
-"""Relative difference in cost or in memory below which two candidates are equal, and gain of time that one
-more technique has to bring.
+"""Relative difference in cost or in memory below which two candidates are equal."""
+_TECHNIQUE = 0.01
+"""Relative gain of time that one more technique has to bring: a sixth of the median error of predicted steps
+(docs/measurements.md, published GPUs).
 """
 _RETRIES = 0.03
 """Relative gain of time that a setting has to bring if PyTorch's allocator holds it within the budget by
@@ -29,7 +31,7 @@ def cost_s(scored: Scored, budget_bytes: int | None) -> float:
         return math.inf
     n_techniques, _ = scored.choice.complexity
     retries = budget_bytes is not None and prediction.peak_reserved_bytes > budget_bytes
-    return (1 + n_techniques * _NOTICEABLE + retries * _RETRIES) / prediction.samples_per_s
+    return (1 + n_techniques * _TECHNIQUE + retries * _RETRIES) / prediction.samples_per_s
 
 
 def pareto_front(scored: Iterable[Scored], budget_bytes: int | None = None) -> list[Scored]:

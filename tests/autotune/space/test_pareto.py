@@ -150,7 +150,8 @@ def test_refined_front_leaves_out_retries_that_buy_little_time(
     ("points", "kept"),
     [
         ([(1.0, 500, 2), (0.998, 900, 0)], [900, 500]),  # 0.2 percent is no reason for two techniques
-        ([(1.0, 500, 1), (0.998, 900, 0)], [500]),  # for one that saves memory it is
+        ([(1.0, 500, 1), (0.998, 900, 0)], [900, 500]),  # nor for one that saves memory, which is kept
+        ([(1.0, 500, 1), (0.988, 900, 0)], [500]),
         ([(1.0, 500, 1), (0.98, 900, 0)], [500]),
         ([(1.0, 950, 1), (0.995, 900, 0)], [900]),
         ([(1.0, 500, 1), (0.995, 950, 0)], [500]),  # 1050 would be reserved
