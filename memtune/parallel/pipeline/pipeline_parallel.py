@@ -42,7 +42,12 @@ from memtune.activations.recompute import ActivationTable
 from memtune.device import is_out_of_memory
 from memtune.errors import ApplyError, MemtuneError
 from memtune.parallel.model import mix_plain_and_sharded
-from memtune.parallel.pipeline.remote_parameters import PlaceholderGradients, keep_own
+from memtune.parallel.pipeline.remote_parameters import (
+    ParameterPlace,
+    PlaceholderGradients,
+    keep_own,
+    parameter_places,
+)
 from memtune.parallel.pipeline.stage import Run, Stage, StageModule, become_pieces, shared_batch_form
 from memtune.parallel.ranks import (
     MicroBatchRotation,
@@ -141,6 +146,8 @@ class Pipeline:
         """Called before each backward, with True for the last one of a step."""
         self._sharers: dist.ProcessGroup | None = None
         self._norms = PlaceholderGradients()
+        self._places: list[ParameterPlace] = []
+        """Places of the model's parameters, from the end of the first step on."""
 
     def require_divisible(self, kind: str) -> None:
         """Refuse the stages whose gradients `kind` cannot reduce in each backward.
@@ -285,7 +292,10 @@ class Pipeline:
         """Reduce gradients after the last backward (rule 5)."""
         held = self._context.placement.remote_parameters
         assert held is not None
-        trained = [(name, p) for name, p in self._context.model.named_parameters() if p.requires_grad]
+        if not self._places:
+            self._places = parameter_places(self._context.model)
+        found = ((name, held_by[key]) for name, held_by, key in self._places)
+        trained = [(name, p) for name, p in found if p is not None and p.requires_grad]
         # Sums over stages first, so that pipelines average complete gradients; norms of the results last.
         self._sum_between(held, trained)
         if self.reduce is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -108,7 +108,23 @@ class NormAlone(Tensor):
 # As DTensor does: else all gradients would be taken one by one, and those in a list with a DTensor not at
 # all.
 _foreach_utils._foreach_supported_types.append(NormAlone)
+ParameterPlace: TypeAlias = tuple[str, Mapping[str, "nn.Parameter | None"], str]
 _NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch._foreach_norm, torch.norm, Tensor.norm)
+
+
+def parameter_places(model: nn.Module) -> list[ParameterPlace]:
+    """Return the name of each parameter as `named_parameters` has it, and where a module holds it.
+
+    To walk all modules at each step takes longer than a block of small ops, and FSDP2 replaces parameters
+    at their places only.
+    """
+    seen, found = set[nn.Parameter](), list[ParameterPlace]()
+    for path, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter not in seen:
+                seen.add(parameter)
+                found.append((f"{path}.{key}" if path else key, module._parameters, key))
+    return found
 
 
 class PlaceholderGradients:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
-from memtune.parallel.pipeline.remote_parameters import NormAlone, PlaceholderGradients
+from memtune.parallel.pipeline.remote_parameters import NormAlone, PlaceholderGradients, parameter_places
 
 
 def _placeholder(dim: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -39,3 +41,12 @@ def test_placeholder_gradients_follow_parameters_that_are_trained_later() -> Non
     placeholders[2] = _placeholder(2)
     gradients.assign(placeholders, torch.tensor([2.0, 3.0, 4.0]), [1.0] * 3)
     assert [float(each.grad) for each in placeholders.values()] == [2.0, 4.0]  # type: ignore[arg-type]
+
+
+def test_parameter_places_follow_replaced_parameters_and_name_shared_ones_once() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Sequential(nn.Linear(2, 2)))
+    model[1][0].weight = model[0].weight
+    places = parameter_places(model)
+    model[0].weight = nn.Parameter(torch.ones(2, 2))
+    assert [name for name, _, _ in places] == ["0.weight", "1.0.bias"]
+    assert places[0][1]["weight"] is model[0].weight
