@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import random
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from ruamel.yaml import YAML
 
 from memtune.checkpointer.checked_storage import CheckedReader
 from memtune.config import load_config
 from memtune.errors import MemtuneError
 from memtune.safe_pickle import load
+from memtune.search_spaces import all_techniques
 
 SCALE = int(os.environ.get("MEMTUNE_CHAOS", "1"))
 SEED = int(os.environ.get("MEMTUNE_SEED", "0"))
@@ -57,10 +62,59 @@ def mutated(data: bytes, draw: random.Random) -> bytes:
     return data
 
 
+NUMBERS = [True, -1, 0, 1, 2**31, 2**64, -(2**70), 0.5, -0.0, 1e-320, 1e308, float("inf"), float("nan")]
+TEXTS = [
+    "",
+    "none",
+    "fsdp",
+    "8GiB",
+    "-1GiB",
+    "1e999",
+    "\u2028",
+    "h.{0..3}",
+    "h.{9..1}",
+    "{0..99999999}",
+    "../x",
+]
+GROUPS = [[], {}, [[]], {"kind": None}, {"kind": []}, {"": {}}, ["a"] * 1000]
+VALUES: list[Any] = [None, *NUMBERS, *TEXTS, *GROUPS]
+"""Values for a key of a config, of other types and beyond all bounds."""
+KINDS = [each.model_fields["kind"].default for each in all_techniques()]
+
+
+def mutated_settings(draw: random.Random) -> bytes:
+    """Return `CONFIG`, still YAML, with one to three values or keys changed, moved or left out."""
+    config = YAML(typ="safe").load(CONFIG)
+    for _ in range(draw.choice((1, 1, 2, 3))):
+        node: Any = config
+        while True:
+            key = draw.choice(list(node))
+            if not isinstance(node[key], dict) or not node[key] or draw.random() < 0.2:
+                break
+            node = node[key]
+        match draw.randrange(5):
+            case 0:
+                del node[key]
+            case 1:
+                node[draw.choice(["kind", "degree", "n", ""])] = deepcopy(draw.choice(VALUES))
+            case 2:
+                node[key] = {
+                    "kind": draw.choice(KINDS),
+                    draw.choice(["n", "degree", "update"]): draw.choice(VALUES),
+                }
+            case 3:
+                node[key] = {"kind": draw.choice(KINDS)}
+            case _:
+                node[key] = deepcopy(draw.choice(VALUES))
+        if not config:
+            break
+    return json.dumps(config).encode()  # JSON is YAML
+
+
 def test_mutated_configs_load_or_raise_one_error(tmp_path: Path) -> None:
     draw, file, loaded = random.Random(5 + SEED), tmp_path / "tuned.yaml", 0
-    for _ in range(150 * SCALE):
-        file.write_bytes(mutated(CONFIG, draw))
+    for index in range(150 * SCALE):
+        file.write_bytes(mutated(CONFIG, draw) if index % 2 else mutated_settings(draw))
         with contextlib.suppress(MemtuneError):
             load_config(file)
             loaded += 1
