@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from memtune import apply
-from memtune.config.tuned_config import MadeFor, TunedConfig, fingerprint
+from memtune.config.apply_checks import fingerprint
+from memtune.config.tuned_config import MadeFor, TunedConfig
 from memtune.errors import ApplyError, ConfigError
 from memtune.hardware import cpu_threads
 
