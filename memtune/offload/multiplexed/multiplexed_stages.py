@@ -27,7 +27,7 @@ Source: Feng et al. 2023, Mobius (ASPLOS 23), section 3.1; Li et al. 2022, Harmo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +39,7 @@ from memtune import refusals
 from memtune.device import accelerator
 from memtune.offload.layer_major import BoundaryTier, PackOffloader, StageLayout, StageUse, discard_saved
 from memtune.offload.optimizer import HostOptimizer
-from memtune.parallel.pipeline import Run, become_pieces, keep_own, shared_batch_form
+from memtune.parallel.pipeline import Run, become_pieces, keep_own, shared_batch_form, total_loss
 from memtune.parallel.ranks import MicroBatchRotation, require_ranks
 from memtune.parallel.replicas import sum_now
 from memtune.runtime import (
@@ -61,11 +61,10 @@ class HostMessages:
 
     Args:
         group: Process group whose backend sends host memory.
-        count: Called with the bytes of each message.
     """
 
-    def __init__(self, group: dist.ProcessGroup, count: Callable[[int], None]) -> None:
-        self._group, self._count = group, count
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
         self._in_flight: tuple[Tensor, Tensor, int, int] | None = None
         """(device tensor, host tensor, destination rank, tag) of the D2H copy in flight."""
         self._sent: list[tuple[dist.Work | None, Tensor]] = []
@@ -103,7 +102,6 @@ class HostMessages:
             return
         (_, host, rank, tag), self._in_flight = self._in_flight, None
         transfer.finish(host)
-        self._count(host.nbytes)
         count_collective(self._group, host.nbytes)
         # Sends keep their host memory in this list; freed earlier, the message would be overwritten.
         self._sent.append((dist.isend(host, group=self._group, group_dst=rank, tag=tag), host))
@@ -162,9 +160,9 @@ class MultiplexedStages:
         self._context, self._store, self._layout, self._run = context, store, layout, run
         self._tied, self._shared = tied, [p for name, p in context.model.named_parameters() if name in shared]
         self.rotation = MicroBatchRotation(world)
-        self._rank, self._last = context.placement.rank, len(layout.stages) - 1
-        self._messages = HostMessages(group, self._sent)
-        self._group, self._waits_on_host = group, boundaries == "host"
+        self._rank = context.placement.rank
+        self._messages = HostMessages(group)
+        self._world, self._waits_on_host = world, boundaries == "host"
         spans, first = {}, 0
         for stage in layout.stages_of(self._rank):
             spans[stage] = first, first + len(layout.blocks(stage))
@@ -173,7 +171,6 @@ class MultiplexedStages:
         """Blocks of each stage here, as indices among the blocks here."""
         self._saved_starts: dict[tuple[int, int], Tensor] = {}
         """Arguments of a stage, by stage and micro-batch."""
-        self.sent_bytes = 0
         self.order: list[tuple[str, int, int]] = []
         """Runs of the last step, in order: kind of use, stage, micro-batch."""
 
@@ -217,7 +214,9 @@ class MultiplexedStages:
             self._store.is_stepping = self._store.is_last = False
         self._add_tied()
         self._store.end_step()
-        return self._total(losses)
+        # Losses are detached, and of the last stage: other ranks have none.
+        total = total_loss(losses, self._context.device, self._world, self._layout.ranks[-1])
+        return total.to(torch.get_default_dtype())
 
     def _use(self, step: _Step, use: StageUse, number: int, like: Tensor, losses: list[Tensor]) -> None:
         """Run all micro-batches of one use."""
@@ -317,22 +316,11 @@ class MultiplexedStages:
             tag = self._tag(use.stage, index, count, backward=True)
             self._messages.send(given.grad, self._layout.ranks[use.stage - 1], tag)
 
-    def _sent(self, n_bytes: int) -> None:
-        self.sent_bytes += n_bytes
-
     def _add_tied(self) -> None:
         """All-reduce gradients of tied weights over the ranks of first and last stage (Rule 6)."""
         if self._tied is not None:
             # Both ranks must enter the collective, also one without a gradient.
             sum_now([each for each in self._shared if each.requires_grad], self._tied)
-
-    @torch.no_grad()
-    def _total(self, losses: list[Tensor]) -> Tensor:
-        """Return the sum of the last stage's losses, in micro-batch order, on every rank."""
-        total = sum(losses[1:], losses[0]) if losses else torch.zeros(())
-        total = total.to(self._context.device, torch.float64)  # other ranks do not know the loss's dtype
-        dist.broadcast(total, src=self._layout.ranks[-1])
-        return total.to(torch.get_default_dtype())
 
 
 class _Step(NamedTuple):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         Run as Run,
         become_pieces as become_pieces,
         shared_batch_form as shared_batch_form,
+        total_loss as total_loss,
     )
     from memtune.parallel.pipeline.stage_cuts_pattern import (
         Chain as Chain,

@@ -48,7 +48,14 @@ from memtune.parallel.pipeline.remote_parameters import (
     keep_own,
     parameter_places,
 )
-from memtune.parallel.pipeline.stage import Run, Stage, StageModule, become_pieces, shared_batch_form
+from memtune.parallel.pipeline.stage import (
+    Run,
+    Stage,
+    StageModule,
+    become_pieces,
+    shared_batch_form,
+    total_loss,
+)
 from memtune.parallel.ranks import (
     MicroBatchRotation,
     has_real_peers,
@@ -280,10 +287,7 @@ class Pipeline:
 
     def _total(self, losses: list[Tensor]) -> Tensor:
         """Return the sum of the last stage's losses, in the order of the micro-batches, on every rank."""
-        total, last = sum(losses[1:], losses[0]) if losses else torch.zeros(()), self._layout.last_rank
-        # In double, so that a loss of any float type arrives exactly.
-        total = total.to(self._context.device, torch.float64)  # other stages do not know its type
-        dist.broadcast(total, group=self._group, group_src=last)
+        total = total_loss(losses, self._context.device, self._group, self._layout.last_rank)
         if self._copies is not None:
             torch.ops.memtune.all_reduce_(total, self._copies.group_name, self._copies.size(), "avg")
         return total.to(torch.get_default_dtype())

@@ -54,6 +54,18 @@ def shared_batch_form(batches: Sequence[Any]) -> list[tuple[tuple[int, ...], tor
     return forms[0]
 
 
+@torch.no_grad()
+def total_loss(
+    losses: Sequence[Tensor], device: torch.device, group: dist.ProcessGroup, last_rank: int
+) -> Tensor:
+    """Return the sum of the losses of the last stage, on `last_rank` of `group`, on every rank of it."""
+    total = sum(losses[1:], losses[0]) if losses else torch.zeros(())
+    # In double, so that a loss of any float type arrives exactly; other stages do not know its type.
+    total = total.to(device, torch.float64)
+    dist.broadcast(total, group=group, group_src=last_rank)
+    return total
+
+
 class Run:
     """Decides how a model's blocks run at the moment.
 
