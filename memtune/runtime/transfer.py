@@ -12,12 +12,12 @@ the same way.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
@@ -57,11 +57,6 @@ class ByteCounters:
 
 
 COUNTERS = ByteCounters()
-# One thread per direction, as a GPU has one copy engine per direction: copies of one kind run in order.
-_pool: ThreadPoolExecutor | None = None
-_upload_pool: ThreadPoolExecutor | None = None
-_side_streams: dict[int, torch.Stream] = {}
-_upload_streams: dict[int, torch.Stream] = {}
 # Copies in flight, by address of the host storage: the stream's event, the thread's future on CPU, another
 # tier's read.
 _pending: dict[int, Pending | torch.Event] = {}
@@ -85,32 +80,27 @@ def without_grad() -> contextlib.AbstractContextManager[Any]:
     return torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT
 
 
+# One thread or stream per direction, as a GPU has one copy engine per direction: copies of one kind run in
+# order.
+@functools.cache
 def _threads() -> ThreadPoolExecutor:
-    global _pool
-    if _pool is None:
-        _pool = ThreadPoolExecutor(1, thread_name_prefix="memtune-copy")
-    return _pool
+    return ThreadPoolExecutor(1, thread_name_prefix="memtune-copy")
 
 
+@functools.cache
 def _upload_threads() -> ThreadPoolExecutor:
-    global _upload_pool
-    if _upload_pool is None:
-        _upload_pool = ThreadPoolExecutor(1, thread_name_prefix="memtune-upload")
-    return _upload_pool
+    return ThreadPoolExecutor(1, thread_name_prefix="memtune-upload")
 
 
-def _side_stream(device: torch.device) -> torch.Stream:
-    index = device.index or 0
-    if index not in _side_streams:
-        _side_streams[index] = torch.Stream(device)
-    return _side_streams[index]
+def _stream(direction: str, device: torch.device) -> torch.Stream:
+    # By index: the same stream for a device that is named without one.
+    key = direction, device.index or 0
+    if key not in _streams:
+        _streams[key] = torch.Stream(device)
+    return _streams[key]
 
 
-def _upload_stream(device: torch.device) -> torch.Stream:
-    index = device.index or 0
-    if index not in _upload_streams:
-        _upload_streams[index] = torch.Stream(device)
-    return _upload_streams[index]
+_streams: dict[tuple[str, int], torch.Stream] = {}
 
 
 def _like(x: Tensor, locked: bool) -> Tensor:
@@ -133,7 +123,7 @@ def _start(host: Tensor, x: Tensor) -> None:
 
 def _start_on_side_stream(hosts: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
     device = xs[0].device
-    stream = _side_stream(device)
+    stream = _stream("to_host", device)
     streams.wait_current(stream, device)  # `xs` may still be computed there
     with streams.on(stream), without_grad():
         torch._foreach_copy_(list(hosts), list(xs), non_blocking=True)
@@ -251,7 +241,7 @@ def host_like(x: Tensor, *, locked: bool | None = None) -> Tensor:
     device of `x` use pinned memory.
     """
     with tier(HOST):
-        return page_locked(partial(_like, x), wanted=pins(x.device) if locked is None else locked)
+        return page_locked(functools.partial(_like, x), wanted=pins(x.device) if locked is None else locked)
 
 
 def pins(device: torch.device) -> bool:
@@ -314,7 +304,7 @@ def prefetching(device: torch.device) -> Iterator[None]:
     if not accelerator.has_streams(device):
         yield
         return
-    stream = _upload_stream(device)
+    stream = _stream("to_device", device)
     streams.wait_current(stream, device)
     with streams.on(stream):
         yield
@@ -323,7 +313,7 @@ def prefetching(device: torch.device) -> Iterator[None]:
 def wait_prefetched(device: torch.device) -> None:
     """Make the current stream wait for all copies started inside `prefetching`."""
     if accelerator.has_streams(device):
-        streams.current(device).wait_stream(_upload_stream(device))
+        streams.current(device).wait_stream(_stream("to_device", device))
 
 
 def issued(device: torch.device) -> torch.Event | None:

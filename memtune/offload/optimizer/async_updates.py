@@ -21,6 +21,7 @@ staleness is memtune's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -32,14 +33,11 @@ from memtune.runtime import HOST, PartialStep, tier
 
 Gradients = dict[nn.Parameter, Tensor]
 """Host gradients by the optimizer's parameter."""
-_pool: ThreadPoolExecutor | None = None
 
 
+@functools.cache
 def _thread() -> ThreadPoolExecutor:
-    global _pool
-    if _pool is None:
-        _pool = ThreadPoolExecutor(1, thread_name_prefix="memtune-sweep")
-    return _pool
+    return ThreadPoolExecutor(1, thread_name_prefix="memtune-sweep")
 
 
 class Sweeps:
