@@ -123,11 +123,7 @@ class GradientOffload:
                 # A float32 master. Its gradient is bfloat16, as the weight on the device: `.grad` would
                 # refuse it.
                 host_param.grad_dtype = parameter.dtype
-        self._block_of: dict[nn.Parameter, int] = {}
-        for index, name in enumerate(context.blocks):
-            for parameter in context.model.get_submodule(name).parameters():
-                if parameter in self._hosts:
-                    self._block_of.setdefault(parameter, index)
+        self._block_of = self._blocks_by_parameter(context)
         self._blocks = [
             [p for p, block in self._block_of.items() if block == index]
             for index in range(len(context.blocks))
@@ -158,6 +154,15 @@ class GradientOffload:
         self._outer_sync, context.loop.sync = context.loop.sync, self.sync
         before_step(context.optimizer, self._step_begins)
         context.events.weights_loaded.subscribe(self._backward_end.settle)
+
+    def _blocks_by_parameter(self, context: Context) -> dict[nn.Parameter, int]:
+        """Return the first block of each offloaded parameter."""
+        found: dict[nn.Parameter, int] = {}
+        for index, name in enumerate(context.blocks):
+            for parameter in context.model.get_submodule(name).parameters():
+                if parameter in self._hosts:
+                    found.setdefault(parameter, index)
+        return found
 
     def _register_grad_hooks(self, context: Context) -> None:
         if context.events.grad_ready.has_emitter:

@@ -141,6 +141,16 @@ class HostOptimizer:
         # A shard's gradient is also set on its full parameter, and must be freed in both.
         self._full_parameter = {shard: full for full, shard in placement.optimizer_params.items()}
         placement.optimizer_params.update(self._pairs)
+        self._versions_before_step: list[int] | None = None
+        """Versions of all that the step updates, from before its first update until the weights are on the
+        device.
+        """
+        self._host_tier = ExitStack()  # open while the optimizer computes, closed even if its step raises
+        self._install(context)
+        self._writes = ExternalWrites(context, (device for device, _ in self._pairs))
+
+    def _install(self, context: Context) -> None:
+        """Subscribe to loads and clears, and replace the optimizer's step."""
         context.events.weights_loaded.subscribe(self._on_weights_loaded)
         context.events.grads_cleared.subscribe(self._on_grads_cleared)
         watch_loads(
@@ -151,12 +161,8 @@ class HostOptimizer:
         )
         # The state dict has host weights of offloaded blocks, which running updates write.
         context.model.register_state_dict_pre_hook(UncopiedHook(self._join))
+        # After `_on_weights_loaded`, which may raise: the step then remains partial.
         self._partial_step = PartialStep(context)
-        self._versions_before_step: list[int] | None = None
-        """Versions of all that the step updates, from before its first update until the weights are on the
-        device.
-        """
-        self._host_tier = ExitStack()  # open while the optimizer computes, closed even if its step raises
         # A native step runs the step hooks itself (`with_hooks`); the user's own `step` is wrapped by torch
         # already.
         own = self._optimizer.step if self._native is None else with_hooks(self._optimizer, self._native_step)
@@ -165,9 +171,8 @@ class HostOptimizer:
         before_step(self._optimizer, self._offload_gradients, last=True)
         # `after_step` puts it before the hooks registered so far, such as ZeRO's all-gather of new weights.
         after_step(self._optimizer, self._copy_weights_to_device)
-        if delay_after is not None:
+        if self._delay_after is not None:
             self._sync_before_checkpoints(context)
-        self._writes = ExternalWrites(context, (device for device, _ in self._pairs))
 
     def _room_bytes(self, context: Context) -> int:
         """Return the bound of gradients that wait for overlapped updates, by the trained blocks."""
