@@ -44,6 +44,7 @@ def is_started() -> bool:
     found = torch.accelerator.current_accelerator()
     if found is None:
         return False
+    # Modules of out-of-tree devices may lack it; a present one is then taken as started.
     asked = getattr(module_of(found), "is_initialized", None)
     return _is_present(found.type) if asked is None else bool(asked())
 
@@ -168,6 +169,7 @@ _platforms: dict[str, Platform] = {}
 
 
 def _platform(kind: str) -> Platform:
+    # ROCm's build of torch calls its devices `cuda`.
     if kind == "cuda" and torch.version.hip:
         return PLATFORMS["rocm"]
     if kind in PLATFORMS:
@@ -175,6 +177,7 @@ def _platform(kind: str) -> Platform:
     if kind == "meta":
         return Platform("meta", "meta", "meta device")
     module = getattr(torch, require_type(kind), None)
+    # A copy: `pop` must not change the module's own.
     described = dict(getattr(module, "memtune_platform", {}))
     has = described.pop("capabilities", None)
     return Platform(

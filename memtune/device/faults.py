@@ -20,6 +20,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return True if `error` is an out-of-memory error of a device."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
+    # Errors of the driver and of cuBLAS arrive as plain RuntimeErrors: only their text tells them apart.
     return isinstance(error, RuntimeError) and str(error).lstrip().startswith(
         (*_OUT_OF_MEMORY, *_described())
     )

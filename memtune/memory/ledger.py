@@ -62,6 +62,7 @@ class Ledger(abc.ABC):
         device = torch.device(device)
         if not platform_of(device).is_host:
             return _AcceleratorLedger(device, budget_bytes)
+        # With `shim` the fault is raised, not worked around: exact numbers were asked for.
         if counter == "mode" or (counter == "auto" and cpu_allocator.available() is not None):
             return _ModeBackend(device, budget_bytes)
         return _ShimLedger(budget_bytes)

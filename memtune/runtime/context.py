@@ -131,6 +131,7 @@ class Context:
         if self.placement.offload.parameters_on == "device":
             return set()
         blocks = [self.model.get_submodule(name) for name in self.blocks]
+        # By identity: a tied weight has names inside and outside of the blocks, and one memory.
         inside = {id(each) for block in blocks for each in block.parameters()}
         return {name for name, each in self.model.named_parameters() if id(each) in inside}
 
@@ -142,10 +143,13 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        # The class too: sharding and rotation change a module's class in place, as FSDP2 does.
         self._modules = [(module, type(module), _held(vars(module))) for module in model.modules()]
         self._optimizer, self._attributes = optimizer, _held(vars(optimizer))
+        # A group is refilled, not replaced: schedulers hold the dictionaries.
         self._groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
         self._state = [(state, dict(state)) for state in optimizer.state.values()]
+        # A model may come with gradients, of an accumulation that the user has begun.
         self._grads = [(parameter, parameter.grad) for parameter in model.parameters()]
 
     def restore(self) -> None:
@@ -177,6 +181,7 @@ def _put_back(attributes: dict[str, Any], held: dict[str, tuple[Any, dict[Any, A
     """Restore attributes. Dictionaries are refilled, not replaced, because handles of the user's hooks
     reference them.
     """
+    # First: attributes that `apply` has added must go as well.
     attributes.clear()
     for name, (value, content) in held.items():
         if content is not None:

@@ -33,6 +33,8 @@ class Event(Generic[P]):
         """Call all subscribers, the earliest first; an exception of one is raised here and skips the later
         ones.
         """
+        # In the order of subscription, that is, of the slots in `apply`: later slots may rely on what earlier
+        # ones have done.
         for callback in self._subscribers:
             callback(*args, **kwargs)
 
@@ -148,4 +150,5 @@ class Events:
             yield
         finally:
             self.is_loading = False
+        # After the flag is cleared, and only for a complete load: subscribers read weights and state.
         self.weights_loaded.emit()

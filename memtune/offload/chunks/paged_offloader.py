@@ -126,6 +126,7 @@ class PagedOffloader(ParameterOffloader):
         if missing and self._gathered is not None:
             # FSDP2's gather may still read the pages that are overwritten.
             self._gathered.wait_for_reads()
+        # Of all missing pages at once: adjacent ones are one copy.
         self._load_pieces(self._in_frames.pieces(missing))
         self._resident.update(missing)
 
@@ -245,6 +246,7 @@ def in_frames(
         else:
             gathered.rows_of(parameter).untyped_storage().resize_(0)
     context.placement.at_rest -= at_rest
+    # Zeros: FSDP2 gathers padded rows, and pads with zeros.
     frames = torch.zeros(pages.frame_bytes, dtype=torch.uint8, device=context.device)
     for parameter, page, at in zip(parameters, pages.first, pages.offset, strict=True):
         there = pages.frame[page] * pages.page_bytes + at

@@ -150,6 +150,7 @@ def loads_of(pages: Pages) -> Loads:
     there, last = np.full(pages.frames, -1, np.int32), np.full(pages.frames, -1, np.int32)
     found: list[tuple[I32, I32, I32]] = []
     for moment, used in enumerate(pages.uses()):
+        # Backward needs the last page of a block first.
         page = np.asarray(used if moment < len(pages.of_block) else used[::-1], np.int32)
         place = frame[page]
         comes = there[place] != page
@@ -178,6 +179,7 @@ def timeline(pages: Pages, prefetch: Units) -> Residency:
     moments = 2 * len(pages.of_block)
     if len(prefetch) != moments:
         raise ValueError(f"a schedule of {len(prefetch)} moments for {moments}")
+    # Loads run in one order: the next one to come is always the one whose use is nearest.
     loads, row = loads_of(pages), 0
     order, comes = loads.page.tolist(), []
     for (latest, open_), most in zip(until(loads, moments), prefetch, strict=True):
@@ -288,6 +290,7 @@ def pack(n_bytes: Units, block: Units, chunk_bytes: int, gathered: bool = False)
         raise ValueError(f"a parameter of {max(n_bytes)} bytes has no place in a chunk of {chunk_bytes}")
     at, filled, chunk, offset = 0, 0, [], []
     for size in n_bytes:
+        # A parameter never spans two chunks: it would be contiguous in neither.
         if filled + size > chunk_bytes:
             at, filled = at + 1, 0
         chunk.append(at)

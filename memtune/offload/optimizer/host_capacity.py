@@ -130,6 +130,7 @@ def _around(group: Path, top: Path) -> Iterator[Path]:
 
 def _left(group: Path, files: _Files, machine: str) -> Limit | None:
     limit, used = _text(group / files.limit).strip(), _text(group / files.used).strip()
+    # Version 2 writes `max` for no limit.
     if not limit.isdecimal() or not used.isdecimal() or int(limit) >= _UNLIMITED:
         return None
     stat = dict(line.split() for line in _text(group / "memory.stat").splitlines() if len(line.split()) == 2)
@@ -158,6 +159,7 @@ def least_state_bytes(context: Context, share: float, moments: Moments = "float3
         moments: Format of the moments.
     """
     try:
+        # Made only to ask for the state's size; it changes nothing but a hook that clears its own caches.
         native = NativeUpdate(context.optimizer, moments)
     except ApplyError:  # a custom optimizer, whose state's size is not known
         native = None
@@ -234,6 +236,7 @@ def require(
     sharing: dict[str, list[tuple[int, Limit]]] = {}
     for needs, found in everyone:
         for limit in found:
+            # Ranks of one container share its limit, ranks of one machine its memory.
             sharing.setdefault(limit.owner, []).append((needs, limit))
     # Ranks read a limit at different moments: the least reading counts.
     for together in sharing.values():

@@ -41,6 +41,7 @@ def updated_first(step: Step, resident: Mask) -> tuple[Step, int]:
     mine, first = resident[cut.parameter], int((step.ops.phase == Phase.OPTIMIZER).argmax())
     if not mine.any():
         return replace(step, parameters=moved), 0
+    # A foreach op updates several parameters: it is cut in two, each with its share of FLOPs and traffic.
     ops = np.unique(cut.op[mine])
     share = np.minimum(np.bincount(cut.op[mine], cut.share[mine], step.ops.n), 1.0)
     flops, traffic = step.ops.flops * share, np.rint(step.ops.traffic_bytes * share).astype(np.int64)
@@ -58,10 +59,12 @@ def updated_first(step: Step, resident: Mask) -> tuple[Step, int]:
     own[ops] = rows
     _storages(edit, step, resident, cut.owner, ops, own)
     alone = np.zeros(step.ops.n, bool)
+    # Ops of resident parameters only need no second half.
     alone[np.setdiff1d(ops, cut.op[~mine])] = True
     edit.drop_ops(alone)
     _hold_on(edit, step, cut, alone)
     gradients = columns.gradient[resident & (columns.gradient >= 0)]
+    # Freed after the update on the device, before the host begins.
     edit.storages.held_until[gradients] = rows[-1]
     edit.parameters = moved
     return edit.done(), len(rows)
@@ -109,6 +112,7 @@ def _storages(edit: Edit, step: Step, resident: Mask, owner: I32, ops: I32, own:
     last = own[ops[np.searchsorted(ops, np.maximum(step.storages.held_until, ops[0]), side="right") - 1]]
     held = inside & (step.storages.held_until >= ops[0])
     edit.storages.held_until[made] = np.where(held, last, -1)[made]
+    # Results that belong to no parameter (a scalar of the whole step) exist in both halves.
     both = np.flatnonzero(inside & (owner < 0) & (own[np.maximum(step.storages.producer, 0)] >= 0)).astype(
         np.int32
     )

@@ -55,6 +55,7 @@ class Split:
         """Return the division from plain data, also of versions without work sharing; raises KeyError for
         damaged data.
         """
+        # Configs written before work sharing existed lack that field.
         named = {name: document[name] for name in cls.__dataclass_fields__ if name != "work_sharing"}
         return cls(**named, work_sharing=bool(document.get("work_sharing", False)))
 
@@ -80,6 +81,8 @@ class Split:
 
     def sizes(self) -> tuple[tuple[str, int], ...]:
         """Return dimensions of the ranks' grid, the last one of consecutive ranks."""
+        # A mesh's last dim has consecutive ranks, whose link is the fastest: that of heads, or of contexts if
+        # these come first.
         rings = (("outer", self.contexts // self.inner), ("inner", self.inner))
         return (("heads", self.heads), *rings) if self.context_first else (*rings, ("heads", self.heads))
 
@@ -90,10 +93,13 @@ class Split:
             if not self.zigzag:
                 found.append(((context * self.heads + head, 1),))
                 continue
+            # One piece from the front and its mirror image from the back: their work under a causal mask adds
+            # up to the same for all contexts.
             fronts = range(context * self.heads, (context + 1) * self.heads)
             backs = range(
                 (2 * self.contexts - 1 - context) * self.heads, (2 * self.contexts - context) * self.heads
             )
+            # The ranks of a context divide its pieces in order; where the two are adjacent, they are one run.
             first, second = [*fronts, *backs][2 * head : 2 * head + 2]
             found.append(((first, 2),) if second == first + 1 else ((first, 1), (second, 1)))
         return tuple(found)
@@ -130,6 +136,8 @@ class Grid:
         every, half = slice(0, length), length // 2
         if not causal or source == self.context:
             return every, every, causal
+        # Of another context a rank sees either the front halves only, or its own back half sees all: the
+        # pieces are mirrored.
         if self.split.zigzag:
             return (
                 (every, slice(0, half), False)
@@ -145,6 +153,8 @@ class Grid:
         ranks = self.split.heads
         if ranks == 1:
             return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)
+        # One all-to-all for keys and values together. The rank's dim comes first, as `all_to_all_single`
+        # divides.
         sent = torch.stack([each.unflatten(1, (ranks, -1)).movedim(1, 0) for each in tensors], 1)
         return self._exchanged(sent).movedim(0, 3).flatten(3, 4)
 

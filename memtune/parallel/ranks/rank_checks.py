@@ -40,6 +40,7 @@ def require_ranks(context: Context, what: str) -> None:
         )
     if placement.model_parallel_size > 1 and placement.data_parallel_size == 1:
         raise refusals.error_of(refusals.no_copies(placement.world_size, what))
+    # In a dry run the group is fake, and sends nothing.
     if has_real_peers(context.model):
         require_backend(context.device)
     _require_same_weights(context)
@@ -90,6 +91,7 @@ def require_plain(model: nn.Module) -> None:
     Raises:
         ApplyError: The model, or a part of it, is in a wrapper of torch's.
     """
+    # Each one: a user may have wrapped a part, such as a frozen backbone.
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
             kind = "fully_shard" if isinstance(module, FSDPModule) else type(module).__name__
@@ -115,6 +117,7 @@ def require_whole_parameters(context: Context, what: str, *, hides_graph: bool =
             model, or DDP would search the graph.
     """
     require_whole_layers(context, what)
+    # Asked of the model, not of the config: the user's own `fully_shard` counts as well.
     if any(isinstance(module, FSDPModule) for module in context.model.modules()):
         raise ApplyError(
             f"{what} does not work with parameters sharded over ranks.",
