@@ -200,6 +200,18 @@ def to_ssd(host: Tensor, name: str) -> Tensor:
     return ssd
 
 
+def stored(host: Tensor, name: str) -> Tensor:
+    """Return a tensor on SSD with the values of `host`, once they are on the drive.
+
+    Raises:
+        EnvironmentFault: There is no room, with `name` in the message.
+    """
+    ssd: Tensor = torch.ops.memtune.to_ssd(host, name)
+    written(ssd)
+    mark(ssd, SSD)  # a fake one is not marked yet
+    return ssd
+
+
 def from_ssd(ssd: Tensor) -> Tensor:
     """Return a host tensor of `ssd`'s layout after starting a read into it; `transfer.wait` and `finish` wait
     for it.

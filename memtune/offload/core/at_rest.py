@@ -48,10 +48,7 @@ def _on_host(device: torch.device, name: str, values: Tensor) -> Tensor:
 
 
 def _on_ssd(name: str, host: Tensor) -> Tensor:
-    ssd: Tensor = torch.ops.memtune.to_ssd(host, f"the weight {name}")
-    ssd_tensors.written(ssd)
-    mark(ssd, SSD)
-    return ssd
+    return ssd_tensors.stored(host, f"the weight {name}")
 
 
 @torch.no_grad()

@@ -175,17 +175,12 @@ class SsdOptimizer:
             parts = [weight, *(state.get(each, torch.zeros_like(weight)) for each in moments)]
             # One contiguous record: one read and one write per parameter, instead of three.
             together = torch.cat([part.detach().float().reshape(-1) for part in parts])
-        ssd = self._on_ssd(together, name)
-        spare = self._on_ssd(together, name) if self._keep else None
+        what = f"the optimizer state of {name}"
+        ssd = ssd_tensors.stored(together, what)
+        spare = ssd_tensors.stored(together, what) if self._keep else None
         # The optimizer's parameter is a view of the file's mapping; reading it reads SSD.
         held = optimizer_parameter(parameter, ssd[: weight.numel()].view(weight.shape))
         return Piece(name, parameter, held, ssd, group, moments, spare)
-
-    def _on_ssd(self, host: Tensor, name: str) -> Tensor:
-        ssd: Tensor = torch.ops.memtune.to_ssd(host, f"the optimizer state of {name}")
-        ssd_tensors.written(ssd)
-        mark(ssd, SSD)
-        return ssd
 
     @torch.no_grad()
     def _step(self) -> None:

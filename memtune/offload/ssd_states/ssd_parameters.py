@@ -39,7 +39,6 @@ from memtune.offload.ssd_states.ssd_optimizer import SsdOptimizer
 from memtune.program import WRITES_IN_FLIGHT, Residency, ssd_reads_by_moment
 from memtune.runtime import (
     HOST,
-    SSD,
     Context,
     hide_grad_of,
     host_like,
@@ -387,7 +386,4 @@ def _place(parameter: nn.Parameter, name: str) -> Tensor:
     with tier(HOST):
         # Reserved now, so that a full drive is reported by `apply` and not in the middle of a backward.
         nothing = torch.zeros(local(parameter).shape, dtype=parameter.dtype)
-    ssd: Tensor = torch.ops.memtune.to_ssd(nothing, f"the gradient of {name}")
-    ssd_tensors.written(ssd)
-    mark(ssd, SSD)
-    return ssd
+    return ssd_tensors.stored(nothing, f"the gradient of {name}")

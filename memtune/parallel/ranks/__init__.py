@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         FullParameter as FullParameter,
         ShardMeshes as ShardMeshes,
         allow_nested_collectives as allow_nested_collectives,
+        rows_like as rows_like,
         same_part_group as same_part_group,
         set_full_specs as set_full_specs,
         shard_like as shard_like,

@@ -169,6 +169,13 @@ def set_full_specs(unit: Any, wholes: FullParameters, both: DeviceMesh) -> None:
         each._setattr_on_modules(mine)
 
 
+def rows_like(mine: Tensor, like: DTensor) -> DTensor:
+    """Return `mine`, this rank's rows, as a DTensor that is divided like `like`; nothing is sent."""
+    return DTensor.from_local(
+        mine, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 def shard_like(mine: Tensor, like: DTensor) -> DTensor:
     """Return the rows of `mine`, a tensor of the part, that `like` assigns to this rank, in memory of their
     own.
@@ -180,10 +187,7 @@ def shard_like(mine: Tensor, like: DTensor) -> DTensor:
         first = min(each * like.device_mesh.get_local_rank(dim), rows.shape[0])
         rows = rows.narrow(0, first, min(each, rows.shape[0] - first))
     # A view would keep the memory of the whole part.
-    kept = rows.clone(memory_format=torch.contiguous_format)
-    return DTensor.from_local(
-        kept, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return rows_like(rows.clone(memory_format=torch.contiguous_format), like)
 
 
 def allow_nested_collectives(mesh: DeviceMesh) -> None:

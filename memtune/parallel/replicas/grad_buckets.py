@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from memtune import refusals
-from memtune.parallel.ranks import message_device, missing_here, require_ranks, same_part_group
+from memtune.parallel.ranks import message_device, missing_here, require_ranks, rows_like, same_part_group
 from memtune.parallel.replicas.broadcast_buffers import BroadcastBuffers
 from memtune.runtime import HOST, BackwardEnd, Context, count_collective, local, tier
 
@@ -230,13 +230,4 @@ def _bucket(parameters: list[nn.Parameter]) -> _Bucket:
 
 def _like(part: Tensor, parameter: nn.Parameter) -> Tensor:
     """Return `part` as a gradient of `parameter`."""
-    if not isinstance(parameter, DTensor):
-        return part
-    return DTensor.from_local(
-        part,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return rows_like(part, parameter) if isinstance(parameter, DTensor) else part

@@ -59,6 +59,7 @@ from memtune.parallel.ranks import (
     inconsistent_indices,
     missing_indices,
     require_ranks,
+    rows_like,
     same_part_group,
     set_full_specs,
     shard_like,
@@ -554,10 +555,7 @@ def _dtensor_like(rows: Tensor, shard: DTensor) -> DTensor:
     """Return `rows` as a DTensor that is divided like `shard`."""
     if rows.dtype == shard.dtype:
         return DTensor(rows, shard._spec, requires_grad=False)
-    shape, stride = shard.shape, shard.stride()
-    return DTensor.from_local(
-        rows, shard.device_mesh, shard.placements, run_check=False, shape=shape, stride=stride
-    )
+    return rows_like(rows, shard)
 
 
 def rebind(optimizer: Optimizer, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> None:
