@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,21 @@ from memtune.offload.layer_major.boundary_activations import BoundaryActivations
 from memtune.offload.layer_major.pack_offloader import PackOffloader
 from memtune.offload.layer_major.packs import BoundaryTier, Packs, Span
 from memtune.runtime import Context, ReplacedForward, training_step
+
+
+class _Step(NamedTuple):
+    """The inputs of a step."""
+
+    model: nn.Module
+    loss_function: training_step.LossFunction
+    batches: Sequence[Any]
+    device: torch.device
+    sync: training_step.SyncContext
+    upload: training_step.Upload
+
+    def run(self, index: int) -> Tensor:
+        """Run the user's forward for a micro-batch; return the loss."""
+        return self.loss_function(self.model, self.upload(self.batches[index], self.device))
 
 
 class LayerMajor:
@@ -89,13 +104,14 @@ class LayerMajor:
         Raises:
             ApplyError: The blocks are no chain (`offload.layer_major.block_chain`).
         """
+        step = _Step(model, loss_function, batches, device, sync, upload)
         self.order = []
         # Refuses a step after one that raised half way, before anything runs.
         self._store.begin_step()
         total: Tensor | None = None
         try:
             for group in self._packs.groups(len(batches)):
-                total = self._group(model, loss_function, batches, group, device, sync, upload, total)
+                total = self._group(step, group, total)
         except BaseException:  # also KeyboardInterrupt: parameters must not remain on the device
             self._store.is_last = False
             self._forget()
@@ -107,25 +123,15 @@ class LayerMajor:
         assert total is not None
         return total
 
-    def _group(
-        self,
-        model: nn.Module,
-        loss_function: training_step.LossFunction,
-        batches: Sequence[Any],
-        group: range,
-        device: torch.device,
-        sync: training_step.SyncContext,
-        upload: training_step.Upload,
-        total: Tensor | None,
-    ) -> Tensor:
+    def _group(self, step: _Step, group: range, total: Tensor | None) -> Tensor:
         """Run a group of micro-batches through all packs; return the sum of losses so far."""
         packs = self._packs
         following = dict(zip(range(len(packs.uses)), [*packs.uses[1:], None], strict=True))
-        update = group.stop == len(batches)
+        update = group.stop == len(step.batches)
         if packs.forward:
             for index in group:
                 # All prologues first: the forward packs then run without the user's code.
-                given = self._prologue.run(index, model, loss_function, batches[index], device, upload)
+                given = self._prologue.run(index, step)
                 self._saved[0, index] = self._boundaries.save(given)
                 del given  # the saved arguments may be on the host; this would hold the device's
         for number, pack in enumerate(packs.uses):
@@ -133,7 +139,7 @@ class LayerMajor:
             self._store.begin(pack, following[number] if packs.prefetch else None)
             backward = number >= len(packs.forward)
             if number == len(packs.forward):
-                total = self._turnaround(model, loss_function, batches, group, device, sync, upload, total)
+                total = self._turnaround(step, group, total)
             else:
                 for index in group:
                     self._store.is_last = backward and index == group[-1]
@@ -184,17 +190,7 @@ class LayerMajor:
         start = self._saved[first, index] if keep else self._saved.pop((first, index))
         return start(self._anchor, sink)
 
-    def _turnaround(
-        self,
-        model: nn.Module,
-        loss_function: training_step.LossFunction,
-        batches: Sequence[Any],
-        group: range,
-        device: torch.device,
-        sync: training_step.SyncContext,
-        upload: training_step.Upload,
-        total: Tensor | None,
-    ) -> Tensor:
+    def _turnaround(self, step: _Step, group: range, total: Tensor | None) -> Tensor:
         """Run the user's code with the last pack, forward and backward; earlier blocks are skipped."""
         indices = iter(group)
 
@@ -202,11 +198,18 @@ class LayerMajor:
             self._at = next(indices)
             self._store.is_last = self._at == group[-1]
             self.order.append(("turnaround", self._packs.turnaround, self._at))
-            return upload(batch, device)
+            return step.upload(batch, device)
 
         with self._calls.handled_by(self._skip):
             return training_step.accumulate(
-                model, loss_function, batches, device, sync=sync, upload=next_upload, among=group, total=total
+                step.model,
+                step.loss_function,
+                step.batches,
+                step.device,
+                sync=step.sync,
+                upload=next_upload,
+                among=group,
+                total=total,
             )
 
     def _skip(self, block: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -329,15 +332,7 @@ class Prologue:
         self.shared: dict[int, list[Any]] = {}
         """By micro-batch: argument leaves of the first block that later blocks take too, None for others."""
 
-    def run(
-        self,
-        index: int,
-        model: nn.Module,
-        loss_function: training_step.LossFunction,
-        batch: Any,
-        device: torch.device,
-        upload: training_step.Upload,
-    ) -> tuple[Any, ...]:
+    def run(self, index: int, step: _Step) -> tuple[Any, ...]:
         """Return the argument leaves of the first block in micro-batch `index`.
 
         Raises:
@@ -352,7 +347,7 @@ class Prologue:
 
         with self._calls.handled_by(stop), discard_saved():
             try:
-                loss_function(model, upload(batch, device))
+                step.run(index)
             except _Stop:
                 pass
         if not calls:
@@ -360,7 +355,7 @@ class Prologue:
         given = calls.pop()
         # Another structure of arguments may be another data flow, so it is recorded again.
         if given.key not in self._chains:
-            self._chains[given.key] = self._record_chain(lambda: loss_function(model, upload(batch, device)))
+            self._chains[given.key] = self._record_chain(lambda: step.run(index))
         chain = self.chain_of[index] = self._chains[given.key]
         # Without leaves: `BoundaryActivations` alone decides where the tensors live.
         self.called_as[index] = CallArguments((), given.spec, given.autocast)
