@@ -40,6 +40,7 @@ def _taken(there: OnDevice, moments: int) -> I64:
         np.arange(moments) >= ready_in[:, None], np.asarray(there.gradient_bytes, np.int64)[:, None], 0
     )
     each = np.asarray(there.always_bytes, np.int64)[:, None] + gradient
+    # Row k is the first k parameters, since a plan always keeps those that are used first.
     return np.vstack([np.zeros((1, moments), np.int64), np.cumsum(each, 0)])
 
 
@@ -133,6 +134,7 @@ def cheapest_split(
     # The cache keeps its size for the whole step.
     left = (np.asarray(room, np.int64) - taken).min(1)
     host_s, device_s = (np.concatenate([[0.0], np.cumsum(each)]) for each in (seconds.host, seconds.device))
+    # By number of resident parameters: the rest is updated on the host.
     update_s = (host_s[-1] - host_s) + device_s
     sizes = (
         size_packings(n_bytes, block, gathered, above=True)
@@ -141,6 +143,7 @@ def cheapest_split(
     )
     tried = [_Size(chunks, left, taken[:, -1], update_s, seconds.up_bytes_per_s, most) for chunks in sizes]
     best: tuple[tuple[float, int, int], Chunks, int, int] | None = None
+    # Cheapest lower bound first: once one is above the best price, all that follow are.
     for size in sorted(tried, key=lambda each: each.least_s):
         if best is not None and size.least_s > best[0][0]:
             break
@@ -167,6 +170,8 @@ class _Size:
         self._kept, self._n_resident, self._slots = kept[fits], n_resident[fits], slots[fits]
         self._update_s, self._taken = update_s[self._n_resident], taken[self._n_resident]
         comes = chunks.count - self._kept
+        # Backward finds in the cache what forward used last; under FSDP2 the last block is not gathered
+        # again.
         again = comes - self._slots - (len(chunks.of_block[-1]) if chunks.gathered else 0)
         loaded_s = (comes + np.maximum(again, 0)) * self._load_s + self._update_s
         self.least_s = float(loaded_s.min()) if len(loaded_s) else float("inf")
@@ -210,6 +215,8 @@ def _moves_by_kept(chunks: Chunks, prefetch: int) -> tuple[I64, I64, I64]:
         if not units:
             continue
         mine = np.sort(np.asarray(units, np.int64))
+        # Chunks that were used after the last use of each of `mine`: its stack distance, if all were
+        # offloaded.
         since = latest > latest[mine][:, None]
         distance = np.cumsum(since[:, ::-1], 1)[:, ::-1]
         distance[latest[mine] < 0] = count

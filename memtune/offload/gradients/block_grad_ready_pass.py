@@ -57,12 +57,14 @@ class BlockGradients:
         mine = np.flatnonzero((columns.gradient >= 0) & (columns.block >= 0) & (raw >= 0)).astype(np.int32)
         parameter_of[columns.gradient[mine]] = mine
         parameter = parameter_of[step.grad_order]
+        # In the order in which autograd accumulates them; gradients outside of the blocks drop out.
         parameter = parameter[parameter >= 0]
         gradient = columns.gradient[parameter]
         summed = step.storages.producer[gradient] < 0
         after = np.where(
             summed, adding_ops(step)[gradient], step.storages.grad_ready_after[raw[parameter]]
         ).astype(np.int32)
+        # Stable: several gradients of one op keep autograd's order.
         order = np.argsort(after, kind="stable")
         moment = 2 * len(step.blocks) - 1 - columns.block[parameter]
         sums = np.where(summed, gradient, -1).astype(np.int32)
@@ -72,6 +74,7 @@ class BlockGradients:
 
     def free_in(self, edit: Edit) -> None:
         """Let gradients be freed after their last use; buckets of an average already are."""
+        # Rows beyond are buckets, which the average has added with their own lifetimes.
         mine = self.raw[self.raw < len(edit.storages.held_until)]
         edit.storages.held_until[mine] = -1
         edit.storages.kind[mine] = Kind.TEMPORARY
@@ -86,6 +89,7 @@ def weights_are_free(step: Step) -> bool:
     grads = BlockGradients.of(step)
     if gathers_of(step) is not None:
         return False
+    # By weight: the op after which its gradient is ready.
     after = np.full(step.storages.n, FOREVER, np.int32)
     after[columns_of(step.parameters).storage[grads.parameter]] = grads.after
     return not ((step.uses.op > after[step.uses.storage]) & (step.use_phase < Phase.BOUNDARY)).any()
@@ -109,6 +113,7 @@ def averaged(
     columns = columns_of(step.parameters)
     # One message for each dtype of a block.
     bucket = 16 * columns.block[grads.parameter] + columns.itemsize[grads.parameter]
+    # Negative numbers are free: each parameter of `alone` gets a bucket of its own.
     bucket = np.where(np.isin(grads.parameter, alone), -1 - grads.parameter, bucket).astype(np.int32)
     found = average_in_buckets(edit, step, grads.raw, grads.after, grads.n_bytes, bucket, ranks)
     parameter, sums, moment = (each[found.order] for each in (grads.parameter, grads.sums, grads.moment))

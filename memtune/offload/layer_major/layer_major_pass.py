@@ -289,6 +289,7 @@ class _StepWriter:
         self._tied = self._tied_parts()
         """Tied weight by each part of its gradient."""
         self._hold_batches_on_host()
+        # First of all ops: deferred updates overlap with the forward that follows.
         self._gradients.update_deferred(self._weights.hosts)
         if micro_batches > 1 and self._parts.is_scaled:
             # The scaled loss and seed replace these two; `_loss` and `_add_losses` set the lifetimes.

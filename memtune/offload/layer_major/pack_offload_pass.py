@@ -75,6 +75,8 @@ class Weights:
         mine = np.asarray([row for block in self._by_block for row in block], np.int32)
         self.hosts = np.full(len(self._columns.numel), -1, np.int32)
         self.hosts[mine] = new.add_storages(self._n_bytes[mine], Tier.HOST, Kind.PARAMETER, -1, mine, FOREVER)
+        # The step's own weights keep their numbers, without bytes: loads add a storage for each time of
+        # residency.
         new.empty_initial(self._columns.storage[mine])
         self._resident: dict[int, I32] = {}
 
@@ -91,6 +93,7 @@ class Weights:
         numbers = self._new.loads(
             _ALLOCATE[phase], copy, self.hosts[rows], self._n_bytes[rows], rows, call=block
         )
+        # Rows that are replayed from here on read this load.
         self._new.initial_number[self._columns.storage[rows]] = numbers
         return numbers
 
@@ -114,6 +117,8 @@ class Gradients:
         )
         self._raw, gradient = raw_gradients(step), columns.gradient
         made = np.flatnonzero(self._raw >= 0)
+        # The input is a later micro-batch, which adds to sums; the first one makes them instead
+        # (`skipped_adds`).
         summed = made[step.storages.producer[gradient[made]] < 0]
         self.adds = np.full(count, -1, np.int32)
         """(parameters,) The op that adds to the sum of earlier micro-batches, -1 for none."""
@@ -197,6 +202,7 @@ class Gradients:
                 if arrived
                 else self._new.new_op(_BUCKET, makes=makes, call=key[0])
             )
+            # Its own memory is free after the copy, as in `GradientReducer`.
             self._new.new_op(_COPY, 2 * n_bytes[parameter], reads=(number,), writes=(bucket,), call=key[0])
         self._device_sum[parameter] = bucket
         arrived.append(parameter)

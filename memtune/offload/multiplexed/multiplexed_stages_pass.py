@@ -271,6 +271,7 @@ class _RankWriter:
             return []
         rows, n_bytes, found = self._rows, self._parts.chain.passed_bytes, []
         for _ in range(self._count):
+            # One for each micro-batch: all receives of a use are posted when it begins.
             found.append(rows.add_storage(n_bytes, Tier.HOST, Kind.COMMUNICATION))
             rows.add(_ALLOCATE, phase, resource=Resource.NOTHING, uses=[])
         return found

@@ -66,6 +66,7 @@ class Pieces(NamedTuple):
         if chunks is None:
             return cls.of_parameters(step, mine)
         of_parameter = np.full(len(columns.block) + 1, -1, np.int32)
+        # In the order of use, in which a layout numbers parameters.
         of_parameter[mine] = chunks.chunk
         each = np.arange(chunks.count, dtype=np.int32)
         n_bytes = np.full(chunks.count, chunks.chunk_bytes, np.int64)
@@ -174,6 +175,7 @@ def _copies(pages: Pages, residency: Residency) -> _Copies:
 def host_memory(edit: Edit, pieces: Pieces, frames: Frames | None, tier: Tier = Tier.HOST) -> I32:
     """Add the storage of each piece on the host, or on SSD."""
     n_bytes = pieces.n_bytes if frames is None else np.full(1, frames.host_bytes, np.int64)
+    # Before the step and after it: host copies outlive it.
     nowhere, forever = np.full(len(n_bytes), -1, np.int32), np.full(len(n_bytes), FOREVER, np.int32)
     # All pages are one allocation on the host, so no parameter owns it.
     owner = pieces.owner if frames is None else nowhere
@@ -393,6 +395,8 @@ def updated_blocks(blocks: int, overlap: Overlap | None) -> tuple[Units, ...]:
     end, lag = 2 * blocks, 1 if overlap is None else 2
     found: list[Units] = [()] * (end + 1)
     for moment in range(blocks + lag, end + 1):
+        # Backward of block b is moment 2 · blocks - 1 - b, so its gradients are complete one moment later, or
+        # with overlap two.
         found[moment] = (end - 1 - (moment - lag),)
     if overlap is not None:
         found[end] += (0,)

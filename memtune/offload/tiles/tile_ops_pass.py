@@ -105,6 +105,7 @@ class TileOps:
             traffic=n_bytes,
             side="prefetch" if prefetch else "now",
         )
+        # One source for all tiles: host memory is freed with the last one.
         self.uses(copy, (source,), (there,))
         return there
 
@@ -125,6 +126,7 @@ class TileOps:
             storage = self.storage(op, n_bytes, Kind.TEMPORARY)
         else:
             self.producers.append((storage, op))
+        # In place, on the tile: the whole gradient never exists.
         if self._ranks > 1:
             average = self.op(
                 "memtune.all_reduce_.default", Resource.INTRA_LINK, traffic=n_bytes, group=self._ranks

@@ -269,6 +269,7 @@ def _ring_reductions(edit: Edit, step: Step, degree: int, local: int, *, stages_
     whole, sums, arriving = step.storages.bytes[found.buffer], _used(step, found.ops, mutates=True), None
     add = functools.partial(edit.add_ops, before=found.ops, phase=Phase.BACKWARD)
     stream = step.ops.stream[found.ops]
+    # As in `_rings`: gloo has one order of messages, NCCL a stream for the ring.
     ring_stream = stream if stages_messages else _RING_STREAM
     for hop in range(nodes):
         mine = sums

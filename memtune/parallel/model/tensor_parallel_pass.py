@@ -42,6 +42,7 @@ def share(step: Step, how: Sharing) -> Step:
         summed = np.isin(columns_of(step.parameters).names, list(how.summed))
         average(edit, step, summed, how.ranks, how.inside, how.accumulate)
     if how.copies > 1:
+        # `APART` encodes the stride of the group, by which the simulator finds the links that it crosses.
         average(edit, step, np.True_, how.copies + APART * (how.ranks - 1), how.between, how.accumulate)
     return edit.done()
 
@@ -119,6 +120,7 @@ def _average_after(
         after=np.full(len(gradients), op, np.int32),
         phase=phase,
         resource=link,
+        # Of this rank's part: recorded parameters are those of one rank already.
         traffic_bytes=columns.numel[mine] * columns.itemsize[mine],
         group=ranks,
     )

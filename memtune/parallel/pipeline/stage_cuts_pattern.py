@@ -62,9 +62,11 @@ def chain_of(step: Step) -> Chain | str:
     if len(step.calls.block) != n_blocks or (np.diff(step.calls.block) < 0).any() or step.model_calls > 1:
         return "its blocks do not run once each, one after the other"
     place = _places(step)
+    # Before SHARED is assigned: an op of the prologue is shared only if no weight has gone into its inputs.
     of_weights = _of_weights(step, place)
     place[(place == PREFIX) & (step.ops.phase == Phase.FORWARD) & ~_touches(step, of_weights)] = SHARED
     made_at = np.where(step.storages.producer >= 0, place[step.storages.producer], -1)
+    # Values that depend on no weight cross no cut: every stage computes them (rule 3).
     made_at[~of_weights] = -1
     passed = _passed(step, of_weights, made_at)
     if isinstance(passed, str):
@@ -73,6 +75,7 @@ def chain_of(step: Step) -> Chain | str:
     odd = _odd_output(step)
     for cut in range(1, n_blocks):
         found = odd[1] if odd is not None and odd[0] < cut else _crosses(step, place, made_at, cut)
+        # All messages have one size, since stages receive into buffers made before.
         if isinstance(found, int) and step.storages.bytes[found] == passed:
             cuts.append(cut)
             boundary[cut] = found
@@ -100,13 +103,17 @@ def _places(step: Step) -> I32:
     inside = forward & (block >= 0)
     place[inside] = 2 * block[inside] + 2
     outside = np.flatnonzero(forward & (block < 0))
+    # Odd places: between two blocks, before the first or after the last one.
     place[outside] = 1 + 2 * np.searchsorted(step.forward_starts[:n_blocks], outside, side="right")
     backward = np.flatnonzero((step.ops.phase == Phase.RECOMPUTE) | (step.ops.phase == Phase.BACKWARD))
     known = np.where(block[backward] >= 0, 2 * block[backward] + 2, -1)
+    # Backward ops of no module (sums of gradients) belong to the block whose backward ran last.
     known[known < 0] = _prologue(known)[known < 0]
+    # Before any block's backward: that of the loss and the head.
     known[known < 0] = 2 * n_blocks + 1
     in_first = np.flatnonzero(block[backward] == 0)
     if len(in_first):
+        # After the first block's backward: that of embeddings.
         known[in_first[-1] + 1 :][block[backward][in_first[-1] + 1 :] < 0] = PREFIX
     place[backward] = known
     return place

@@ -74,6 +74,7 @@ def rank_step(step: Step, stage: Stage, held: Mask, divide: Divide, *, kept: boo
     before, ids = alone(step, stage, held)
     after = divide(replace(before, returned=np.array(ids, np.int32)))
     marks = after.ops.match
+    # Rows that the pass has inserted carry no mark (0); of these only forward and backward are the stage's.
     inside = (
         (after.ops.phase == Phase.FORWARD)
         | (after.ops.phase == Phase.BACKWARD)
@@ -109,6 +110,7 @@ def alone(step: Step, stage: Stage, held: Mask) -> tuple[Step, list[int]]:
         uses = [(rows.number_of(key, stage.input_grad), READS)]
         rows.add("c10d.send.default", Phase.BACKWARD, resource=Resource.NOTHING, uses=uses)
         marks.append((MESSAGE, 1))
+    # The optimizer: as the passes expect a whole step.
     rows.append_remaining()
     marks.append((MINE, rows.n_ops - sum(count for _, count in marks)))
     made = rows.done()

@@ -103,6 +103,7 @@ def _replicated(step: Step, how: Replication, arrivals: list[_Arrival], *, hold_
         [sum(int(step.storages.bytes[a.storage]) for a in bucket) for bucket in buckets], np.int64
     )
     if how.find_unused:
+        # torch fills buckets by the order of arrival; those that never arrive come last.
         n_bytes[-1] += _unused_bytes(step, how)
     rows = _live_before(edit, n_bytes, Kind.GRADIENT)
     if how.find_unused:  # DDP's maps of used parameters: one of this rank, one of all ranks
@@ -264,6 +265,7 @@ def _rebound(
     """Make the optimizer read the buckets; a gradient made by this micro-batch becomes a temporary."""
     moved = np.full(step.storages.n, -1, np.int32)
     for arrival in arrivals:
+        # From the boundary on: clipping and the optimizer read views of the buckets.
         moved[arrival.storage] = bucket_of[arrival.parameter]
     target = np.where(step.use_phase >= Phase.BOUNDARY, moved[step.uses.storage], -1)
     edit.set_uses(storage=np.where(target >= 0, target, edit.uses.storage))
