@@ -304,11 +304,17 @@ class Pieces:
         edit.add_uses(write, host)
         # Workers may write in another order than the records'.
         held, written = (host, write) if order is None else (host[order], write[order])
-        edit.release_before(held[:-WRITES_IN_FLIGHT], written[WRITES_IN_FLIGHT:])
-        edit.hold_through(
-            held[-WRITES_IN_FLIGHT:], np.full(len(held[-WRITES_IN_FLIGHT:]), written[-1], np.int32)
-        )
+        _hold_in_queue(edit, held, written)
         return host
+
+
+def _hold_in_queue(edit: Edit, held: I32, writes: I32) -> None:
+    """Hold the memory that `writes` write until the write `WRITES_IN_FLIGHT` later starts, the last ones
+    until the last write.
+    """
+    edit.release_before(held[:-WRITES_IN_FLIGHT], writes[WRITES_IN_FLIGHT:])
+    last = held[-WRITES_IN_FLIGHT:]
+    edit.hold_through(last, np.full(len(last), writes[-1], np.int32))
 
 
 def _moments(step: Step, mine: npt.NDArray[np.intp]) -> tuple[I32, npt.NDArray[np.intp]]:
@@ -509,16 +515,13 @@ def gradients_on_ssd(step: Step, offloaded: OffloadedParameters) -> tuple[Step, 
     parameters = np.flatnonzero(offloaded.gradients >= 0).astype(np.int32)
     if not len(parameters):
         return step, offloaded
-    edit, summed = Edit(step), bool((step.storages.producer[offloaded.gradients[parameters]] < 0).any())
-    copied = (
-        _host_sums(step, offloaded.gradients[parameters])[1]
-        if summed
-        else step.storages.producer[offloaded.gradients[parameters]]
-    )
-    # In the order of the D2H copies, which is that of the writes.
-    parameters = parameters[np.argsort(copied, kind="stable")]
-    kept = offloaded.gradients[parameters]
+    edit, kept = Edit(step), offloaded.gradients[parameters]
+    # A sum of several micro-batches is older than the step, and no copy makes it.
+    summed = bool((step.storages.producer[kept] < 0).any())
     hosts, copies, adds = _host_sums(step, kept) if summed else (kept, step.storages.producer[kept], kept)
+    # In the order of the D2H copies, which is that of the writes.
+    order = np.argsort(copies, kind="stable")
+    parameters, kept, hosts, copies, adds = (each[order] for each in (parameters, kept, hosts, copies, adds))
     n_bytes = step.storages.bytes[hosts]
     if summed:
         places, after = kept, adds
@@ -542,14 +545,12 @@ def gradients_on_ssd(step: Step, offloaded: OffloadedParameters) -> tuple[Step, 
     )
     edit.add_uses(write, hosts)
     edit.add_uses(write, places, mode=WRITES)
-    _release_after(
-        edit, step, after, write, step.storages.kind == Kind.COMMUNICATION
-    )  # units, when a moment begins
+    # Units of FSDP2 are freed when a moment begins, after the writes that end the one before it.
+    _release_after(edit, step, after, write, step.storages.kind == Kind.COMMUNICATION)
     if int(after[-1]) >= step.backward_end:
         edit.hold_to_the_end_of_backward(int(write[-1]))
     edit.storages.held_until[hosts] = -1
-    edit.release_before(hosts[:-WRITES_IN_FLIGHT], write[WRITES_IN_FLIGHT:])
-    edit.hold_through(hosts[-WRITES_IN_FLIGHT:], np.full(len(hosts[-WRITES_IN_FLIGHT:]), write[-1], np.int32))
+    _hold_in_queue(edit, hosts, write)
     moved = np.arange(step.storages.n, dtype=np.int32)
     moved[kept] = places
     used_later = step.use_phase == Phase.OPTIMIZER
@@ -605,9 +606,8 @@ def _read_sums(edit: Edit, step: Step, sums: I32, hosts: I32, copies: I32, adds:
         prefetch=1,
     )
     edit.add_uses(read, sums)
-    _release_after(
-        edit, step, copies, read, np.ones(step.storages.n, bool)
-    )  # autograd holds the gradient until the hook returns
+    # Autograd holds the gradient until the hook, which starts the read, returns.
+    _release_after(edit, step, copies, read, np.ones(step.storages.n, bool))
     so_far = edit.add_storages(
         n_bytes, producer=read, tier=Tier.HOST, kind=Kind.GRADIENT, owner=step.storages.owner[hosts]
     )
