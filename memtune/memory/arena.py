@@ -101,6 +101,7 @@ def use(context: Context, settings: ArenaSettings) -> None:
         _require_on_gpu(settings)
     else:
         number = _native.ARENA_CPU
+        # An earlier `apply` has installed it then, and a failure of this one must not remove it.
         serves_already = _installed == settings
         install(settings)
         if not serves_already:

@@ -45,6 +45,7 @@ def _compile_command() -> list[str]:
     if compiler is None:
         raise EnvironmentFault("no C++ compiler was found", fix="install g++ or set CXX", code="MT411")
     root = Path(torch.__file__).parent
+    # As in torch's own build: names of symbols with std::string depend on it.
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
     return [
         *compiler.split(),
@@ -116,6 +117,7 @@ def _load() -> ctypes.PyDLL | EnvironmentFault:
             "memtune's CPU ledger could not be built or loaded", evidence=str(error), code="MT413"
         )
     int64, address = ctypes.c_int64, ctypes.c_void_p
+    # Undeclared, ctypes passes and returns C ints: 32 bits, too few for sizes and addresses.
     for name, arguments, result in (
         ("install", [], None),
         ("live", [ctypes.c_int], int64),

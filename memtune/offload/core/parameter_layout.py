@@ -123,6 +123,7 @@ def paged(n_bytes: Units, block: Units, page_bytes: int, frames: int, gathered: 
             filled += [page_bytes] * (count - 1) + [at]
         mine = of_block[of]
         mine += range(max(first[-1], mine[-1] + 1 if mine else 0), len(frame))
+    # All pages of a block are in use at the same time.
     if any(len({frame[page] for page in pages}) < len(pages) for pages in of_block):
         raise ValueError(f"{frames} frames of {page_bytes} bytes do not hold a block")
     ends = tuple(map(tuple, of_block))

@@ -37,6 +37,7 @@ def _module(step: Step, op: int) -> str:
 
 
 def _user_checkpoint(step: Step) -> str:
+    # Ops of memtune's own recompute are copies of others; the rest ran in a checkpoint of the user's code.
     again = np.flatnonzero((step.ops.phase == Phase.RECOMPUTE) & (step.ops.copy_of < 0))
     return f"{_module(step, int(again[0]))} is recomputed by the model's own checkpoint" if len(again) else ""
 
@@ -76,9 +77,11 @@ def _outside_uses(step: Step) -> str:
     made_in = np.where(producer >= 0, parts.region[producer], n_blocks)
     made_in = np.where((producer >= 0) & (step.ops.phase[producer] == Phase.FORWARD), made_in, n_blocks)
     used_in = parts.region[step.uses.op]
+    # Tensors from before all blocks are checked below: masks and rotary angles are allowed, as arguments.
     wrong = forward & (made_in >= 0) & (made_in < n_blocks) & (used_in != made_in) & (used_in != made_in + 1)
     given = np.zeros((n_blocks, step.storages.n), bool)
     given[step.calls.inputs.call, step.calls.inputs.storage] = True
+    # A tensor that a block reads from a closure would not be saved for its second forward.
     into = forward & (used_in >= 0) & (used_in < n_blocks) & (made_in < used_in) & (producer >= 0)
     wrong |= into & ~given[np.clip(used_in, 0, n_blocks - 1), step.uses.storage]
     if wrong.any():
@@ -118,6 +121,7 @@ def _tied_gradients(step: Step) -> str:
                 f"the gradient of {columns_of(step.parameters).names[parameter]} is not one sum of its parts"
                 " from before and after the blocks"
             )
+        # The adder belongs to neither part: the pass replaces it by sums of its own (`add_part`).
         inside[found.adder] = False
     producer = step.storages.producer[step.uses.storage]
     skips = inside[step.uses.op] & (producer >= 0) & np.isin(producer, parts.backward_after)

@@ -80,6 +80,7 @@ def spans(sizes: Sequence[int]) -> tuple[Span, ...]:
 
 def _is_chain(packs: Sequence[Span], blocks: int) -> bool:
     firsts = [0, *(last for _, last in packs)]
+    # One more beginning than packs: that of the pack which would follow the last one.
     return firsts[-1] == blocks and all(
         first == begin < end for first, (begin, end) in zip(firsts, packs, strict=False)
     )

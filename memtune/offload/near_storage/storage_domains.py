@@ -104,6 +104,7 @@ def divide(
         groups = []
         for first in range(begin, end, most):
             last = min(first + most, end)
+            # The parameter in which the sub-group begins; empty ones own no element.
             while firsts[at + 1] <= first:
                 at += 1
             groups.append(_sub_group(first, last, at, firsts, itemsize, moments))

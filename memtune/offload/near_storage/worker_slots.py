@@ -76,6 +76,7 @@ class UpdaterSlots:
         for path in (path for path in _folders() if path.name in named):
             if (lock := offload_dir.locked(path, _PATIENCE_S)) is not None:
                 self._before[path.name] = DeadRun(path, lock, ())
+        # Folders of trainers that run now are no leftovers either.
         named |= {name for each in self._manifests(key) for name in each.folders}
         for path in (path for path in _folders() if path.name not in named and (path / self._name).exists()):
             if (lock := offload_dir.locked(path)) is not None:
@@ -142,6 +143,7 @@ class UpdaterSlots:
 
     def _resume_sub_group(self, domain: int, number: int, folder: Path, places: list[list[Any]]) -> None:
         link = self._links[domain]
+        # Orders run one after the other, so the answer to "settle" says that buffer 0 holds the sub-group.
         link.order(["take", number, 0, str(folder), places])
         link.order(["settle"])
         link.answer("settled")

@@ -57,6 +57,7 @@ class Orchestrated:
     def __init__(
         self, context: Context, *, group: int, stride: int, slots: int, disjoint: bool, slot_bytes: int
     ) -> None:
+        # Otherwise all ranks swap the same blocks, and the token alone keeps their copies apart.
         place = place_of(context.placement.rank, ranks_per_node(), group) if disjoint else 0
         self.blocks = swapped_blocks(len(context.blocks), stride, place)
         self._slot_bytes = slot_bytes

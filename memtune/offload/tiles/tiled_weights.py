@@ -152,6 +152,7 @@ def install(
     if tiles is None:
         tiles = WholeTiles(dist.group.WORLD if context.placement.world_size > 1 else None)
     for weight, module in layers.items():
+        # In the instance: `nn.Module.__call__` still runs the user's hooks around it.
         vars(module)["forward"] = partial(_forward, module, _Weight(weight, count, store, tiles))
         context.undo.callback(vars(module).pop, "forward", None)
 
@@ -198,6 +199,7 @@ def _forward(module: nn.Linear, weight: _Weight, x: Tensor) -> Tensor:
             fix="tiles: 1  for offload.states, or a plan made under autocast",
             code="MT364",
         )
+    # `apply` returns tensors only: in this list the context of `_SavedInput` reaches `_Tiled`.
     kept: list[Any] = []
     x = _SavedInput.apply(x, kept)  # type: ignore[no-untyped-call]
     out: Tensor = _Tiled.apply(x, weight.parameter, module.bias, weight, kept)  # type: ignore[no-untyped-call]
@@ -232,6 +234,7 @@ class _Tiled(torch.autograd.Function):
         out = x.new_empty(len(tokens), len(parameter))  # (M, N)
         for rows, take in weight.loaded_tiles():
             weight.tiles.multiply(tokens, take, bias, out, rows)
+        # Autograd makes no node of `_SavedInput` then, and its context would be freed.
         if not x.requires_grad:
             ctx.save_for_backward(x)
         ctx.kept = kept if x.requires_grad else [ctx]
@@ -239,6 +242,7 @@ class _Tiled(torch.autograd.Function):
         return out.view(*x.shape[:-1], len(parameter))
 
     @staticmethod
+    # The weight's gradient is copied to the host and leaves no graph behind.
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (kept,), weight = ctx.kept, ctx.weight
@@ -262,6 +266,7 @@ class _Tiled(torch.autograd.Function):
                 weight.store.on_tile_grad_ready(weight.parameter, rows, of_tile)
         of_bias = given.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         weight.store.on_tile_grad_ready(weight.parameter, rows, of_tile)
+        # None for the weight: `store` has its gradient, and autograd must not accumulate another.
         return None if of_x is None else of_x.view_as(x), None, of_bias, None, None
 
 

@@ -133,13 +133,16 @@ def hops(factors: Factors, whole: Bytes, schedule: Schedule) -> Iterator[Hop]:
     s = factors.summed_over
     found = [
         Hop("gather", a * schedule.gathers * weights * (p - 1) / p, p, 1),
+        # With g = 1 each rank sums its own gradients until the boundary, which reduces them once.
         Hop("reduce", (a if g > 1 else 1) * gradients * (p - 1) / p, p, 1),
         Hop("reduce further", a * gradients / p * (1 - p / s), s // p, p),
         Hop("boundary", gradients / s * (1 - s / o), o // s, s),
+        # An all-reduce: a reduce-scatter and an all-gather, so twice the bytes.
         Hop("copies", 2 * gradients / o * (1 - o / n), n // o, o),
         Hop("rebuild gradients' part", weights / s * (1 - s / o), o // s, s),
         Hop("rebuild parameters' part", weights / p * (1 - p / s), s // p, p),
     ]
+    # Groups of one rank send nothing.
     return (hop for hop in found if hop.size > 1)
 
 
