@@ -67,9 +67,8 @@ def op_of(key: Signature) -> str:
 def _encode(value: Any) -> Any:
     if isinstance(value, Tensor):
         dtype, shape, stride = _described(value)
-        tag = (
-            "conj" if value.dtype.is_complex and value.is_conj() else "t"
-        )  # kernels of products resolve it themselves
+        # Kernels of products resolve a conjugation themselves: their workspace depends on it.
+        tag = "conj" if value.dtype.is_complex and value.is_conj() else "t"
         return {tag: [dtype, list(shape), list(stride)]}
     if isinstance(value, list | tuple):
         return [_encode(item) for item in value]

@@ -341,9 +341,8 @@ class _StepWriter:
         set_lifetimes(new, tail, (_EMPTY, _EMPTY), self._step.ops.n, new.n_ops - 1, ignore=self._nothing)
         self._gradients.hold_outside(self._parts.tail, tail.positions[0])
         updates = self._step.ops.phase[self._parts.tail] == Phase.OPTIMIZER
-        self._gradients.wait_updates(
-            int(tail.positions[0][updates.argmax()])
-        )  # the optimizer waits for all copies of gradients
+        # The optimizer waits for all copies of gradients.
+        self._gradients.wait_updates(int(tail.positions[0][updates.argmax()]))
         if self._total >= 0:
             new.hold(self._total, new.n_ops - 1)
         return new.done(*self._gradients.columns())

@@ -254,9 +254,8 @@ class Gradients:
                 self._step.storages.bytes[self._raw[rows]], Tier.HOST, Kind.GRADIENT, -1, rows, -1
             )
             for row, gradient in zip(rows.tolist(), gradients.tolist(), strict=True):
-                used = (
-                    gradients.tolist() if row == rows[-1] else [gradient]
-                )  # the gradients of a block are freed together
+                # The gradients of a block are freed together.
+                used = gradients.tolist() if row == rows[-1] else [gradient]
                 self._update(row, used, hosts, _UPDATE_DEFERRED)
 
     def _update(self, row: int, gradients: Sequence[int], hosts: I32, op: NewOp) -> None:

@@ -114,6 +114,7 @@ class _RankWriter:
 
     def _room_bytes(self) -> int:
         """Return the bound of gradients in D2H copies: with prefetch, the bytes of a stage."""
+        # A gradient is freed when the next one's copy starts.
         if not self._layout.prefetch:
             return 0
         columns, mine = self._columns, self._inside & (self._columns.gradient >= 0)
@@ -178,9 +179,8 @@ class _RankWriter:
         self._add_tied()
         end = rows.n_ops
         rows.append_remaining(self._held & ~self._inside)
-        self._free_updated(
-            self._waiting.drain(), min(end, rows.n_ops - 1)
-        )  # all copies have finished by then
+        # All copies have finished when the optimizer of the other parameters begins.
+        self._free_updated(self._waiting.drain(), min(end, rows.n_ops - 1))
         step = rows.done()
         columns = columns_of(step.parameters)
         used = np.where(columns.block >= 0, -1, columns.gradient).astype(np.int32)
@@ -333,7 +333,7 @@ class _RankWriter:
         """Copy the stage's arguments to the device (Rule 3)."""
         if use.stage == 0:
             return None
-        rows, storage, n_bytes = self._rows, self._parts.input_of(use.stage), self._parts.chain.passed_bytes
+        rows, storage = self._rows, self._parts.input_of(use.stage)
         backward = use.kind == "backward"
         if backward and not self._waits_on_host:
             rows.set_number(key, storage, self._saved_starts[use.stage, index])
@@ -342,15 +342,7 @@ class _RankWriter:
             self._receive(posted[index], Phase.FORWARD)
         host = self._saved_starts[use.stage, index] if backward else posted[index]
         number = rows.add_received(key, storage)
-        phase = Phase.BACKWARD if backward else Phase.FORWARD
-        rows.add(
-            _TO_DEVICE,
-            phase,
-            resource=Resource.HOST_TO_DEVICE,
-            traffic_bytes=n_bytes,
-            uses=[(host, READS)],
-            stream=1,
-        )
+        self._copy_to_device(host, Phase.BACKWARD if backward else Phase.FORWARD)
         self._saved_starts[use.stage, index] = host if self._waits_on_host else number
         return number
 
@@ -358,6 +350,17 @@ class _RankWriter:
         n_bytes = self._parts.chain.passed_bytes
         self._rows.add(
             _RECEIVE, phase, resource=self._link, traffic_bytes=n_bytes, group=2, uses=[(host, WRITES)]
+        )
+
+    def _copy_to_device(self, host: int, phase: Phase) -> None:
+        """Add the H2D copy of a message, for which the next op waits."""
+        self._rows.add(
+            _TO_DEVICE,
+            phase,
+            resource=Resource.HOST_TO_DEVICE,
+            traffic_bytes=self._parts.chain.passed_bytes,
+            uses=[(host, READS)],
+            stream=1,
         )
 
     def _ops(self, stage: int, *, backward: bool) -> I32:
@@ -390,14 +393,7 @@ class _RankWriter:
         if use.kind == "backward":
             self._receive(posted[index], Phase.BACKWARD)
             held.append(rows.add_received(key, parts.gradient[use.stage + 1]))
-            rows.add(
-                _TO_DEVICE,
-                Phase.BACKWARD,
-                resource=Resource.HOST_TO_DEVICE,
-                traffic_bytes=parts.chain.passed_bytes,
-                uses=[(posted[index], READS)],
-                stream=1,
-            )
+            self._copy_to_device(posted[index], Phase.BACKWARD)
             held.append(rows.number_of(key, parts.input_of(use.stage + 1)))
         ops = self._ops(use.stage, backward=True)
         if index == 0:

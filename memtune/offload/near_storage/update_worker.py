@@ -60,9 +60,8 @@ class Updater:
         self._extents = [self._reserve(group) for group in self._groups]
         # Reserved at the start: a drive without room for two slots is refused before training begins.
         self._spares = [self._reserve(group) for group in self._groups] if spec["keep"] else []
-        self._fresh: set[int] = (
-            set()
-        )  # sub-groups written since the last complete step, which is in their spare slots
+        # Sub-groups written since the last complete step, which is in their spare slots.
+        self._fresh: set[int] = set()
         self._in_flight: list[list[Ticket]] = [[] for _ in self._buffers]
         self._events: list[tuple[str, int, int]] = []
         self._bytes = {"read": 0, "written": 0}

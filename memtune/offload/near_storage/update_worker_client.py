@@ -223,9 +223,8 @@ def _over(memory: mmap.mmap, at: int, count: int, dtype: torch.dtype, where: Tie
         found = torch.empty(0, dtype=dtype)
     else:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # torch warns that the mapping is not writable; it is never written
+            # Torch warns that the mapping is not writable; it is never written.
+            warnings.simplefilter("ignore")
             found = torch.frombuffer(memory, dtype=dtype, count=count, offset=at)
     mark(found, where)
     return found

@@ -58,9 +58,8 @@ def install_collectives(context: Context, how: Communication) -> None:
     # For the audit and the count of bytes: which link a group uses follows from it.
     node_topology.declare(how.ranks_per_node)
     context.undo.callback(node_topology.declare, None)
-    how = replace(
-        how, ranks_per_node=max(how.ranks_per_node // size, 1)
-    )  # that hold the same part of the model
+    # Of a node's ranks, those that hold the same part of the model.
+    how = replace(how, ranks_per_node=max(how.ranks_per_node // size, 1))
     place = _place(context, how, degree)
     forward = Forward(context.model) if how.secondary else None
     for unit, group in zip(units.values(), groups, strict=True):

@@ -152,9 +152,8 @@ def _coded(x: Tensor, row: Row) -> tuple[Tensor, Tensor]:
     """
     blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % row.block)).view(len(x), -1, row.block)
     largest = blocks.abs().amax(2)
-    levels = torch.full_like(
-        largest, LEVELS[row.bits]
-    )  # torch divides a number by multiplying with an inverse: rounded twice
+    # A tensor: torch divides by a number by multiplying with its inverse, which rounds twice.
+    levels = torch.full_like(largest, LEVELS[row.bits])
     # Otherwise the scale is 0, or NaN where a value is not finite, so that the receiver sees it as such.
     used = largest.isfinite() & (largest >= _SMALLEST)
     scale = torch.where(used, largest / levels, torch.where(largest.isfinite(), 0.0, torch.nan))

@@ -222,9 +222,8 @@ def _reduce(edit: Edit, step: Step, how: Partitioning, *, hold_sums: bool) -> I3
         rows[at.pack][missing.part], edit.add_storages(zeros, producer=rows[at.zeros], kind=Kind.TEMPORARY)
     )
     whole, end = arrivals.whole[there.values], _end(step, at_end=how.at_end)
-    packed = np.unique(
-        np.stack([rows[at.pack][there.part], whole]), axis=1
-    )  # groups have put several into one storage
+    # Earlier divisions have put several gradients into one storage, which is read once.
+    packed = np.unique(np.stack([rows[at.pack][there.part], whole]), axis=1)
     edit.add_uses(packed[0], packed[1])
     edit.storages.held_until[whole] = end if hold_sums else -1
     edit.storages.grad_ready_after[whole] = -1
@@ -372,9 +371,8 @@ def _optimizer_rows(step: Step) -> tuple[I32, I32]:
     producer = step.storages.producer[rows]
     mine = columns.trainable[owner] & (rows != columns.storage[owner]) & (rows != columns.gradient[owner])
     state = (producer < 0) & (step.storages.kind[rows] == Kind.OPTIMIZER)
-    mine &= state | (
-        (producer >= 0) & (step.ops.phase[producer] == Phase.OPTIMIZER)
-    )  # no gradient on its way through earlier divisions
+    # By phase, which leaves out gradients on their way through earlier divisions.
+    mine &= state | ((producer >= 0) & (step.ops.phase[producer] == Phase.OPTIMIZER))
     return rows[mine], owner[mine]
 
 
@@ -403,13 +401,12 @@ def _rebind(edit: Edit, step: Step, there: Ragged, taken: I32, how: Partitioning
     gradient = np.full(len(columns.gradient), -1, np.int32)
     gradient[there.values] = taken[there.part]
     edit.grad_order = taken
-    shards = shards_of(columns, how.ranks)
-    divided_ = columns.trainable
+    shards, trained = shards_of(columns, how.ranks), columns.trainable
     shapes = tuple(
         shard if mine else whole
-        for shard, whole, mine in zip(shards.shapes, columns.shapes, divided_.tolist(), strict=True)
+        for shard, whole, mine in zip(shards.shapes, columns.shapes, trained.tolist(), strict=True)
     )
-    numel = np.where(divided_, shards.numel, columns.numel)
+    numel = np.where(trained, shards.numel, columns.numel)
     edit.parameters = replace(columns, gradient=gradient, shapes=shapes, numel=numel)
 
 
