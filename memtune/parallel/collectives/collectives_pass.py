@@ -63,7 +63,7 @@ def gathers(step: Step, degree: int) -> Messages:
     # Other gathers over as many ranks (ZeRO's rows, losses) are copied out into no unit.
     ops = ops[[each in copy_of for each in buffer.tolist()]]
     buffer = _used(step, ops, mutates=True)
-    out = [_written(step, copy_of[each]) for each in buffer.tolist()]
+    out = [_all_used(step, copy_of[each], mutates=True) for each in buffer.tolist()]
     # All parameters of a unit are gathered in one dtype.
     itemsize = int(columns_of(step.parameters).itemsize.max(initial=1))
     return Messages(ops, buffer, _ragged([step.storages.bytes[each] // (degree * itemsize) for each in out]))
@@ -78,15 +78,8 @@ def reductions(step: Step, degree: int) -> Messages:
     buffer = _used(step, ops, mutates=False)
     kept = np.asarray([each in pack_of for each in buffer.tolist()], bool)
     numel = columns_of(step.parameters).numel
-    rows = [numel[step.storages.owner[_read(step, pack_of[each])]] for each in buffer[kept].tolist()]
-    return Messages(ops[kept], buffer[kept], _ragged(rows))
-
-
-def _read(step: Step, op: int) -> I32:
-    """Return all storages that `op` reads, in their order."""
-    first, last = np.searchsorted(step.uses.op, [op, op + 1])
-    storages: I32 = step.uses.storage[first:last][step.uses.mode[first:last] != 1]
-    return storages
+    packed = [_all_used(step, pack_of[each], mutates=False) for each in buffer[kept].tolist()]
+    return Messages(ops[kept], buffer[kept], _ragged([numel[step.storages.owner[each]] for each in packed]))
 
 
 def _ragged(parts: Sequence[npt.NDArray[Any]]) -> Ragged:
@@ -111,10 +104,10 @@ def _used(step: Step, ops: I32, *, mutates: bool) -> I32:
     return storages
 
 
-def _written(step: Step, op: int) -> I32:
-    """Return all storages that `op` writes into, in their order."""
+def _all_used(step: Step, op: int, *, mutates: bool) -> I32:
+    """Return all storages that `op` writes into, or reads, in their order."""
     first, last = np.searchsorted(step.uses.op, [op, op + 1])
-    storages: I32 = step.uses.storage[first:last][step.uses.mode[first:last] == 1]
+    storages: I32 = step.uses.storage[first:last][(step.uses.mode[first:last] == 1) == mutates]
     return storages
 
 
@@ -211,10 +204,8 @@ def _by_node(
     """Gather between nodes first, into a buffer of shards of the same place, then inside the node."""
     at, buffer, nodes = found.ops[mine], found.buffer[mine], degree // local
     whole = step.storages.bytes[buffer]
-    add = functools.partial(edit.add_ops, before=at, phase=phase)
-    make = add(_EMPTY, resource=Resource.NOTHING)
-    parts = edit.add_storages(whole // local, producer=make, kind=Kind.COMMUNICATION)
-    gather = functools.partial(add, GATHER, stream=stream)
+    parts = _allocate(edit, at, phase, whole // local)
+    gather = functools.partial(edit.add_ops, GATHER, before=at, phase=phase, stream=stream)
     between = gather(
         resource=Resource.INTER_LINK,
         group=nodes,
@@ -243,8 +234,7 @@ def _rings(
     for hop in range(nodes):
         arriving = part
         if hop < nodes - 1:
-            make = edit.add_ops(_EMPTY, before=at, phase=phase, resource=Resource.NOTHING)
-            arriving = edit.add_storages(whole // degree, producer=make, kind=Kind.COMMUNICATION)
+            arriving = _allocate(edit, at, phase, whole // degree)
             ring = add(
                 SEND_NEXT,
                 resource=Resource.INTER_LINK,
@@ -274,9 +264,7 @@ def _ring_reductions(edit: Edit, step: Step, degree: int, local: int, *, stages_
     for hop in range(nodes):
         mine = sums
         if hop < nodes - 1:
-            mine = edit.add_storages(
-                whole // degree, producer=add(_EMPTY, resource=Resource.NOTHING), kind=Kind.COMMUNICATION
-            )
+            mine = _allocate(edit, found.ops, Phase.BACKWARD, whole // degree)
         inside = add(
             REDUCE, resource=Resource.INTRA_LINK, group=local, stream=stream, traffic_bytes=whole // nodes
         )
@@ -293,8 +281,7 @@ def _ring_reductions(edit: Edit, step: Step, degree: int, local: int, *, stages_
                 mine,
             )
         if hop < nodes - 1:
-            make = add(_EMPTY, resource=Resource.NOTHING)
-            arriving = edit.add_storages(whole // degree, producer=make, kind=Kind.COMMUNICATION)
+            arriving = _allocate(edit, found.ops, Phase.BACKWARD, whole // degree)
             ring = add(
                 SEND_NEXT,
                 resource=Resource.INTER_LINK,
@@ -317,8 +304,7 @@ def _quantised(
         row_bytes(found.numel.picked(mine.astype(np.intp)), form, degree),
         step.storages.bytes[buffer],
     )
-    make = edit.add_ops(_EMPTY, before=at, phase=phase, resource=Resource.NOTHING)
-    received = edit.add_storages(row * degree, producer=make, kind=Kind.COMMUNICATION)
+    received = _allocate(edit, at, phase, row * degree)
     add = functools.partial(edit.add_ops, before=at, phase=phase, stream=stream)
     quantise = add(
         "memtune.quantise_.default",
@@ -372,9 +358,8 @@ def _exchanges(edit: Edit, step: Step, how: Communication, form: Form, degree: i
     _drop(edit, step, found.ops)
     out = _used(step, found.ops, mutates=True)
     row, numel = row_bytes(found.numel, form, degree), found.numel.sums()
-    make = edit.add_ops(_EMPTY, before=found.ops, phase=Phase.BACKWARD, resource=Resource.NOTHING)
     # float32, whatever the gradients are: sums of the first hop are sent on by the second.
-    sums = edit.add_storages(4 * nodes * numel, producer=make, kind=Kind.COMMUNICATION)
+    sums = _allocate(edit, found.ops, Phase.BACKWARD, 4 * nodes * numel)
     stream = step.ops.stream[found.ops]
     whole = step.storages.bytes[found.buffer]
     inside = _Hop(found.ops, stream, Resource.INTRA_LINK, local)
@@ -404,21 +389,15 @@ class _Hop:
         """Insert the ops from storages and their bytes to others, `n_bytes` sent and received each; return
         the quantizing ops.
         """
-        sent, pack = (
-            self._buffer(edit, n_bytes),
-            self._op(edit, "memtune.quantise_.default", given[1] + n_bytes),
-        )
-        received = self._buffer(edit, n_bytes)
+        sent = _allocate(edit, self.at, Phase.BACKWARD, n_bytes)
+        pack = self._op(edit, "memtune.quantise_.default", given[1] + n_bytes)
+        received = _allocate(edit, self.at, Phase.BACKWARD, n_bytes)
         exchange = self._op(edit, "memtune.all_to_all_into_.default", n_bytes, self.link, self.ranks)
         unpack = self._op(edit, "memtune.dequantise_.default", n_bytes + made[1])
         _reads_and_writes(edit, pack, given[0], sent)
         _reads_and_writes(edit, exchange, sent, received)
         _reads_and_writes(edit, unpack, received, made[0])
         return pack
-
-    def _buffer(self, edit: Edit, n_bytes: I64) -> I32:
-        make = edit.add_ops(_EMPTY, before=self.at, phase=Phase.BACKWARD, resource=Resource.NOTHING)
-        return edit.add_storages(n_bytes, producer=make, kind=Kind.COMMUNICATION)
 
     def _op(
         self, edit: Edit, name: str, n_bytes: I64, link: Resource = Resource.COMPUTE, group: int = 0
@@ -432,6 +411,12 @@ class _Hop:
             group=group,
             stream=self.stream,
         )
+
+
+def _allocate(edit: Edit, before: I32, phase: Phase, n_bytes: I64) -> I32:
+    """Add a buffer of `n_bytes` before each of the ops `before`."""
+    make = edit.add_ops(_EMPTY, before=before, phase=phase, resource=Resource.NOTHING)
+    return edit.add_storages(n_bytes, producer=make, kind=Kind.COMMUNICATION)
 
 
 def _drop(edit: Edit, step: Step, ops: I32) -> None:

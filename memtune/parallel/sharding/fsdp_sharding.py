@@ -701,9 +701,8 @@ class _Reduction:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _compare(self) -> None:
-        held = {
-            name: each for name, each in self._others.items() if each in self._group.fsdp_params
-        }  # not weights in tiles
+        # Weights in tiles have been taken out of the group.
+        held = {name: each for name, each in self._others.items() if each in self._group.fsdp_params}
         if not held:
             return
         names, others = list(held), list(held.values())

@@ -173,9 +173,8 @@ class _Levels:
             if p.requires_grad and p.numel() and n not in absent
         }
         inputs = list(held.values())
-        self._parts: list[list[Part]] = [
-            [] for _ in inputs
-        ]  # (trainable parameters,) its parts, from the outside in
+        # (trainable parameters,) its parts, from the outside in.
+        self._parts: list[list[Part]] = [[] for _ in inputs]
         for axes, every_micro_batch in _divisions(context, factors):
             at_end = context.loop.pipeline is not None and not every_micro_batch
             # Only the first division after autograd needs hooks on gradients; later ones start when it has
