@@ -483,6 +483,14 @@ def load_storages(
     # First forward's, then overwritten where backward loads the piece again.
     in_backward[row[~backward]] = there[~backward]
     in_backward[row[backward]] = there[backward]
+    _use_loads(edit, step, pieces, in_forward, in_backward, frames)
+    return in_backward
+
+
+def _use_loads(
+    edit: Edit, step: Step, pieces: Pieces, in_forward: I32, in_backward: I32, frames: Frames | None
+) -> None:
+    """Let the blocks' ops use the storages of the loads; where FSDP2 gathers, its all-gathers alone do."""
     parameter = step.parameter_of[step.uses.storage]
     back = (step.use_phase == Phase.BACKWARD) | (step.use_phase == Phase.RECOMPUTE)
     target = np.where(back, in_backward[pieces.again[parameter]], in_forward[pieces.of_parameter[parameter]])
@@ -507,7 +515,6 @@ def load_storages(
         # The block's ops read what FSDP2 gathered; only the all-gather reads the rank's rows.
         edit.add_uses(gathers.forward[block], in_forward[pieces.of_parameter[mine]])
         edit.add_uses(gathers.backward[block], in_backward[pieces.again[mine]])
-    return in_backward
 
 
 def _use_hosts(

@@ -130,15 +130,20 @@ class SsdOptimizer:
             self._optimizer.register_load_state_dict_post_hook(
                 lambda _: None if context.events.is_loading else self._adopt_loaded_state()
             )
-        self._last: LastStep | None = None
-        # A recording or a dry run must not take over the records of a real run.
-        if keep and not any(isinstance(piece.ssd, FakeTensor) for piece in self._pieces):
-            self._last = LastStep(context, RecordSlots(self._pieces, self._optimizer))
-            context.loop.resumed_steps = self._last.resume()
-            context.events.finished.subscribe(self._last.finish)
+        self._last = self._resumed(context) if keep else None
         self._writes = ExternalWrites(context, (piece.device for piece in self._pieces if chosen is None))
         if chosen is None:
             replace_step(self._optimizer, with_hooks(self._optimizer, self._step))
+
+    def _resumed(self, context: Context) -> LastStep | None:
+        """Return the keeper of complete steps, resumed from those of an earlier run."""
+        # A recording or a dry run must not take over the records of a real run.
+        if any(isinstance(piece.ssd, FakeTensor) for piece in self._pieces):
+            return None
+        last = LastStep(context, RecordSlots(self._pieces, self._optimizer))
+        context.loop.resumed_steps = last.resume()
+        context.events.finished.subscribe(last.finish)
+        return last
 
     def _move(self, context: Context, parameter: nn.Parameter, group: dict[str, Any], name: str) -> Piece:
         weight = master_of(host_values(context, parameter), self._master)

@@ -482,37 +482,24 @@ def gather_units(
     gather, allocate, copy = make + 1, whole.places(first), first + whole.count
     n_ops = len(whole.values) + (3 + n_casts) * len(sums)
     cast_bytes = sums[:0] if casts is None else replace(whole, values=whole.values * casts).sums() // group
+    ops = [
+        (make, "aten.empty.memory_format", before, Resource.NOTHING),
+        (gather, "memtune.all_gather_into_.default", before, Resource.INTRA_LINK),
+        (allocate, "memtune.allocate", copied_before[whole.part], Resource.NOTHING),
+        (copy, "fsdp.split_with_sizes_copy.default", copied_before, Resource.COMPUTE),
+    ]
+    if n_casts:
+        ops = [
+            (flat, "aten.empty.memory_format", before, Resource.NOTHING),
+            (cast, "aten._foreach_copy_.default", before, Resource.COMPUTE),
+            *ops,
+        ]
     rows = edit.add_ops(
-        column(
-            n_ops,
-            np.int32,
-            *([(flat, edit.name_id("aten.empty.memory_format"))] if n_casts else []),
-            *([(cast, edit.name_id("aten._foreach_copy_.default"))] if n_casts else []),
-            (make, edit.name_id("aten.empty.memory_format")),
-            (gather, edit.name_id("memtune.all_gather_into_.default")),
-            (allocate, edit.name_id("memtune.allocate")),
-            (copy, edit.name_id("fsdp.split_with_sizes_copy.default")),
-        ),
-        before=column(
-            n_ops,
-            np.int32,
-            *([(flat, before), (cast, before)] if n_casts else []),
-            (make, before),
-            (gather, before),
-            (allocate, copied_before[whole.part]),
-            (copy, copied_before),
-        ),
+        column(n_ops, np.int32, *((place, edit.name_id(name)) for place, name, _, _ in ops)),
+        before=column(n_ops, np.int32, *((place, anchor) for place, _, anchor, _ in ops)),
         phase=phase,
-        resource=column(
-            n_ops,
-            np.uint8,
-            (flat, Resource.NOTHING),
-            (make, Resource.NOTHING),
-            (gather, Resource.INTRA_LINK),
-            (allocate, Resource.NOTHING),
-            (copy, 0),
-        ),
-        # a cast reads shards of float32
+        resource=column(n_ops, np.uint8, *((place, resource) for place, _, _, resource in ops)),
+        # A cast reads shards of float32 and writes half of their bytes.
         traffic_bytes=column(n_ops, np.int64, (cast, 3 * cast_bytes), (gather, sums), (copy, 2 * sums)),
         group=column(n_ops, np.int32, (gather, group)),
         stream=column(n_ops, np.uint8, (gather, stream)),
