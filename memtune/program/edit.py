@@ -165,6 +165,15 @@ class Edit:
         self.n_storages += count
         return rows
 
+    def add_persistent(
+        self, n_bytes: I64, kind: Kind, tier: Tier = Tier.DEVICE, owner: I32 | None = None
+    ) -> I32:
+        """Add storages that exist before the step and after it; return their rows."""
+        nowhere, forever = np.full(len(n_bytes), -1, np.int32), np.full(len(n_bytes), FOREVER, np.int32)
+        return self.add_storages(
+            n_bytes, producer=nowhere, tier=tier, kind=kind, held_until=forever, owner=owner
+        )
+
     def add_uses(self, ops: I32, storages: I32, *, mode: int = READS) -> None:
         """Add a use of storage `storages[i]` by op `ops[i]`: READS, WRITES or DONATES."""
         self._more_uses.append((ops, storages, int(mode)))

@@ -53,12 +53,5 @@ def sweep_in_next_step(step: Step) -> Step:
         & (step.storages.tier == Tier.HOST)
         & (step.storages.producer < 0)
     )
-    edit.add_storages(
-        step.storages.bytes[front],
-        producer=np.full(len(front), -1, np.int32),
-        tier=Tier.HOST,
-        kind=Kind.PARAMETER,
-        held_until=np.full(len(front), FOREVER, np.int32),
-        owner=step.storages.owner[front],
-    )
+    edit.add_persistent(step.storages.bytes[front], Kind.PARAMETER, Tier.HOST, step.storages.owner[front])
     return edit.done()

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from memtune.offload.experts.host_cache import expert_traffic
 from memtune.offload.parameters import first_ops, stream_parameters
 from memtune.program import (
-    FOREVER,
     I32,
     WRITES,
     WRITES_IN_FLIGHT,
@@ -142,16 +141,15 @@ def experts_on_ssd(
     _drop_optimizer_uses(edit, streamed, step, mine)
     pieces, experts = _piece_bytes(streamed, mine, state), used
     n_bytes = np.asarray([sum(pieces[i] for i in expert.parameters) for expert in experts])
-    nowhere, forever = np.full(1, -1, np.int32), np.full(1, FOREVER, np.int32)
     # The host cache: every slot has room for the largest expert.
     held = np.asarray([min(spec.slots, len(experts)) * int(n_bytes.max())])
-    edit.add_storages(held, producer=nowhere, tier=Tier.HOST, kind=Kind.BUFFER, held_until=forever)
+    edit.add_persistent(held, Kind.BUFFER, Tier.HOST)
     _transfers(edit, streamed, experts, spec, n_bytes)
     if spec.slots < len(experts):  # records that are being written
         held = np.asarray(
             [max(int(pieces[list(expert.parameters[-WRITES_IN_FLIGHT:])].sum()) for expert in experts)]
         )
-        edit.add_storages(held, producer=nowhere, tier=Tier.HOST, kind=Kind.BUFFER, held_until=forever)
+        edit.add_persistent(held, Kind.BUFFER, Tier.HOST)
     if ranks > 1:
         _gradient_averages(edit, streamed, mine, ranks)
     edit.parameters = replace(columns_of(streamed.parameters), block=before.block)

@@ -185,8 +185,7 @@ def _moments(step: Step, trained: Trained) -> list[int]:
     return found
 
 
-# -- ops
-# ------------------------------------------------------------------------------------------------------
+# -- ops -----------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=16)
@@ -249,15 +248,7 @@ def _insert(edit: Edit, anchor: int, turned: npt.NDArray[np.int64]) -> _Inserted
     return _InsertedOps(action, domain, number, index, parameter, n_bytes, rows)
 
 
-# -- storages that they use
-# -----------------------------------------------------------------------------------
-
-
-def _add_resident(edit: Edit, sizes: list[int], tier: Tier, kind: Kind) -> I32:
-    nowhere, forever = np.full(len(sizes), -1, np.int32), np.full(len(sizes), FOREVER, np.int32)
-    return edit.add_storages(
-        np.asarray(sizes, np.int64), producer=nowhere, tier=tier, kind=kind, held_until=forever
-    )
+# -- storages that they use ----------------------------------------------------------------------------------
 
 
 def _uses_of_groups(edit: Edit, made: _InsertedOps, layout: Layout, spec: UpdatersSpec) -> None:
@@ -265,12 +256,13 @@ def _uses_of_groups(edit: Edit, made: _InsertedOps, layout: Layout, spec: Update
     groups = [group for mine in layout.domains for group in mine]
     n_slots = np.asarray([layout.slots(domain) for domain in range(spec.domains)])
     n_buffers = np.asarray([layout.buffers(domain, spec.buffers) for domain in range(spec.domains)])
-    slots = _add_resident(edit, [layout.slot_bytes] * int(n_slots.sum()), Tier.HOST, Kind.BUFFER)
-    buffers = _add_resident(edit, [4 * layout.buffer_numel] * int(n_buffers.sum()), Tier.HOST, Kind.BUFFER)
-    weights = _add_resident(edit, [4 * each.numel for each in groups], Tier.SSD, Kind.PARAMETER)
-    moments = _add_resident(edit, [4 * each.moments for each in groups], Tier.SSD, Kind.OPTIMIZER)
+    numel, of_moments = np.asarray([(each.numel, each.moments) for each in groups], np.int64).T
+    slots = edit.add_persistent(np.full(n_slots.sum(), layout.slot_bytes), Kind.BUFFER, Tier.HOST)
+    buffers = edit.add_persistent(np.full(n_buffers.sum(), 4 * layout.buffer_numel), Kind.BUFFER, Tier.HOST)
+    weights = edit.add_persistent(4 * numel, Kind.PARAMETER, Tier.SSD)
+    moments = edit.add_persistent(4 * of_moments, Kind.OPTIMIZER, Tier.SSD)
     for _ in range(1, spec.slots):
-        _add_resident(edit, [4 * (each.numel + each.moments) for each in groups], Tier.SSD, Kind.OPTIMIZER)
+        edit.add_persistent(4 * (numel + of_moments), Kind.OPTIMIZER, Tier.SSD)
     slot = slots[(np.cumsum(n_slots) - n_slots)[made.domain] + made.index % SLOTS]
     buffer = buffers[(np.cumsum(n_buffers) - n_buffers)[made.domain] + made.index % spec.buffers]
     firsts = np.cumsum([0, *(len(mine) for mine in layout.domains)])
@@ -300,8 +292,8 @@ def _uses_of_parameters(edit: Edit, step: Step, made: _InsertedOps, trained: Tra
 def _uses_of_sent(edit: Edit, step: Step, made: _InsertedOps, trained: Trained) -> None:
     """Add the residuals, and the temporaries of top-k: values and indices, freed after their copies."""
     columns = columns_of(step.parameters)
-    kept = _add_resident(
-        edit, (columns.numel[trained] * columns.itemsize[trained]).tolist(), Tier.DEVICE, Kind.OPTIMIZER
+    kept = edit.add_persistent(
+        columns.numel[trained] * columns.itemsize[trained].astype(np.int64), Kind.OPTIMIZER
     )
     largest, values, places = (np.flatnonzero(made.action == kind) for kind in (_TOPK, OFFLOAD, _PLACES))
     edit.add_uses(made.rows[largest], kept[made.parameter[largest]], mode=WRITES)

@@ -383,14 +383,7 @@ def _update(
     """Add masters, updates from the gradients `old`, and H2D copies of weights."""
     columns = columns_of(step.parameters)
     count = len(mine)
-    weights = edit.add_storages(
-        4 * columns.numel[mine],
-        producer=np.full(count, -1, np.int32),
-        tier=Tier.HOST,
-        kind=Kind.PARAMETER,
-        held_until=np.full(count, FOREVER, np.int32),
-        owner=mine.astype(np.int32),
-    )
+    weights = edit.add_persistent(4 * columns.numel[mine], Kind.PARAMETER, Tier.HOST, mine.astype(np.int32))
     what, row, anchor = inserted
     updates, up = np.empty(count, np.int32), np.empty(count, np.int32)
     updates[row[what == UPDATE]], up[row[what == UP]] = rows[what == UPDATE], rows[what == UP]

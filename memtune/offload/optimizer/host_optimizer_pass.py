@@ -69,14 +69,8 @@ def optimizer_on_host(
     )
     owner = step.storages.owner[gradients]
     host_gradients = edit.add_storages(sizes, producer=down, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner)
-    host_weights = edit.add_storages(
-        sizes if native is None else 4 * columns.numel[mine],
-        producer=np.full(len(weights), -1, np.int32),
-        tier=Tier.HOST,
-        kind=Kind.PARAMETER,
-        held_until=np.full(len(weights), FOREVER, np.int32),
-        owner=owner,
-    )
+    master_bytes = sizes if native is None else 4 * columns.numel[mine]
+    host_weights = edit.add_persistent(master_bytes, Kind.PARAMETER, Tier.HOST, owner)
     # The optimizer's ops are the recorded ones; only the storages that they touch are on the host.
     moved = np.arange(step.storages.n, dtype=np.int32)
     moved[gradients], moved[weights] = host_gradients, host_weights
@@ -206,11 +200,8 @@ def update_by(edit: Edit, step: Step, native: Native, mine: npt.NDArray[np.intp]
     edit.storages.bytes[state] = native.moment_bytes * numel[at]
     edit.add_uses(updates[at], state, mode=WRITES)
     if native.block:
-        there, forever = np.full(len(at), -1, np.int32), np.full(len(at), FOREVER, np.int32)
-        owner, scales = step.storages.owner[state], -(-numel[at] // native.block) * 4
-        held = edit.add_storages(
-            scales, producer=there, tier=Tier.HOST, kind=Kind.OPTIMIZER, held_until=forever, owner=owner
-        )
+        scale_bytes = -(-numel[at] // native.block) * 4
+        held = edit.add_persistent(scale_bytes, Kind.OPTIMIZER, Tier.HOST, step.storages.owner[state])
         edit.add_uses(updates[at], held, mode=WRITES)
 
 

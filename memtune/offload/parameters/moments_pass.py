@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from memtune.offload.core import Chunks, Pages, PendingUpdates, runs, waiting_room
 from memtune.program import (
-    FOREVER,
     I32,
     I64,
     WRITES,
@@ -175,13 +174,8 @@ def _copies(pages: Pages, residency: Residency) -> _Copies:
 def host_memory(edit: Edit, pieces: Pieces, frames: Frames | None, tier: Tier = Tier.HOST) -> I32:
     """Add the storage of each piece on the host, or on SSD."""
     n_bytes = pieces.n_bytes if frames is None else np.full(1, frames.host_bytes, np.int64)
-    # Before the step and after it: host copies outlive it.
-    nowhere, forever = np.full(len(n_bytes), -1, np.int32), np.full(len(n_bytes), FOREVER, np.int32)
     # All pages are one allocation on the host, so no parameter owns it.
-    owner = pieces.owner if frames is None else nowhere
-    rows = edit.add_storages(
-        n_bytes, producer=nowhere, tier=tier, kind=Kind.PARAMETER, held_until=forever, owner=owner
-    )
+    rows = edit.add_persistent(n_bytes, Kind.PARAMETER, tier, pieces.owner if frames is None else None)
     return rows if frames is None else np.repeat(rows, len(pieces.n_bytes))
 
 

@@ -464,12 +464,7 @@ def load_storages(
     n_bytes = pieces.n_bytes[row] if frames is None else np.zeros(len(row), np.int64)
     there = edit.add_storages(n_bytes, producer=producer, kind=Kind.COMMUNICATION, owner=pieces.owner[row])
     if frames is not None:
-        nowhere, forever, size = (
-            np.full(1, -1, np.int32),
-            np.full(1, FOREVER, np.int32),
-            np.full(1, frames.n_bytes, np.int64),
-        )
-        edit.add_storages(size, producer=nowhere, kind=Kind.COMMUNICATION, held_until=forever)
+        edit.add_persistent(np.full(1, frames.n_bytes, np.int64), Kind.COMMUNICATION)
     else:
         edit.add_uses(rows[inserted.loads], there, mode=WRITES)
     until = dropped_in(residency.drops, len(pieces.of_unit))
@@ -638,15 +633,7 @@ def stream_weights(step: Step, residency: Residency, blocks: Container[int]) -> 
     begins = np.append(first_ops(step), np.int32(end + 1)).astype(np.int32)
     edit.storages.bytes[columns.storage[mine]] = 0
     frozen = mine[columns.gradient[mine] < 0]  # the optimizer has host copies of the others
-    nowhere, forever = np.full(len(frozen), -1, np.int32), np.full(len(frozen), FOREVER, np.int32)
-    edit.add_storages(
-        (columns.numel * columns.itemsize)[frozen],
-        producer=nowhere,
-        tier=Tier.HOST,
-        kind=Kind.PARAMETER,
-        held_until=forever,
-        owner=frozen,
-    )
+    edit.add_persistent((columns.numel * columns.itemsize)[frozen], Kind.PARAMETER, Tier.HOST, frozen)
     inserted = moment_ops(step, pieces, residency, ((),) * len(begins))
     rows = insert(edit, step, pieces, inserted, begins)
     _, drop = inserted.starts(rows, begins)

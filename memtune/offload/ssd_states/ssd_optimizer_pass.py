@@ -225,16 +225,8 @@ class Pieces:
     def on_ssd(cls, edit: Edit, step: Step, mine: npt.NDArray[np.intp], slots: int = 1) -> Pieces:
         """Move weights and moments to SSD; `slots` is the number of SSD slots of each record."""
         pieces = cls._on(edit, step, mine, Tier.SSD, np.full(len(mine), -1, np.int32))
-        nowhere, forever = np.full(len(mine), -1, np.int32), np.full(len(mine), FOREVER, np.int32)
         for _ in range(1, slots):
-            edit.add_storages(
-                pieces.n_bytes,
-                producer=nowhere,
-                tier=Tier.SSD,
-                kind=Kind.OPTIMIZER,
-                held_until=forever,
-                owner=pieces.owner,
-            )
+            edit.add_persistent(pieces.n_bytes, Kind.OPTIMIZER, Tier.SSD, pieces.owner)
         return pieces
 
     @classmethod
@@ -263,15 +255,7 @@ class Pieces:
         )
         edit.storages.tier[state] = tier
         owner, masters, made = mine.astype(np.int32), masters.astype(np.int32), masters < 0
-        nowhere, forever = np.full(int(made.sum()), -1, np.int32), np.full(int(made.sum()), FOREVER, np.int32)
-        masters[made] = edit.add_storages(
-            4 * numel[made],
-            producer=nowhere,
-            tier=tier,
-            kind=Kind.PARAMETER,
-            held_until=forever,
-            owner=owner[made],
-        )
+        masters[made] = edit.add_persistent(4 * numel[made], Kind.PARAMETER, tier, owner[made])
         update_bytes = 8 * numel + np.where(itemsize == 4, 1, 2) * itemsize * numel + 2 * moment_bytes
         return cls(state, at, masters, 4 * numel + moment_bytes, update_bytes, owner)
 
@@ -407,18 +391,10 @@ def swept_from_ssd(step: Step, read_ahead: int, offloaded: OffloadedParameters) 
         & (step.storages.tier == Tier.HOST)
         & (step.storages.producer < 0)
     )
-    _published(edit, step.storages.bytes[pages], step.storages.owner[pages])
-    published = _published(edit, sizes[here], pieces.owner[here])
+    edit.add_persistent(step.storages.bytes[pages], Kind.PARAMETER, Tier.HOST, step.storages.owner[pages])
+    published = edit.add_persistent(sizes[here], Kind.PARAMETER, Tier.HOST, pieces.owner[here])
     _delivered(edit, step, mine[here], published, int(np.flatnonzero(optimizer)[0]))
     return edit.done()
-
-
-def _published(edit: Edit, n_bytes: I64, owner: I32) -> I32:
-    """Add host memory for weights that a sweep writes."""
-    nowhere, forever = np.full(len(n_bytes), -1, np.int32), np.full(len(n_bytes), FOREVER, np.int32)
-    return edit.add_storages(
-        n_bytes, producer=nowhere, tier=Tier.HOST, kind=Kind.PARAMETER, held_until=forever, owner=owner
-    )
 
 
 def _delivered(edit: Edit, step: Step, mine: npt.NDArray[np.intp], published: I32, anchor: int) -> None:
@@ -530,10 +506,7 @@ def gradients_on_ssd(step: Step, offloaded: OffloadedParameters) -> tuple[Step, 
         edit.storages.held_until[kept] = FOREVER
         _read_sums(edit, step, kept, hosts, copies, adds)
     else:
-        nowhere, forever = np.full(len(kept), -1, np.int32), np.full(len(kept), FOREVER, np.int32)
-        places = edit.add_storages(
-            n_bytes, producer=nowhere, tier=Tier.SSD, kind=Kind.GRADIENT, held_until=forever, owner=parameters
-        )
+        places = edit.add_persistent(n_bytes, Kind.GRADIENT, Tier.SSD, parameters)
         # A gradient is written when its copy has ended, not when it has started.
         after = _copy_ends(step, copies)
     write = edit.add_ops(

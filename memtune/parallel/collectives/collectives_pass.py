@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from memtune.parallel.collectives.message_layout import Communication, Form, Row
 from memtune.program import (
-    FOREVER,
     I32,
     I64,
     U8,
@@ -365,12 +364,8 @@ def _exchanges(edit: Edit, step: Step, how: Communication, form: Form, degree: i
     inside = _Hop(found.ops, stream, Resource.INTRA_LINK, local)
     pack = inside.add(edit, (found.buffer, whole), (sums, 4 * nodes * numel), row * degree)
     if how.feedback:
-        forever = np.full(len(pack), FOREVER, np.int32)
         # The error of a step is added in the next one, so it is there before the first op and after the last.
-        before = np.full(len(pack), -1, np.int32)
-        lost = edit.add_storages(
-            4 * degree * numel, producer=before, kind=Kind.COMMUNICATION, held_until=forever
-        )
+        lost = edit.add_persistent(4 * degree * numel, Kind.COMMUNICATION)
         edit.add_uses(pack, lost, mode=WRITES)
     between = _Hop(found.ops, stream, Resource.INTER_LINK, nodes)
     between.add(edit, (sums, 4 * nodes * numel), (out, whole // degree), row * nodes)

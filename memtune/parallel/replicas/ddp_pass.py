@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from memtune.program import (
-    FOREVER,
     I32,
     I64,
     WRITES,
@@ -105,10 +104,10 @@ def _replicated(step: Step, how: Replication, arrivals: list[_Arrival], *, hold_
     if how.find_unused:
         # torch fills buckets by the order of arrival; those that never arrive come last.
         n_bytes[-1] += _unused_bytes(step, how)
-    rows = _live_before(edit, n_bytes, Kind.GRADIENT)
+    rows = edit.add_persistent(n_bytes, Kind.GRADIENT)
     if how.find_unused:  # DDP's maps of used parameters: one of this rank, one of all ranks
         trainable = sum(p.trainable for p in step.parameters)
-        _live_before(edit, np.full(2, 4 * trainable), Kind.COMMUNICATION)
+        edit.add_persistent(np.full(2, 4 * trainable), Kind.COMMUNICATION)
     # With accumulation the averages run once per step, so their phase is the boundary, though inside
     # backward.
     phase = Phase.BACKWARD if how.accumulate == 1 else Phase.BOUNDARY
@@ -183,12 +182,6 @@ def _unused_bytes(step: Step, how: Replication) -> int:
     unused = columns.trainable & (columns.gradient < 0)
     unused[list(others)] = False
     return int((columns.numel * columns.itemsize)[unused].sum())
-
-
-def _live_before(edit: Edit, n_bytes: I64, kind: Kind) -> I32:
-    count = len(n_bytes)
-    forever = np.full(count, FOREVER, np.int32)
-    return edit.add_storages(n_bytes, producer=np.full(count, -1, np.int32), kind=kind, held_until=forever)
 
 
 def _copy_in(
