@@ -116,6 +116,8 @@ if TYPE_CHECKING:
         column as column,
         gathers_of as gathers_of,
         members_of_units as members_of_units,
+        moments_of_parameters as moments_of_parameters,
+        optimizer_moments as optimizer_moments,
         raw_gradients as raw_gradients,
         resize_to_shards as resize_to_shards,
         rows_of_gradients as rows_of_gradients,

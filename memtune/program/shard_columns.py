@@ -93,6 +93,29 @@ def adding_ops(step: Step) -> I32:
 
 
 @functools.lru_cache(maxsize=8)
+def optimizer_moments(step: Step) -> I32:
+    """Return the state storages as large as their parameter; the others count steps."""
+    columns = columns_of(step.parameters)
+    state = np.flatnonzero(
+        (step.storages.kind == Kind.OPTIMIZER) & (step.storages.producer < 0) & (step.storages.owner >= 0)
+    ).astype(np.int32)
+    owner = step.storages.owner[state]
+    # A step counter is smaller than its parameter.
+    moments: I32 = state[step.storages.bytes[state] == columns.numel[owner] * columns.itemsize[owner]]
+    return moments
+
+
+def moments_of_parameters(step: Step, mine: npt.NDArray[np.intp]) -> tuple[I32, npt.NDArray[np.intp]]:
+    """Return the moments of the parameters `mine`, which ascend, and the index of each one's parameter in
+    `mine`.
+    """
+    moments, chosen = optimizer_moments(step), np.zeros(len(step.parameters), bool)
+    chosen[mine] = True
+    moments = moments[chosen[step.storages.owner[moments]]]
+    return moments, np.searchsorted(mine, step.storages.owner[moments])
+
+
+@functools.lru_cache(maxsize=8)
 def sharded_storages(step: Step) -> tuple[I32, I32]:
     """Return the storages that are sharded with their parameter, and the row of that parameter.
 

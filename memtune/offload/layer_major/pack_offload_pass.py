@@ -11,7 +11,7 @@ import numpy as np
 
 from memtune.offload.core import PendingUpdates, waiting_room
 from memtune.offload.layer_major.packs import Span
-from memtune.offload.parameters import native_update_bytes, whole_state
+from memtune.offload.parameters import native_update_bytes
 from memtune.program import (
     FOREVER,
     I32,
@@ -26,6 +26,7 @@ from memtune.program import (
     Tier,
     adding_ops,
     columns_of,
+    optimizer_moments,
     raw_gradients,
 )
 
@@ -60,7 +61,7 @@ def parameters_by_block(step: Step) -> tuple[tuple[int, ...], ...]:
 def _state_of(step: Step) -> dict[int, list[int]]:
     """Return the storages of each parameter's optimizer state, without step counters."""
     found: dict[int, list[int]] = {}
-    state = whole_state(step)
+    state = optimizer_moments(step)
     for storage, owner in zip(state.tolist(), step.storages.owner[state].tolist(), strict=True):
         found.setdefault(owner, []).append(storage)
     return found

@@ -15,7 +15,7 @@ import numpy as np
 from memtune.activations.recompute import STATE_BYTES
 from memtune.offload.core import PendingUpdates, waiting_room
 from memtune.offload.layer_major import BoundaryTier, StageLayout, StageUse, in_parts
-from memtune.offload.parameters import native_update_bytes, whole_state
+from memtune.offload.parameters import native_update_bytes
 from memtune.parallel.pipeline import Parts, PipelineSettings, chain_of, declare, hold_batches_on_host, upload
 from memtune.program import (
     FOREVER,
@@ -31,6 +31,7 @@ from memtune.program import (
     Tier,
     UnrolledRows,
     columns_of,
+    moments_of_parameters,
 )
 
 _ALLOCATE, _COPY_IN = "memtune.allocate", "memtune.copy_to_device_.default"
@@ -203,8 +204,8 @@ class _RankWriter:
 
     def _update_one(self, parameter: int, gradients: list[int], phase: Phase) -> None:
         rows, step = self._rows, self._step
-        state = whole_state(step)
-        mine = [rows.single_number(each) for each in state[step.storages.owner[state] == parameter].tolist()]
+        moments, _ = moments_of_parameters(step, np.asarray([parameter]))
+        state = [rows.single_number(each) for each in moments.tolist()]
         rows.add(
             _UPDATE,
             phase,
@@ -212,7 +213,7 @@ class _RankWriter:
             traffic_bytes=int(native_update_bytes(step)[parameter]),
             uses=[
                 *((each, READS) for each in gradients),
-                *((each, WRITES) for each in (self._hosts[parameter], *mine)),
+                *((each, WRITES) for each in (self._hosts[parameter], *state)),
             ],
         )
 

@@ -39,7 +39,19 @@ from memtune.offload.optimizer import (
     sums_to_host,
     without_own_update,
 )
-from memtune.program import FOREVER, I32, WRITES, Edit, Kind, Phase, Resource, Step, Tier, columns_of
+from memtune.program import (
+    FOREVER,
+    I32,
+    WRITES,
+    Edit,
+    Kind,
+    Phase,
+    Resource,
+    Step,
+    Tier,
+    columns_of,
+    moments_of_parameters,
+)
 
 _TOPK, _PLACES, _TO_SLOT = 6, 7, 8
 _OPS = {
@@ -172,16 +184,10 @@ def _offload_in_backward(
 
 def _moments(step: Step, trained: Trained) -> list[int]:
     """Return the number of moments that the optimizer keeps for each parameter."""
-    columns = columns_of(step.parameters)
-    sizes = columns.numel[trained] * columns.itemsize[trained]
-    state = np.flatnonzero(
-        (step.storages.kind == Kind.OPTIMIZER)
-        & (step.storages.producer < 0)
-        & np.isin(step.storages.owner, trained)
-    )
-    at = np.searchsorted(trained, step.storages.owner[state])
-    counts = np.bincount(at[step.storages.bytes[state] == sizes[at]], minlength=len(trained))
-    found: list[int] = np.where(columns.gradient[trained] < 0, counts.max(), counts).tolist()
+    _, at = moments_of_parameters(step, trained)
+    counts, gradient = np.bincount(at, minlength=len(trained)), columns_of(step.parameters).gradient[trained]
+    # A parameter without a gradient has no state yet; once it gets one, it has as much as the others.
+    found: list[int] = np.where(gradient < 0, counts.max(), counts).tolist()
     return found
 
 

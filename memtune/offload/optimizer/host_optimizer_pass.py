@@ -11,7 +11,20 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune import refusals
-from memtune.program import FOREVER, I32, I64, WRITES, Edit, Kind, Phase, Resource, Step, Tier, columns_of
+from memtune.program import (
+    FOREVER,
+    I32,
+    I64,
+    WRITES,
+    Edit,
+    Kind,
+    Phase,
+    Resource,
+    Step,
+    Tier,
+    columns_of,
+    moments_of_parameters,
+)
 from memtune.technique import Reason, Target
 
 UPDATES = {
@@ -167,23 +180,9 @@ def without_own_update(edit: Edit, step: Step, n_resident_ops: int = 0) -> npt.N
     return np.flatnonzero(optimizer)
 
 
-def _moments(step: Step, mine: npt.NDArray[np.intp]) -> tuple[I32, npt.NDArray[np.intp]]:
-    """Return state storages as large as their parameter (others count steps), and its index in `mine`."""
-    columns = columns_of(step.parameters)
-    sizes = columns.numel[mine] * columns.itemsize[mine]
-    chosen = np.zeros(len(columns.numel) + 1, bool)  # the last entry serves "none"
-    chosen[mine] = True
-    state = np.flatnonzero(
-        (step.storages.kind == Kind.OPTIMIZER) & (step.storages.producer < 0) & chosen[step.storages.owner]
-    ).astype(np.int32)
-    at = np.searchsorted(mine, step.storages.owner[state])
-    moments = step.storages.bytes[state] == sizes[at]
-    return state[moments], at[moments]
-
-
 def update_bytes(step: Step, native: Native, mine: npt.NDArray[np.intp]) -> I64:
     """Return the bytes that each native pass moves: gradient, weight, moments read and written."""
-    columns, (_, at) = columns_of(step.parameters), _moments(step, mine)
+    columns, (_, at) = columns_of(step.parameters), moments_of_parameters(step, mine)
     numel, itemsize = columns.numel[mine], columns.itemsize[mine].astype(np.int64)
     # One float32 scale per block of 8-bit moments.
     scales = -(-numel[at] // native.block) * 4 if native.block else np.zeros(len(at), np.int64)
@@ -195,7 +194,7 @@ def update_bytes(step: Step, native: Native, mine: npt.NDArray[np.intp]) -> I64:
 
 def update_by(edit: Edit, step: Step, native: Native, mine: npt.NDArray[np.intp], updates: I32) -> None:
     """Let the op `updates[i]` change the state of parameter `mine[i]`, in the format of `native`."""
-    columns, (state, at) = columns_of(step.parameters), _moments(step, mine)
+    columns, (state, at) = columns_of(step.parameters), moments_of_parameters(step, mine)
     numel = columns.numel[mine]
     edit.storages.bytes[state] = native.moment_bytes * numel[at]
     edit.add_uses(updates[at], state, mode=WRITES)

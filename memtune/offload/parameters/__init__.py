@@ -33,7 +33,6 @@ if TYPE_CHECKING:
         stream_parameters as stream_parameters,
         stream_weights as stream_weights,
         streamed_parameters as streamed_parameters,
-        whole_state as whole_state,
     )
 else:
     __getattr__ = open_door(__name__)

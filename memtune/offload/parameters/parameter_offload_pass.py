@@ -56,6 +56,7 @@ from memtune.program import (
     columns_of,
     gathers_of,
     hold_prefetched_copies,
+    optimizer_moments,
     order_of_use,
     pending_copy_sources,
 )
@@ -397,7 +398,7 @@ def native_update_bytes(step: Step) -> I64:
     """Return (parameters,) bytes that one native pass over each moves: gradient, weight, moments both
     ways.
     """
-    columns, state = columns_of(step.parameters), whole_state(step)
+    columns, state = columns_of(step.parameters), optimizer_moments(step)
     moments = np.bincount(step.storages.owner[state], step.storages.bytes[state], len(columns.numel)).astype(
         np.int64
     )
@@ -414,19 +415,6 @@ def state_bytes(step: Step) -> I64:
     ).astype(np.int64)
     found.flags.writeable = False
     return found
-
-
-@functools.lru_cache(maxsize=8)
-def whole_state(step: Step) -> I32:
-    """Return the state storages as large as their parameter; the others count steps."""
-    columns = columns_of(step.parameters)
-    state = np.flatnonzero(
-        (step.storages.kind == Kind.OPTIMIZER) & (step.storages.producer < 0) & (step.storages.owner >= 0)
-    ).astype(np.int32)
-    owner = step.storages.owner[state]
-    # A step counter is smaller than its parameter.
-    whole: I32 = state[step.storages.bytes[state] == columns.numel[owner] * columns.itemsize[owner]]
-    return whole
 
 
 def _free_gradients(
@@ -574,7 +562,7 @@ def _update(
     edit.add_uses(rows[updates], hosts[row[updates]], mode=WRITES)
     there = update_of[grads.parameter] >= 0
     edit.add_uses(update_of[grads.parameter[there]], offloaded.gradients[there])
-    state = whole_state(step)
+    state = optimizer_moments(step)
     of_state = update_of[step.storages.owner[state]]
     edit.add_uses(of_state[of_state >= 0], state[of_state >= 0], mode=WRITES)
     if overlap is None:

@@ -25,6 +25,7 @@ from memtune.program import (
     Step,
     Tier,
     columns_of,
+    moments_of_parameters,
 )
 
 _READ, _OFFLOAD, _UPDATE, _COPY_TO_DEVICE, _WRITE, _WRITE_WEIGHT, _COPY_ON_HOST, _READ_GRADIENT = range(8)
@@ -244,7 +245,7 @@ class Pieces:
     @classmethod
     def _on(cls, edit: Edit, step: Step, mine: npt.NDArray[np.intp], tier: Tier, masters: I32) -> Pieces:
         columns = columns_of(step.parameters)
-        state, at = _moments(step, mine)
+        state, at = moments_of_parameters(step, mine)
         numel, itemsize = columns.numel[mine], columns.itemsize[mine].astype(np.int64)
         moment_bytes = np.bincount(at, np.full(len(at), 4), len(mine)).astype(np.int64) * numel
         edit.storages.bytes[state] = 4 * numel[at]
@@ -299,20 +300,6 @@ def _hold_in_queue(edit: Edit, held: I32, writes: I32) -> None:
     edit.release_before(held[:-WRITES_IN_FLIGHT], writes[WRITES_IN_FLIGHT:])
     last = held[-WRITES_IN_FLIGHT:]
     edit.hold_through(last, np.full(len(last), writes[-1], np.int32))
-
-
-def _moments(step: Step, mine: npt.NDArray[np.intp]) -> tuple[I32, npt.NDArray[np.intp]]:
-    """Return the state storages as large as their parameter, and the index of their parameter in `mine`."""
-    columns = columns_of(step.parameters)
-    sizes = columns.numel[mine] * columns.itemsize[mine]
-    state = np.flatnonzero(
-        (step.storages.kind == Kind.OPTIMIZER)
-        & (step.storages.producer < 0)
-        & np.isin(step.storages.owner, mine)
-    ).astype(np.int32)
-    at = np.searchsorted(mine, step.storages.owner[state])
-    moments = step.storages.bytes[state] == sizes[at]  # other storages are step counters
-    return state[moments], at[moments]
 
 
 class _UpdateOps(NamedTuple):
