@@ -548,9 +548,7 @@ def _is_page_locked(step: Step, on_host: npt.NDArray[np.intp]) -> npt.NDArray[np
     )
     copied = (producer >= 0) & makes[step.ops.name[producer]]
     columns = columns_of(step.parameters)
-    own = (owner < 0) | (
-        step.storages.bytes[on_host] == np.append(columns.numel * columns.itemsize, 0)[owner]
-    )
+    own = (owner < 0) | (step.storages.bytes[on_host] == np.append(columns.n_bytes, 0)[owner])
     found: npt.NDArray[np.bool_] = copied | (
         (producer < 0) & ((kind == Kind.PARAMETER) | (kind == Kind.GRADIENT)) & own
     )

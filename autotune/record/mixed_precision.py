@@ -101,9 +101,7 @@ def _wide(step: Step, own: Mapping[str, int]) -> Step:
     mine = np.flatnonzero(storages.owner >= 0)
     owner = storages.owner[mine]
     made_by = np.where(storages.producer[mine] >= 0, step.ops.phase[storages.producer[mine]], Phase.OPTIMIZER)
-    wide = (made_by >= Phase.BOUNDARY) & (
-        storages.bytes[mine] == columns.numel[owner] * columns.itemsize[owner]
-    )
+    wide = (made_by >= Phase.BOUNDARY) & (storages.bytes[mine] == columns.n_bytes[owner])
     wide &= storages.kind[mine] != Kind.GRADIENT
     n_bytes = storages.bytes.copy()
     n_bytes[mine[wide]] *= factor[owner[wide]]

@@ -38,6 +38,11 @@ class ParameterColumns(Sequence[Parameter]):
     block: npt.NDArray[np.int32]
     numel: npt.NDArray[np.int64]
 
+    @property
+    def n_bytes(self) -> npt.NDArray[np.int64]:
+        """Bytes of each parameter; of its shard where shapes are those of shards."""
+        return self.numel * self.itemsize
+
     @cached_property
     def records(self) -> tuple[Parameter, ...]:
         """The parameters as records."""

@@ -101,7 +101,7 @@ def optimizer_moments(step: Step) -> I32:
     ).astype(np.int32)
     owner = step.storages.owner[state]
     # A step counter is smaller than its parameter.
-    moments: I32 = state[step.storages.bytes[state] == columns.numel[owner] * columns.itemsize[owner]]
+    moments: I32 = state[step.storages.bytes[state] == columns.n_bytes[owner]]
     return moments
 
 
@@ -456,6 +456,6 @@ def rows_of_gradients(step: Step) -> RowsOfGradients:
         others = ~np.isin(step.uses.storage, gradient[summed])
         read[step.uses.op[others]] = step.uses.storage[others]
         raw[summed] = read[after[summed]]
-    n_bytes = (columns.numel * columns.itemsize)[mine]
+    n_bytes = columns.n_bytes[mine]
     found = RowsOfGradients(mine, raw, np.where(summed, gradient, -1).astype(np.int32), after, n_bytes)
     return found.where(columns.block[mine] >= 0)

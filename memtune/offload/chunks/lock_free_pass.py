@@ -28,7 +28,7 @@ def sweep_in_next_step(step: Step) -> Step:
     edit.storages.held_until[gradients] = FOREVER
     swept = np.flatnonzero(columns.trainable)
     updated = np.isin(swept, step.storages.owner[gradients])
-    sizes = columns.numel * columns.itemsize
+    sizes = columns.n_bytes
     native, mine = Native(), swept[updated]
     row = np.repeat(np.arange(len(swept)), 1 + updated)
     is_copy = np.append(True, row[1:] != row[:-1])

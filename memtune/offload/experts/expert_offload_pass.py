@@ -180,7 +180,7 @@ def _on_ssd(edit: Edit, step: Step, plain: Step, mine: npt.NDArray[np.intp]) -> 
     weights = theirs & (step.storages.kind == Kind.PARAMETER) & (step.storages.tier == Tier.HOST)
     state = theirs & (step.storages.kind == Kind.OPTIMIZER)
     size = np.zeros(step.storages.n, np.int64)
-    size[theirs] = (columns.numel * columns.itemsize)[step.storages.owner[theirs]]
+    size[theirs] = columns.n_bytes[step.storages.owner[theirs]]
     # Moments are as large as their weight; counters are small and remain in host memory.
     moments = state & (step.storages.bytes == size)
     state |= _counters(step, plain, mine)
@@ -207,7 +207,7 @@ def _piece_bytes(step: Step, mine: npt.NDArray[np.intp], moments: I32) -> npt.ND
     found = np.bincount(
         step.storages.owner[moments], step.storages.bytes[moments], len(columns.numel)
     ).astype(np.int64)
-    found[mine] += (columns.numel * columns.itemsize)[mine]
+    found[mine] += columns.n_bytes[mine]
     return found
 
 
@@ -262,7 +262,7 @@ def _gradient_averages(edit: Edit, step: Step, mine: npt.NDArray[np.intp], ranks
         8 * np.append(of_block[columns.block[parameter[first]]], len(mine)).astype(np.int64),
         ranks,
     )
-    n_bytes = (columns.numel * columns.itemsize)[parameter]
+    n_bytes = columns.n_bytes[parameter]
     names = ("memtune.to_device.default", "memtune.all_reduce_.default", "memtune.to_host.default")
     resource = (Resource.HOST_TO_DEVICE, Resource.INTRA_LINK, Resource.DEVICE_TO_HOST)
     rows = edit.add_ops(

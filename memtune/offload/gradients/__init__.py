@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         average_ready as average_ready,
         end_of_backward as end_of_backward,
         own_storage as own_storage,
-        parameter_bytes as parameter_bytes,
         ready_after as ready_after,
         ready_gradients as ready_gradients,
         ready_or_reduced as ready_or_reduced,

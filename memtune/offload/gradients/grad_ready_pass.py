@@ -12,7 +12,6 @@ from memtune.offload.gradients.block_grad_ready_pass import average_in_buckets
 from memtune.program import (
     FOREVER,
     I32,
-    I64,
     WRITES,
     Edit,
     Kind,
@@ -45,12 +44,6 @@ class ReadyGradients:
 
 
 Rows = npt.NDArray[np.intp]
-
-
-def parameter_bytes(step: Step) -> I64:
-    """Return (parameters,) bytes of each parameter, or of a rank's rows of it."""
-    columns = columns_of(step.parameters)
-    return columns.numel * columns.itemsize
 
 
 def ready_gradients(step: Step, mine: Rows, watched: int, bucket_bytes: int) -> ReadyGradients:
@@ -119,7 +112,7 @@ def ready_or_reduced(
     row = mine if "fsdp.chunk_cat.default" in step.names else -mine
     index = np.lexsort((row, reduced.after))
     index = index[index != watched].astype(np.int32)
-    sizes, summed = parameter_bytes(step)[mine], columns.gradient[mine] != reduced.raw
+    sizes, summed = columns.n_bytes[mine], columns.gradient[mine] != reduced.raw
     sums = np.full(len(index), -1, np.int32)
     nowhere = np.full(int(summed[index].sum()), -1, np.int32)
     sums[summed[index]] = edit.add_storages(

@@ -72,7 +72,7 @@ class Weights:
 
     def __init__(self, new: RowReplay, step: Step) -> None:
         self._new, self._columns, self._by_block = new, columns_of(step.parameters), parameters_by_block(step)
-        self._n_bytes = self._columns.numel * self._columns.itemsize
+        self._n_bytes = self._columns.n_bytes
         mine = np.asarray([row for block in self._by_block for row in block], np.int32)
         self.hosts = np.full(len(self._columns.numel), -1, np.int32)
         self.hosts[mine] = new.add_storages(self._n_bytes[mine], Tier.HOST, Kind.PARAMETER, -1, mine, FOREVER)

@@ -88,7 +88,7 @@ class _RankWriter:
         self._held = parts.owners()[list(layout.stages_of(rank))].max(0)
         self._rows = UnrolledRows(self._step, self._held)
         self._rows.declare_sums(parts.sums.part, parts.sums.total)
-        self._n_bytes = self._columns.numel * self._columns.itemsize
+        self._n_bytes = self._columns.n_bytes
         self._inside = self._held & (self._columns.block >= 0)
         self._waiting: PendingUpdates[list[int]] = PendingUpdates(waiting_room(self._step, self._held))
         self._hosts = self._to_host()

@@ -298,9 +298,7 @@ def _uses_of_parameters(edit: Edit, step: Step, made: _InsertedOps, trained: Tra
 def _uses_of_sent(edit: Edit, step: Step, made: _InsertedOps, trained: Trained) -> None:
     """Add the residuals, and the temporaries of top-k: values and indices, freed after their copies."""
     columns = columns_of(step.parameters)
-    kept = edit.add_persistent(
-        columns.numel[trained] * columns.itemsize[trained].astype(np.int64), Kind.OPTIMIZER
-    )
+    kept = edit.add_persistent(columns.n_bytes[trained], Kind.OPTIMIZER)
     largest, values, places = (np.flatnonzero(made.action == kind) for kind in (_TOPK, OFFLOAD, _PLACES))
     edit.add_uses(made.rows[largest], kept[made.parameter[largest]], mode=WRITES)
     for copies in (values, places):

@@ -19,7 +19,6 @@ from memtune.offload.gradients import (
     average_ready,
     end_of_backward,
     own_storage,
-    parameter_bytes,
     ready_or_reduced,
     reduced_among,
 )
@@ -101,7 +100,7 @@ def resident_rows(step: Step, ratio: float) -> npt.NDArray[np.bool_]:
     # In the order of use, as `resident_count` expects.
     trained = np.flatnonzero(columns_of(step.parameters).trainable)
     found = np.zeros(len(step.parameters), bool)
-    found[trained[: resident_count(parameter_bytes(step)[trained].tolist(), ratio)]] = True
+    found[trained[: resident_count(columns_of(step.parameters).n_bytes[trained].tolist(), ratio)]] = True
     return found
 
 
@@ -109,7 +108,7 @@ def sentinel_row(step: Step, resident: npt.NDArray[np.bool_] | None = None) -> i
     """Return the parameter with the sentinel gradient among the offloaded ones."""
     trainable = columns_of(step.parameters).trainable
     trained = np.flatnonzero(trainable if resident is None else trainable & ~resident)
-    return int(trained[sentinel_index(parameter_bytes(step)[trained].tolist())])
+    return int(trained[sentinel_index(columns_of(step.parameters).n_bytes[trained].tolist())])
 
 
 def no_sentinel(step: Step, ratio: float = 1.0) -> bool:
@@ -170,7 +169,7 @@ def _updated(step: Step) -> npt.NDArray[np.bool_]:
 def _alone_on_device(edit: Edit, step: Step, mine: Rows, ops: int) -> None:
     """Give the reduced gradients of resident parameters `mine` storages of their own."""
     gradient, reduced = columns_of(step.parameters).gradient[mine], reduced_among(step, mine)
-    sizes = parameter_bytes(step)[mine].tolist()
+    sizes = columns_of(step.parameters).n_bytes[mine].tolist()
     # With accumulation the recorded sum is on the device; the host has the sums of offloaded parameters.
     summed = gradient != reduced.raw
     edit.storages.bytes[gradient[summed]], edit.storages.held_until[gradient[summed]] = 0, -1
@@ -282,7 +281,7 @@ def insert_ops(
     """
     what, row, anchor = inserted
     names = np.asarray([edit.name_id(name) for name, _ in _OPS], np.int32)
-    sizes = parameter_bytes(step)[mine]
+    sizes = columns_of(step.parameters).n_bytes[mine]
     grad_index = np.append(grads.index, watched).astype(np.int32)  # the last: the sentinel
     # Copies and additions are rows of gradients, updates rows of parameters.
     index = np.where((what == ADD) | (what == COPY), grad_index[row], row)
@@ -337,7 +336,7 @@ def host_gradients(
     index = np.append(grads.index, watched)[source]
     outlives_step = delayed & (sums[source] < 0)
     hosts = edit.add_storages(
-        parameter_bytes(step)[mine][index],
+        columns_of(step.parameters).n_bytes[mine][index],
         producer=copies,
         tier=Tier.HOST,
         kind=Kind.GRADIENT,
@@ -362,7 +361,7 @@ def host_gradients(
     nowhere = np.full(len(mine), -1, np.int32)
     # The last step's gradients exist before the step begins, so no op produces them.
     old = edit.add_storages(
-        parameter_bytes(step)[mine],
+        columns_of(step.parameters).n_bytes[mine],
         producer=nowhere,
         tier=Tier.HOST,
         kind=Kind.GRADIENT,

@@ -60,7 +60,7 @@ def optimizer_on_host(
     on_device, resident = of_first_ops(step, n_resident_ops)
     mine = columns.trainable & (columns.gradient >= 0) & ~resident[columns.storage]
     weights, gradients = columns.storage[mine], columns.gradient[mine]
-    sizes = columns.numel[mine] * columns.itemsize[mine]  # of parts of a shared storage, where sharded
+    sizes = columns.n_bytes[mine]  # of parts of a shared storage, where sharded
     optimizer = step.ops.phase == Phase.OPTIMIZER
     if not optimizer.any():
         return step
@@ -246,9 +246,7 @@ def not_contiguous(step: Step) -> Reason | None:
     it.
     """
     columns = columns_of(step.parameters)
-    wrong = (columns.gradient >= 0) & (
-        step.storages.bytes[columns.storage] != columns.numel * columns.itemsize
-    )
+    wrong = (columns.gradient >= 0) & (step.storages.bytes[columns.storage] != columns.n_bytes)
     if not wrong.any():
         return None
     name = columns.names[int(np.argmax(wrong))]

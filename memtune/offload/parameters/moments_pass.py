@@ -84,7 +84,7 @@ class Pieces(NamedTuple):
         of_unit = tuple(tuple(part.tolist()) for part in rows)
         order = order_of_use(len(step.blocks), gathered=gathers_of(step) is not None)
         used = tuple((unit,) if unit >= 0 else () for unit in order)
-        n_bytes = (columns.numel * columns.itemsize)[mine]
+        n_bytes = columns.n_bytes[mine]
         return cls(of_parameter, n_bytes, columns.block[mine], mine, of_unit, used, of_parameter)
 
 

@@ -85,7 +85,7 @@ def not_in_layers(step: Step, when_ready: bool = True) -> str:
         return "the blocks do not run one after the other"
     # Memory is freed by storage, so a parameter must have one of its own and fill it.
     shared = np.bincount(columns.storage, minlength=step.storages.n) > 1
-    whole = step.storages.bytes[columns.storage] == columns.numel * columns.itemsize
+    whole = step.storages.bytes[columns.storage] == columns.n_bytes
     wrong = (columns.block >= 0) & (shared[columns.storage] | ~whole)
     if wrong.any():
         return f"{columns.names[int(wrong.argmax())]} shares its memory"
@@ -132,7 +132,7 @@ def moment_of_ops(step: Step) -> I32:
 def sizes_in_blocks(step: Step) -> tuple[Units, Units]:
     """Return the bytes of each block parameter in a chunk, in the order of use, and its block."""
     columns, mine = columns_of(step.parameters), in_blocks(step)
-    n_bytes = (columns.numel * columns.itemsize)[mine]
+    n_bytes = columns.n_bytes[mine]
     return tuple(aligned(each) for each in n_bytes.tolist()), tuple(columns.block[mine].tolist())
 
 
@@ -621,7 +621,7 @@ def stream_weights(step: Step, residency: Residency, blocks: Container[int]) -> 
     begins = np.append(first_ops(step), np.int32(end + 1)).astype(np.int32)
     edit.storages.bytes[columns.storage[mine]] = 0
     frozen = mine[columns.gradient[mine] < 0]  # the optimizer has host copies of the others
-    edit.add_persistent((columns.numel * columns.itemsize)[frozen], Kind.PARAMETER, Tier.HOST, frozen)
+    edit.add_persistent(columns.n_bytes[frozen], Kind.PARAMETER, Tier.HOST, frozen)
     inserted = moment_ops(step, pieces, residency, ((),) * len(begins))
     rows = insert(edit, step, pieces, inserted, begins)
     _, drop = inserted.starts(rows, begins)

@@ -118,7 +118,7 @@ def _piece_by_piece(step: Step, read_ahead: int, slots: int, offloaded: Offloade
     is_master = (waits == Tier.HOST) & ~narrow if slots == 0 else np.zeros(len(mine), bool)
     masters = np.where(is_master, weights, -1)
     pieces = Pieces.on_ssd(edit, step, mine, slots) if slots else Pieces.on_host(edit, step, mine, masters)
-    gradient_bytes = columns.numel[mine] * columns.itemsize[mine].astype(np.int64)
+    gradient_bytes = columns.n_bytes[mine]
     up = np.where(
         is_master,
         _NOTHING,
@@ -352,7 +352,7 @@ def swept_from_ssd(step: Step, read_ahead: int, offloaded: OffloadedParameters) 
     edit, here = Edit(step), on_device[mine]
     edit.drop_ops(optimizer)
     sizes, ready = (
-        columns.numel[mine] * columns.itemsize[mine].astype(np.int64),
+        columns.n_bytes[mine],
         offloaded.gradients[mine[~here]],
     )
     # Gradients outlive the step: the sweep in the next one reads them.
@@ -391,7 +391,7 @@ def _delivered(edit: Edit, step: Step, mine: npt.NDArray[np.intp], published: I3
     All are inserted before the op `anchor`.
     """
     columns = columns_of(step.parameters)
-    gradients, sizes = columns.gradient[mine], columns.numel[mine] * columns.itemsize[mine].astype(np.int64)
+    gradients, sizes = columns.gradient[mine], columns.n_bytes[mine]
     at, forever = np.full(len(mine), anchor, np.int32), np.full(len(mine), FOREVER, np.int32)
     found = {}
     for name, resource, stream in (

@@ -74,7 +74,7 @@ def products_of(step: Step) -> npt.NDArray[np.bool_]:
 def large_ones(step: Step, found: Sequence[int]) -> tuple[int, ...]:
     """Return those of the parameters `found` that decide a peak."""
     columns = columns_of(step.parameters)
-    n_bytes = columns.numel * columns.itemsize
+    n_bytes = columns.n_bytes
     largest = max((int(n_bytes[p]) for p in found), default=0)
     return tuple(p for p in found if _LARGE * int(n_bytes[p]) >= largest)
 

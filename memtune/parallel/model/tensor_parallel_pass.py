@@ -121,7 +121,7 @@ def _average_after(
         phase=phase,
         resource=link,
         # Of this rank's part: recorded parameters are those of one rank already.
-        traffic_bytes=columns.numel[mine] * columns.itemsize[mine],
+        traffic_bytes=columns.n_bytes[mine],
         group=ranks,
     )
     edit.add_uses(averaged, gradients, mode=WRITES)

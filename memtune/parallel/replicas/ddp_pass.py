@@ -181,7 +181,7 @@ def _unused_bytes(step: Step, how: Replication) -> int:
     columns, others = columns_of(step.parameters), _others(step, how.of_blocks, how.of_experts)
     unused = columns.trainable & (columns.gradient < 0)
     unused[list(others)] = False
-    return int((columns.numel * columns.itemsize)[unused].sum())
+    return int(columns.n_bytes[unused].sum())
 
 
 def _copy_in(

@@ -217,7 +217,7 @@ def _reduce(edit: Edit, step: Step, how: Partitioning, *, hold_sums: bool) -> I3
     )
     rows, n_bytes = _reduction_ops(edit, how, columns, at, after)
     given, taken = _buffers(edit, how, columns, at, rows, n_bytes)
-    zeros = columns.numel[missing.values] * columns.itemsize[missing.values]
+    zeros = columns.n_bytes[missing.values]
     edit.add_uses(
         rows[at.pack][missing.part], edit.add_storages(zeros, producer=rows[at.zeros], kind=Kind.TEMPORARY)
     )

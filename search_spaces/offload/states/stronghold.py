@@ -204,7 +204,7 @@ def _deferred(program: Program, hardware: Hardware) -> frozenset[int]:
     update = np.bincount(columns.block[trained & inside], update_s[trained & inside], blocks)
     outside = trained & ~inside
     links = 1 / hardware.host_to_device_bytes_per_s + 1 / hardware.device_to_host_bytes_per_s
-    outside_s = float(update_s[outside].sum() + ((columns.numel * columns.itemsize)[outside] * links).sum())
+    outside_s = float(update_s[outside].sum() + (columns.n_bytes[outside] * links).sum())
     down = load_s * hardware.host_to_device_bytes_per_s / hardware.device_to_host_bytes_per_s
     return deferred_blocks(
         BlockTimes(
@@ -222,5 +222,5 @@ def _load_s(step: Step, hardware: Hardware) -> list[float]:
     """Return the seconds to load each block's weights."""
     columns = columns_of(step.parameters)
     inside = columns.block >= 0
-    n_bytes = np.bincount(columns.block[inside], (columns.numel * columns.itemsize)[inside], len(step.blocks))
+    n_bytes = np.bincount(columns.block[inside], columns.n_bytes[inside], len(step.blocks))
     return (n_bytes / hardware.host_to_device_bytes_per_s).tolist()  # type: ignore[no-any-return]

@@ -116,7 +116,7 @@ def _named(factors: Factors, ranks: int, several: bool) -> str:
 def whole_bytes(step: Step) -> Bytes:
     """Return the bytes of the model state of `step` before sharding."""
     columns = columns_of(step.parameters)
-    trained = int((columns.numel * columns.itemsize)[columns.trainable].sum())
+    trained = int(columns.n_bytes[columns.trainable].sum())
     mine = (step.storages.tier == Tier.DEVICE) & (step.storages.producer < 0)
     weights, state = (
         int(step.storages.bytes[mine & (step.storages.kind == kind)].sum())

@@ -27,7 +27,7 @@ class BlockBytes(NamedTuple):
 def block_bytes(step: Step) -> BlockBytes:
     """Return the bytes of the blocks of `step`."""
     columns, n_blocks = columns_of(step.parameters), len(step.blocks)
-    n_bytes, inside = columns.numel * columns.itemsize, columns.block >= 0
+    n_bytes, inside = columns.n_bytes, columns.block >= 0
     weights = np.bincount(columns.block[inside], n_bytes[inside], n_blocks).astype(np.int64)
     trained = inside & (columns.gradient >= 0)
     gradients = np.bincount(columns.block[trained], n_bytes[trained], n_blocks).astype(np.int64)

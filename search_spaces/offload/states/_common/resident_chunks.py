@@ -110,7 +110,7 @@ def _room(program: Program, budget_bytes: int, in_place: bool = False) -> Units:
 def on_device(step: Step) -> OnDevice:
     """Return the bytes of blocks' parameters if they are updated on the device."""
     columns, mine = columns_of(step.parameters), in_blocks(step)
-    weight = (columns.numel * columns.itemsize)[mine]
+    weight = columns.n_bytes[mine]
     has = columns.gradient[mine] >= 0
     summed = has & (step.storages.producer[columns.gradient[mine]] < 0)
     always = weight + state_bytes(step)[mine] + np.where(summed, weight, 0)
@@ -125,7 +125,7 @@ def seconds_of(step: Step, hardware: Hardware) -> Seconds:
     An update reads and writes weight and state, and reads the gradient.
     """
     columns, mine = columns_of(step.parameters), in_blocks(step)
-    weight = (columns.numel * columns.itemsize)[mine]
+    weight = columns.n_bytes[mine]
     down = np.where(columns.gradient[mine] >= 0, weight, 0)
     update = np.where(columns.gradient[mine] >= 0, 3 * weight + 2 * state_bytes(step)[mine], 0)
     host_s = down / hardware.device_to_host_bytes_per_s + update / hardware.host_adam_bytes_per_s
