@@ -345,10 +345,12 @@ class Edit:
         storages = np.flatnonzero(mine & (gradients | (step.storages.kind != Kind.GRADIENT))).astype(np.int32)
         self.hold_through(storages, np.full(len(storages), op, np.int32))
 
-    def drop_ops(self, rows: npt.NDArray[np.bool_]) -> None:
-        """Remove original ops with all their uses; storages they made must have no other use."""
-        self._drop_ops |= rows
-        self._drop_uses |= rows[self._step.uses.op]
+    def drop_ops(self, rows: npt.NDArray[np.bool_] | npt.NDArray[np.integer[Any]]) -> None:
+        """Remove original ops, given as a mask or by number, with all their uses; storages they made must
+        have no other use.
+        """
+        self._drop_ops[rows] = True
+        self._drop_uses |= self._drop_ops[self._step.uses.op]
 
     def drop_uses(self, rows: npt.NDArray[np.bool_]) -> None:
         """Remove original uses."""

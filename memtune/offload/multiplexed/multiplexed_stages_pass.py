@@ -37,7 +37,7 @@ from memtune.program import (
 _ALLOCATE, _COPY_IN = "memtune.allocate", "memtune.copy_to_device_.default"
 _TO_HOST, _TO_DEVICE = "memtune.to_host.default", "memtune.to_device.default"
 _SEND, _RECEIVE = "c10d.send.default", "c10d.recv_.default"
-_ADD, _REDUCE, _UPDATE = "aten.add_.Tensor", "memtune.all_reduce_.default", "memtune.host_update_.default"
+_REDUCE, _UPDATE = "memtune.all_reduce_.default", "memtune.host_update_.default"
 
 
 def multiplexed_steps(
@@ -365,12 +365,7 @@ class _RankWriter:
         )
 
     def _ops(self, stage: int, *, backward: bool) -> I32:
-        step, parts = self._step, self._parts
-        within = (parts.stage == stage) & ((step.ops.phase > Phase.FORWARD) == backward)
-        # Ops that all stages need (masks, positions) are computed again by each.
-        within |= parts.shared & (not backward)
-        within[[each.adder for each in parts.tied]] = False
-        return np.flatnonzero(within).astype(np.int32)
+        return np.flatnonzero(self._parts.ops_of(stage, backward=backward)).astype(np.int32)
 
     def _forward(self, stage: int, index: int, posted: list[int]) -> None:
         """Add a forward run of a stage (Rule 2)."""
@@ -423,12 +418,7 @@ class _RankWriter:
             rows.append_ops(ops[ops <= op], key, backward=True)
             ops = ops[ops > op]
             if op in tied:
-                each = tied[op]
-                # In the first micro-batch the part is the sum already.
-                uses = [(rows.number_of(key, each.part), READS), (rows.number_of(key, each.sum), WRITES)]
-                rows.add(
-                    _ADD, Phase.BACKWARD, traffic_bytes=3 * int(step.storages.bytes[each.sum]), uses=uses
-                )
+                self._parts.add_tied_part(rows, key, tied[op])
             if on_host is not None and op in self._adds:
                 self._on_grad_ready(self._adds[op], on_host)
         rows.append_ops(ops, key, backward=True)

@@ -173,9 +173,7 @@ def _alone_on_device(edit: Edit, step: Step, mine: Rows, ops: int) -> None:
     # With accumulation the recorded sum is on the device; the host has the sums of offloaded parameters.
     summed = gradient != reduced.raw
     edit.storages.bytes[gradient[summed]], edit.storages.held_until[gradient[summed]] = 0, -1
-    dropped = np.zeros(step.ops.n, bool)
-    dropped[reduced.adds] = True
-    edit.drop_ops(dropped)
+    edit.drop_ops(reduced.adds)
     alone = np.asarray(
         [
             own_storage(edit, step, reduced, index, size, bool(summed[index]))
@@ -352,9 +350,7 @@ def host_gradients(
     adds = what == ADD
     edit.add_uses(rows[adds], host_of[row[adds]])
     edit.add_uses(rows[adds], sums[row[adds]], mode=WRITES)
-    dropped = np.zeros(step.ops.n, bool)
-    dropped[grads.adds] = True
-    edit.drop_ops(dropped)
+    edit.drop_ops(grads.adds)
     edit.storages.held_until[sums[(sums >= 0) & (sums < step.storages.n)]] = FOREVER if delayed else -1
     if not delayed:
         return gradients, gradients

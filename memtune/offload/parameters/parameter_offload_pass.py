@@ -202,9 +202,7 @@ def stream_parameters(
     # residency.
     edit.storages.bytes[columns.storage[mine]] = 0
     # The op that added a gradient on the device; the host adds instead.
-    dropped = np.zeros(step.ops.n, bool)
-    dropped[grads.after[grads.sums >= 0]] = True
-    edit.drop_ops(dropped)
+    edit.drop_ops(grads.after[grads.sums >= 0])
     if ranks > 1:
         grads = averaged(edit, step, grads, ranks, alone)
     moment, summed = grads.moment, grads.sums >= 0

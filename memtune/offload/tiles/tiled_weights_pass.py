@@ -239,10 +239,9 @@ def run_layers_in_tiles(sequences: OpSequences, layers: Sequence[TiledLayer]) ->
 def without_whole_weights(edit: Edit, layers: Sequence[TiledLayer]) -> Step:
     """Return the edited step, without the whole weights of these layers."""
     step = layers[0].step
-    dropped, whole = np.zeros(step.ops.n, bool), np.zeros(step.storages.n, bool)
-    dropped[[op for layer in layers for op in layer.replaced]] = True
+    edit.drop_ops(np.asarray([op for layer in layers for op in layer.replaced], np.int32))
+    whole = np.zeros(step.storages.n, bool)
     whole[[each for layer in layers for each in layer.unused]] = True
-    edit.drop_ops(dropped)
     edit.drop_uses(whole[step.uses.storage])
     return edit.done()
 

@@ -156,7 +156,7 @@ def _gathers(edit: Edit, step: Step, how: Communication, degree: int, stream: in
     # Gathers that the secondary copy serves stay inside the node, whatever the others do.
     whole = np.ones(len(ops), bool)
     whole[served] = False
-    _drop(edit, step, ops)
+    edit.drop_ops(ops)
     for each in (Phase.FORWARD, Phase.BACKWARD):
         mine = np.flatnonzero(whole & (phase == each)).astype(np.int32)
         if how.weights is not None:
@@ -254,7 +254,7 @@ def _ring_reductions(edit: Edit, step: Step, degree: int, local: int, *, stages_
     to the next.
     """
     found, nodes = reductions(step, degree), degree // local
-    _drop(edit, step, found.ops)
+    edit.drop_ops(found.ops)
     whole, sums, arriving = step.storages.bytes[found.buffer], _used(step, found.ops, mutates=True), None
     add = functools.partial(edit.add_ops, before=found.ops, phase=Phase.BACKWARD)
     stream = step.ops.stream[found.ops]
@@ -354,7 +354,7 @@ def _exchanges(edit: Edit, step: Step, how: Communication, form: Form, degree: i
     """
     found, local = reductions(step, degree), how.ranks_per_node
     nodes = degree // local
-    _drop(edit, step, found.ops)
+    edit.drop_ops(found.ops)
     out = _used(step, found.ops, mutates=True)
     row, numel = row_bytes(found.numel, form, degree), found.numel.sums()
     # float32, whatever the gradients are: sums of the first hop are sent on by the second.
@@ -412,12 +412,6 @@ def _allocate(edit: Edit, before: I32, phase: Phase, n_bytes: I64) -> I32:
     """Add a buffer of `n_bytes` before each of the ops `before`."""
     make = edit.add_ops(_EMPTY, before=before, phase=phase, resource=Resource.NOTHING)
     return edit.add_storages(n_bytes, producer=make, kind=Kind.COMMUNICATION)
-
-
-def _drop(edit: Edit, step: Step, ops: I32) -> None:
-    dropped = np.zeros(step.ops.n, bool)
-    dropped[ops] = True
-    edit.drop_ops(dropped)
 
 
 def _reads_and_writes(edit: Edit, ops: I32, reads: I32, writes: I32) -> None:

@@ -35,6 +35,7 @@ from memtune.program import (
     I32,
     READS,
     WRITES,
+    Key,
     Kind,
     Phase,
     PipelineSchedule,
@@ -215,15 +216,29 @@ class Parts:
         gradient, foreign = _crossing_back(step, chain, stage)
         tied = tuple(_tied(step, foreign))
         held = step.storages.held_until.copy()
-        held[
-            [part for each in tied for part in (each.part, each.other)]
-        ] = -1  # autograd waits for no other part
+        # Autograd waits for no other part: each end of the pipeline has its own.
+        held[[part for each in tied for part in (each.part, each.other)]] = -1
         step = step.with_storages(held_until=held)
         return cls(step, chain, how, stage, shared, uploaded, gradient, tied, _sums(step, tied))
 
     def input_of(self, stage: int) -> int:
         """Return the storage that the stage before sends."""
         return self.chain.boundary[self.how.starts[stage]]
+
+    def ops_of(self, stage: int, *, backward: bool) -> npt.NDArray[np.bool_]:
+        """Return (n,) the ops of a stage in forward or backward."""
+        within = (self.stage == stage) & ((self.step.ops.phase > Phase.FORWARD) == backward)
+        # Ops that all stages need (masks, positions) are computed again by each.
+        within |= self.shared & (not backward)
+        within[[each.adder for each in self.tied]] = False
+        return within
+
+    def add_tied_part(self, rows: UnrolledRows, key: Key, tied: _Tied) -> None:
+        """Add the last stage's part of a tied weight's gradient to its sum, except in the first micro-batch,
+        where it is the sum.
+        """
+        uses = [(rows.number_of(key, tied.part), READS), (rows.number_of(key, tied.sum), WRITES)]
+        rows.add(_ADD, Phase.BACKWARD, traffic_bytes=3 * int(self.step.storages.bytes[tied.sum]), uses=uses)
 
     def owners(self) -> npt.NDArray[np.bool_]:
         """Return (stages, parameters) True for parameters that the stage holds."""
@@ -452,7 +467,7 @@ def _run(parts: Parts, rows: UnrolledRows, action: StageAction, lists: Lists, mo
         lists: References that torch's schedule still holds, by stage and list.
         moves: Copies of saved activations that follow the schedule.
     """
-    step, stage, key = parts.step, action.stage, (action.stage, action.micro_batch)
+    stage, key = action.stage, (action.stage, action.micro_batch)
     backward, last = action.backward, len(parts.how.starts) - 1
     stage_input = None if stage == 0 else parts.input_of(stage)
     stage_output = None if stage == last else parts.input_of(stage + 1)
@@ -460,9 +475,7 @@ def _run(parts: Parts, rows: UnrolledRows, action: StageAction, lists: Lists, mo
         _receive(parts, rows, action, parts.gradient[stage + 1], lists)
     if not backward and stage_input is not None:
         _receive(parts, rows, action, stage_input, lists)
-    within = (parts.stage == stage) & ((step.ops.phase > Phase.FORWARD) == backward)
-    within |= parts.shared & (not backward)
-    within[[each.adder for each in parts.tied]] = False
+    within = parts.ops_of(stage, backward=backward)
     if action.micro_batch == 0:
         # The first micro-batch's gradient is the sum itself.
         within[parts.sums.adder] = False
@@ -518,8 +531,7 @@ def _take(parts: Parts, rows: UnrolledRows, ops: I32, action: StageAction) -> No
         if parts.stage[made] == action.stage:
             before, ops = ops[ops <= made], ops[ops > made]
             rows.append_ops(before, key, backward=True)
-            uses = [(rows.number_of(key, each.part), READS), (rows.number_of(key, each.sum), WRITES)]
-            rows.add(_ADD, Phase.BACKWARD, traffic_bytes=3 * int(step.storages.bytes[each.sum]), uses=uses)
+            parts.add_tied_part(rows, key, each)
     rows.append_ops(ops, key, backward=action.backward)
 
 
