@@ -9,7 +9,6 @@ from itertools import accumulate
 
 import numpy as np
 
-from memtune.offload.gradients import parameter_bytes
 from memtune.offload.optimizer import Native, OffloadTiming, overlap_optimizer, overlap_optimizer_partly
 from memtune.offload.parameters import state_bytes
 from memtune.program import Program, Step, columns_of, memoized
@@ -73,12 +72,13 @@ def ratio_of(n_bytes: list[int], count: int) -> float:
 
 
 def _trained_bytes(step: Step) -> list[int]:
-    sizes: list[int] = parameter_bytes(step)[columns_of(step.parameters).trainable].tolist()
+    columns = columns_of(step.parameters)
+    sizes: list[int] = columns.n_bytes[columns.trainable].tolist()
     return sizes
 
 
 def _resident_bytes(step: Step) -> list[int]:
     """Return the bytes of each trained parameter's resident state, and of its gradient until the step."""
-    found = state_bytes(step) + parameter_bytes(step)
-    sizes: list[int] = found[columns_of(step.parameters).trainable].tolist()
+    columns = columns_of(step.parameters)
+    sizes: list[int] = (state_bytes(step) + columns.n_bytes)[columns.trainable].tolist()
     return sizes
