@@ -227,7 +227,9 @@ class Parts:
 
     def ops_of(self, stage: int, *, backward: bool) -> npt.NDArray[np.bool_]:
         """Return (n,) the ops of a stage in forward or backward."""
-        within = (self.stage == stage) & ((self.step.ops.phase > Phase.FORWARD) == backward)
+        within: npt.NDArray[np.bool_] = (self.stage == stage) & (
+            (self.step.ops.phase > Phase.FORWARD) == backward
+        )
         # Ops that all stages need (masks, positions) are computed again by each.
         within |= self.shared & (not backward)
         within[[each.adder for each in self.tied]] = False
