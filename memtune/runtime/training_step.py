@@ -87,11 +87,7 @@ def accumulate(
             # The loss itself holds the graph, which must be gone before the next micro-batch runs.
             part = loss.detach()
             total = part if total is None else total + part
-            del (
-                loss,
-                here,
-                part,
-            )
+            del loss, here, part
     assert total is not None
     return total
 

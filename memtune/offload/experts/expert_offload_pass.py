@@ -127,16 +127,17 @@ def experts_on_ssd(
     streamed = stream_parameters(
         shown, window_residency(blocks, min(spec.on_device, blocks), gathered=gathered)
     )
+    # Idle experts have rows again: their records on SSD are whole.
     streamed = replace(streamed, parameters=replace(columns_of(streamed.parameters), numel=before.numel))
     edit, mine = Edit(streamed), _parameters(experts)
     gradients = (
         (streamed.storages.tier == Tier.HOST)
         & (streamed.storages.kind == Kind.GRADIENT)
+        & (streamed.storages.producer >= 0)
         & np.isin(streamed.storages.owner, mine)
     )
-    edit.storages.held_until[
-        gradients & (streamed.storages.producer >= 0)
-    ] = -1  # each is freed after its own update
+    # Each is freed after its own update, not with the others of its block.
+    edit.storages.held_until[gradients] = -1
     state = _on_ssd(edit, streamed, step, mine)
     _drop_optimizer_uses(edit, streamed, step, mine)
     pieces, experts = _piece_bytes(streamed, mine, state), used
@@ -152,6 +153,7 @@ def experts_on_ssd(
         edit.add_persistent(held, Kind.BUFFER, Tier.HOST)
     if ranks > 1:
         _gradient_averages(edit, streamed, mine, ranks)
+    # Parameters that are no experts belong to their blocks again.
     edit.parameters = replace(columns_of(streamed.parameters), block=before.block)
     return edit.done()
 

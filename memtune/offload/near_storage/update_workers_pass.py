@@ -269,6 +269,7 @@ def _uses_of_groups(edit: Edit, made: _InsertedOps, layout: Layout, spec: Update
     moments = edit.add_persistent(4 * of_moments, Kind.OPTIMIZER, Tier.SSD)
     for _ in range(1, spec.slots):
         edit.add_persistent(4 * (numel + of_moments), Kind.OPTIMIZER, Tier.SSD)
+    # The updated sub-groups of a domain take its slots, and its buffers, in turn.
     slot = slots[(np.cumsum(n_slots) - n_slots)[made.domain] + made.index % SLOTS]
     buffer = buffers[(np.cumsum(n_buffers) - n_buffers)[made.domain] + made.index % spec.buffers]
     firsts = np.cumsum([0, *(len(mine) for mine in layout.domains)])

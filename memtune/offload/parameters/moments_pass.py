@@ -146,6 +146,7 @@ def _copies(pages: Pages, residency: Residency) -> _Copies:
     sizes: list[I64] = []
     used_loads, all_loads, waits = [], [], []
     count = 0
+    # Residency has one moment more, the end of backward, which uses nothing.
     for moment, (loads, used) in enumerate(zip(residency.loads, uses, strict=False)):
         page, start = np.asarray(loads, np.int32), count
         # A block's pages are adjacent, so the first and last one bound them.
@@ -393,6 +394,7 @@ def updated_blocks(blocks: int, overlap: Overlap | None) -> tuple[Units, ...]:
         # with overlap two.
         found[moment] = (end - 1 - (moment - lag),)
     if overlap is not None:
+        # Two moments after its backward, which is the last one, there is none: block 0 is updated at the end.
         found[end] += (0,)
         found = [
             tuple(each for each in now if each not in overlap.deferred and not overlap.at_end)

@@ -98,9 +98,8 @@ class TieredOffloader(ParameterOffloader):
         self._tiled = {id(each) for each in tiled}
         self._accessed: list[OffloadedParameter] = []  # on SSD, by the user, since the last read or step
         self._tile_sources: dict[Tensor, Tensor] = {}  # by SSD copy: host memory of a tiled weight
-        self._tile_in_flight: list[
-            tuple[Tensor, Tensor]
-        ] = []  # (tile in its D2H copy, host gradient that it is part of)
+        # (tile in its D2H copy, host gradient that it is part of)
+        self._tile_in_flight: list[tuple[Tensor, Tensor]] = []
         self._where, self._read_ahead = where, ssd_reads_by_moment(residency, read_ahead)
         self._reading: dict[Tensor, Tensor] = {}  # by SSD copy: host memory of its running read
         self.read_bytes = 0
