@@ -114,6 +114,7 @@ if TYPE_CHECKING:
         add_storages as add_storages,
         adding_ops as adding_ops,
         column as column,
+        complete_after as complete_after,
         gathers_of as gathers_of,
         members_of_units as members_of_units,
         moments_of_parameters as moments_of_parameters,

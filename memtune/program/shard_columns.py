@@ -92,6 +92,16 @@ def adding_ops(step: Step) -> I32:
     return found
 
 
+def complete_after(step: Step, gradient: I32, raw: I32) -> I32:
+    """Return the op after which each gradient is complete, `raw` being what this micro-batch produces.
+
+    A sum exists before this micro-batch, so no op produces it: it is complete when `raw` has been added.
+    """
+    summed = step.storages.producer[gradient] < 0
+    at = np.where(summed, adding_ops(step)[gradient], step.storages.grad_ready_after[raw])
+    return at.astype(np.int32)
+
+
 @functools.lru_cache(maxsize=8)
 def optimizer_moments(step: Step) -> I32:
     """Return the state storages as large as their parameter; the others count steps."""

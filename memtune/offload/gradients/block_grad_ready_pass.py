@@ -23,8 +23,8 @@ from memtune.program import (
     Phase,
     Resource,
     Step,
-    adding_ops,
     columns_of,
+    complete_after,
     gathers_of,
     raw_gradients,
     rows_of_gradients,
@@ -61,9 +61,7 @@ class BlockGradients:
         parameter = parameter[parameter >= 0]
         gradient = columns.gradient[parameter]
         summed = step.storages.producer[gradient] < 0
-        after = np.where(
-            summed, adding_ops(step)[gradient], step.storages.grad_ready_after[raw[parameter]]
-        ).astype(np.int32)
+        after = complete_after(step, gradient, raw[parameter])
         # Stable: several gradients of one op keep autograd's order.
         order = np.argsort(after, kind="stable")
         moment = 2 * len(step.blocks) - 1 - columns.block[parameter]

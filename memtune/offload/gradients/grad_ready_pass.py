@@ -18,8 +18,8 @@ from memtune.program import (
     Phase,
     Step,
     Tier,
-    adding_ops,
     columns_of,
+    complete_after,
     raw_gradients,
 )
 
@@ -54,12 +54,7 @@ def ready_gradients(step: Step, mine: Rows, watched: int, bucket_bytes: int) -> 
     index = index_of[step.grad_order]
     index = index[(index >= 0) & (index != watched)]
     gradient = columns.gradient[mine][index]
-    # A sum exists before this micro-batch, so no op produces it; the gradient is ready when it has been
-    # added.
-    summed = step.storages.producer[gradient] < 0
-    after = np.where(summed, adding_ops(step)[gradient], step.storages.grad_ready_after[raw[index]]).astype(
-        np.int32
-    )
+    summed, after = step.storages.producer[gradient] < 0, complete_after(step, gradient, raw[index])
     order = np.argsort(after, kind="stable")
     # Stable: gradients of one op are ready in the order in which autograd returns them.
     index, after, sums = index[order], after[order], np.where(summed, gradient, -1)[order].astype(np.int32)
@@ -84,9 +79,7 @@ def average_ready(edit: Edit, step: Step, offloaded: Rows, ranks: int) -> None:
         return
     gradient, raw = columns_of(step.parameters).gradient, raw_gradients(step)
     rows = np.flatnonzero(gradient >= 0)
-    summed = step.storages.producer[gradient[rows]] < 0
-    added, made = adding_ops(step)[gradient[rows]], step.storages.grad_ready_after[raw[rows]]
-    after = np.where(summed, added, made).astype(np.int32)
+    after = complete_after(step, gradient[rows], raw[rows])
     # Offloaded gradients are averaged in each micro-batch, before their copy; the others once, as sums.
     what = np.where(np.isin(rows, offloaded), raw[rows], gradient[rows]).astype(np.int32)
     order = np.argsort(after, kind="stable")
