@@ -13,7 +13,7 @@ import numpy as np
 
 from memtune.program.edit import Edit
 from memtune.program.parameter_columns import columns_of
-from memtune.program.step import FOREVER, I32, I64, Kind, Phase, Resource, Step, Tier
+from memtune.program.step import FOREVER, I32, I64, READS, WRITES, Kind, Phase, Resource, Step, Tier
 
 _DROPOUTS = ("aten.bernoulli_.", "aten.native_dropout.")
 _OUTPUTS_IN_EVALUATION = {
@@ -107,7 +107,7 @@ def _dropouts(step: Step) -> list[tuple[int, int, int, int]]:
     draws = np.asarray([name.startswith(_DROPOUTS) for name in step.names], bool)
     for op in np.flatnonzero(draws[step.ops.name] & (step.ops.phase == Phase.FORWARD)).tolist():
         used = step.uses.op == op
-        drawn = step.uses.storage[used & (step.uses.mode == 1)]
+        drawn = step.uses.storage[used & (step.uses.mode == WRITES)]
         if len(drawn) == 1:  # bernoulli_
             mask = int(drawn[0])
             readers = step.uses.op[(step.uses.storage == mask) & (step.uses.op > op)]
@@ -118,7 +118,7 @@ def _dropouts(step: Step) -> list[tuple[int, int, int, int]]:
         if made < 0 or mask < 0 or step.storages.producer[mask] < 0:
             continue
         inputs = step.uses.storage[
-            (step.uses.op == made) & (step.uses.storage != mask) & (step.uses.mode == 0)
+            (step.uses.op == made) & (step.uses.storage != mask) & (step.uses.mode == READS)
         ]
         if len(inputs):
             found.append((mask, made, int(_made_by(step, made)[0]), int(inputs[0])))

@@ -12,6 +12,7 @@ from memtune.offload.gradients.block_grad_ready_pass import average_in_buckets
 from memtune.program import (
     FOREVER,
     I32,
+    READS,
     WRITES,
     Edit,
     Kind,
@@ -151,7 +152,7 @@ def reduced_among(step: Step, mine: Rows) -> Reduced:
     """Return the reduced gradients of the parameters `mine` on several ranks."""
     gradient = columns_of(step.parameters).gradient[mine]
     written = np.full(step.storages.n, -1, np.int32)
-    writes = np.flatnonzero((step.uses.mode == 1) & (step.use_phase < Phase.OPTIMIZER))
+    writes = np.flatnonzero((step.uses.mode == WRITES) & (step.use_phase < Phase.OPTIMIZER))
     # The last write completes a gradient, or the cast that makes it where narrow gradients are reduced.
     np.maximum.at(written, step.uses.storage[writes], step.uses.op[writes])
     written[gradient] = np.maximum(written[gradient], step.storages.producer[gradient])
@@ -159,7 +160,7 @@ def reduced_among(step: Step, mine: Rows) -> Reduced:
     is_sum[gradient[step.storages.producer[gradient] < 0]] = True
     adds = np.unique(step.uses.op[writes[is_sum[step.uses.storage[writes]]]]).astype(np.int32)
     added = np.full(step.ops.n, -1, np.int32)
-    reads = step.uses.mode == 0
+    reads = step.uses.mode == READS
     # An addition reads one storage, the micro-batch's reduced gradient.
     added[step.uses.op[reads]] = step.uses.storage[reads]
     after = written[gradient]

@@ -98,7 +98,7 @@ def _named(step: Step, name: str, group: int = 0) -> I32:
 
 def _used(step: Step, ops: I32, *, mutates: bool) -> I32:
     """Return the first storage that each of `ops` writes into, or reads."""
-    mine = np.flatnonzero((step.uses.mode == 1) == mutates)
+    mine = np.flatnonzero((step.uses.mode == WRITES) == mutates)
     storages: I32 = step.uses.storage[mine[np.searchsorted(step.uses.op[mine], ops)]]
     return storages
 
@@ -106,7 +106,7 @@ def _used(step: Step, ops: I32, *, mutates: bool) -> I32:
 def _all_used(step: Step, op: int, *, mutates: bool) -> I32:
     """Return all storages that `op` writes into, or reads, in their order."""
     first, last = np.searchsorted(step.uses.op, [op, op + 1])
-    storages: I32 = step.uses.storage[first:last][(step.uses.mode[first:last] == 1) == mutates]
+    storages: I32 = step.uses.storage[first:last][(step.uses.mode[first:last] == WRITES) == mutates]
     return storages
 
 

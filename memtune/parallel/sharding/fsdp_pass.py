@@ -394,7 +394,7 @@ def _whole_sums(step: Step) -> Mask:
     """
     gradient = np.zeros(step.storages.n + 1, bool)  # the last entry serves "none"
     gradient[columns_of(step.parameters).gradient[raw_gradients(step) >= 0]] = True
-    adds = (step.uses.mode == 1) & gradient[step.uses.storage] & (step.use_phase < Phase.BOUNDARY)
+    adds = (step.uses.mode == WRITES) & gradient[step.uses.storage] & (step.use_phase < Phase.BOUNDARY)
     adds &= step.storages.producer[step.uses.storage] < 0
     dropped = np.zeros(step.ops.n, bool)
     dropped[step.uses.op[adds]] = True
