@@ -42,6 +42,7 @@ class Cut(NamedTuple):
 
     def last_up_to(self, parameter: I32, op: I32, n_ops: int) -> I32:
         """Return the last row of each `parameter` whose op is at most `op`."""
+        # Rows are sorted by parameter, then op, so this one number ascends.
         keys = self.parameter.astype(np.int64) * n_ops + self.op
         found: I32 = (
             np.searchsorted(keys, parameter.astype(np.int64) * n_ops + op, side="right") - 1
@@ -62,6 +63,7 @@ def cut_by_parameter(step: Step) -> Cut:
     keys, inverse = np.unique(
         owner[storages[owned]].astype(np.int64) * step.ops.n + ops[owned], return_inverse=True
     )
+    # An op's cost is divided by the bytes that it uses of each parameter.
     weight = np.bincount(inverse, step.storages.bytes[storages[owned]], len(keys))
     op = (keys % step.ops.n).astype(np.int32)
     total = np.bincount(op, weight, step.ops.n)[op]
@@ -176,6 +178,7 @@ def updates_at_gradients(step: Step, accumulate: int) -> Step:
         edit.hold_through(gradients, np.full(len(gradients), end, np.int32))
     if len(last) and there.after[-1] == end:
         edit.hold_to_the_end_of_backward(int(last[-1]))
+    # Results of backward that the optimizer's own ops were to read live until the last of the new ops.
     resident = (
         (step.storages.held_until >= first)
         & (step.storages.held_until != FOREVER)

@@ -182,6 +182,7 @@ class TileGroup:
         def of_all(column: Sequence[float], dtype: type) -> Any:
             return np.tile(np.asarray(column, dtype), count)
 
+        # Members differ in their anchor and in their storages only.
         rows = edit.add_ops(
             of_all([ids[each] for each in names], np.int32),
             before=np.repeat(anchors, size),

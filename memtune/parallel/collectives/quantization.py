@@ -164,6 +164,7 @@ def _coded(x: Tensor, row: Row) -> tuple[Tensor, Tensor]:
 
 def _pairs(codes: Tensor, count: int) -> Tensor:
     """Pack two 4-bit integers per byte, the first one low: (rows, ceil(count/2))."""
+    # Low four bits in two's complement; `_decoded` extends the sign.
     even = codes[:, : count + count % 2].view(torch.uint8) & 15
     return even[:, ::2] | (even[:, 1::2] << 4)
 
