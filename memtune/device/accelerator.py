@@ -29,6 +29,7 @@ def device_type() -> str | None:
 
 @cache
 def _is_present(kind: str) -> bool:
+    # Cached, because each call asks the driver.
     return torch.accelerator.is_available()
 
 
@@ -71,6 +72,7 @@ def runtime() -> str:
 def name(device: torch.device | int = 0) -> str:
     """Return the driver's name of a device of the accelerator, which must be present."""
     kind = str(device_type())
+    # Modules of out-of-tree devices may lack it.
     asked = getattr(module_of(kind), "get_device_name", None)
     return platform_of(kind).title if asked is None else str(asked(device))
 

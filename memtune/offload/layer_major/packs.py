@@ -155,6 +155,7 @@ class StageLayout:
         """Return the uses of a rank's stages, in order."""
         last, stages = len(self.stages) - 1, self.stages_of(rank)
         forward = [StageUse(stage, "turnaround" if stage == last else "forward") for stage in stages]
+        # The last stage has no backward of its own: it is part of its turnaround.
         return (*forward, *(StageUse(stage, "backward") for stage in reversed(stages) if stage != last))
 
     def resident(self, rank: int, number: int) -> bool:

@@ -142,6 +142,8 @@ class Partitions:
 
     def _needed(self, bounds: I64) -> F64:
         ranks = self.mapping(bounds.shape[1] - 1)
+        # Not of the first stage, whose arguments are the batch, nor of the last, whose backward follows its
+        # forward.
         waiting = np.bincount(ranks[1:-1], minlength=max(ranks) + 1) * self.waiting_bytes
         found: F64 = needed_bytes(self.sizes, bounds, ranks, prefetch=self.prefetch) + waiting
         return found

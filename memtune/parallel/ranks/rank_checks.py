@@ -172,6 +172,7 @@ def require_same_config(description: str, device: torch.device) -> None:
     Raises:
         ApplyError: The ranks differ; raised on all of them.
     """
+    # Ranks with different configs would call different collectives later, and wait for each other forever.
     everyone = gather_descriptions(description, device)
     ranks = len(everyone)
     differing = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
