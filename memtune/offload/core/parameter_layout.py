@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from memtune.program import I32, Residency, Units, order_of_use
+from memtune.program import I32, Mask, Residency, Units, order_of_use
 
 
 class Span(NamedTuple):
@@ -200,12 +199,10 @@ def until(loads: Loads, moments: int) -> list[tuple[int, int]]:
 
 
 @functools.lru_cache(maxsize=64)
-def _joined(pages: Pages) -> npt.NDArray[np.bool_]:
+def _joined(pages: Pages) -> Mask:
     """Return (pages,) True where a page is adjacent to the next one both in host memory and in frames."""
     frame, filled = np.asarray(pages.frame), np.asarray(pages.filled)
-    found: npt.NDArray[np.bool_] = np.append(
-        (frame[1:] == frame[:-1] + 1) & (filled[:-1] == pages.page_bytes), False
-    )
+    found: Mask = np.append((frame[1:] == frame[:-1] + 1) & (filled[:-1] == pages.page_bytes), False)
     return found
 
 

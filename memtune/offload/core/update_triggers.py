@@ -10,10 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
-from memtune.program import Step, columns_of
+from memtune.program import Mask, Step, columns_of
 
 T = TypeVar("T")
 
@@ -121,7 +118,7 @@ class PendingUpdates(Generic[T]):
         return round_
 
 
-def waiting_room(step: Step, held: npt.NDArray[np.bool_] | None = None) -> int:
+def waiting_room(step: Step, held: Mask | None = None) -> int:
     """Return the bytes of gradients that may wait for overlapped updates of float32 masters (`room_bytes`).
 
     Args:

@@ -17,10 +17,12 @@ from memtune.offload.experts.host_cache import expert_traffic
 from memtune.offload.parameters import first_ops, stream_parameters
 from memtune.program import (
     I32,
+    I64,
     WRITES,
     WRITES_IN_FLIGHT,
     Edit,
     Kind,
+    Mask,
     Phase,
     Resource,
     Rule,
@@ -158,7 +160,7 @@ def experts_on_ssd(
     return edit.done()
 
 
-def _counters(step: Step, plain: Step, mine: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+def _counters(step: Step, plain: Step, mine: npt.NDArray[np.intp]) -> Mask:
     """Return (m,) True for the step counters of `mine`.
 
     Counters have no owner; there is one for each parameter, in order.
@@ -204,7 +206,7 @@ def _drop_optimizer_uses(edit: Edit, step: Step, plain: Step, mine: npt.NDArray[
     edit.drop_uses((step.use_phase == Phase.OPTIMIZER) & theirs[step.uses.storage])
 
 
-def _piece_bytes(step: Step, mine: npt.NDArray[np.intp], moments: I32) -> npt.NDArray[np.int64]:
+def _piece_bytes(step: Step, mine: npt.NDArray[np.intp], moments: I32) -> I64:
     columns = columns_of(step.parameters)
     found = np.bincount(
         step.storages.owner[moments], step.storages.bytes[moments], len(columns.numel)
@@ -218,7 +220,7 @@ def _transfers(
     step: Step,
     experts: tuple[Expert, ...],
     spec: ExpertOffloadSpec,
-    n_bytes: npt.NDArray[np.int64],
+    n_bytes: I64,
 ) -> None:
     """Add reads and writes of a steady step, before the first op of each moment."""
     end = step.backward_end + 1
@@ -292,7 +294,7 @@ def _updates(step: Step) -> tuple[I32, I32]:
     return updates, owner[updates]
 
 
-def _flags(edit: Edit, before: I32, n_bytes: npt.NDArray[np.int64], ranks: int) -> I32:
+def _flags(edit: Edit, before: I32, n_bytes: I64, ranks: int) -> I32:
     """Add an all-reduce of `n_bytes` before each op `before`; return its row."""
     make, reduce = (
         edit.add_ops(
@@ -308,7 +310,7 @@ def _flags(edit: Edit, before: I32, n_bytes: npt.NDArray[np.int64], ranks: int) 
     return reduce
 
 
-def with_separate_gradients(step: Step, resident: npt.NDArray[np.bool_]) -> Step:
+def with_separate_gradients(step: Step, resident: Mask) -> Step:
     """Return `step`, sharded by FSDP2, with the reduced gradients of some parameters in memory of their own.
 
     Reduced gradients of a block are views of one buffer; copied ones do not keep others in memory.

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from memtune.program import (
     FOREVER,
@@ -20,6 +19,7 @@ from memtune.program import (
     WRITES,
     Edit,
     Kind,
+    Mask,
     Phase,
     Resource,
     Step,
@@ -118,7 +118,7 @@ def averaged(
     return BlockGradients(parameter, found.storage, sums, found.after, moment, grads.n_bytes[found.order])
 
 
-def average_on_device(step: Step, resident: npt.NDArray[np.bool_], ranks: int) -> Step:
+def average_on_device(step: Step, resident: Mask, ranks: int) -> Step:
     """Return `step` with an all-reduce of the gradient of each parameter in `resident`, in each micro-batch.
 
     The sum up to then is averaged.

@@ -16,6 +16,7 @@ from memtune.program import (
     WRITES,
     Edit,
     Kind,
+    Mask,
     Phase,
     Step,
     Tier,
@@ -36,7 +37,7 @@ class ReadyGradients:
     """The sum that it is added to; -1 in the only or first micro-batch."""
     after: I32
     bucket: I32
-    full: npt.NDArray[np.bool_]
+    full: Mask
     """True where the gradient fills its bucket."""
     watched: int
     """The sentinel's gradient on the device."""

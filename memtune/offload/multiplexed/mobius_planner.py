@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune.offload.layer_major import Span
-
-F64 = npt.NDArray[np.float64]
+from memtune.program import F64
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,9 @@ from functools import cache
 from itertools import zip_longest
 
 import numpy as np
-import numpy.typing as npt
 
 from memtune.offload.layer_major import StageLayout
-
-F64 = npt.NDArray[np.float64]
-I64 = npt.NDArray[np.int64]
+from memtune.program import F64, I64
 
 
 def contention(ranks: Sequence[int], per_root: int) -> float:

@@ -42,6 +42,7 @@ from memtune.offload.optimizer import (
 from memtune.program import (
     FOREVER,
     I32,
+    I64,
     WRITES,
     Edit,
     Kind,
@@ -95,7 +96,7 @@ class _InsertedOps:
     """Index of the sub-group among the updated ones of its domain."""
     parameter: I32
     """Index of the parameter; -1 for an op on a whole sub-group."""
-    n_bytes: npt.NDArray[np.int64]
+    n_bytes: I64
     rows: I32
 
 
@@ -197,7 +198,7 @@ def _moments(step: Step, trained: Trained) -> list[int]:
 @functools.lru_cache(maxsize=16)
 def _op_columns(
     layout: Layout, spec: UpdatersSpec, given: tuple[bool, ...], itemsize: tuple[int, ...], watched: int
-) -> npt.NDArray[np.int64]:
+) -> I64:
     """Return the columns of `_InsertedOps` but the last, op by op; cached because many candidates
     share them.
 
@@ -236,7 +237,7 @@ def _bytes(action: int, group: SubGroup) -> int:
     return 4 * ((action != WRITE_MOMENTS) * group.numel + (action != WRITE_WEIGHTS) * group.moments)
 
 
-def _insert(edit: Edit, anchor: int, turned: npt.NDArray[np.int64]) -> _InsertedOps:
+def _insert(edit: Edit, anchor: int, turned: I64) -> _InsertedOps:
     """Insert the ops before the op `anchor`."""
     *columns, n_bytes = turned.T
     action, domain, number, index, parameter = (column.astype(np.int32) for column in columns)

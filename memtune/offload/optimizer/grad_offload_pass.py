@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from memtune.offload.core import PendingUpdates, Trigger, resident_count, sentinel_index, waiting_room
 from memtune.offload.gradients import (
@@ -37,6 +36,7 @@ from memtune.program import (
     WRITES,
     Edit,
     Kind,
+    Mask,
     Phase,
     Resource,
     Step,
@@ -93,7 +93,7 @@ class InsertedOps(NamedTuple):
         return cls(*np.ascontiguousarray(np.asarray(inserted, np.int32).T))
 
 
-def resident_rows(step: Step, ratio: float) -> npt.NDArray[np.bool_]:
+def resident_rows(step: Step, ratio: float) -> Mask:
     """Return (parameters,) True where the optimizer state is resident, when `ratio` of the bytes is
     offloaded.
     """
@@ -104,7 +104,7 @@ def resident_rows(step: Step, ratio: float) -> npt.NDArray[np.bool_]:
     return found
 
 
-def sentinel_row(step: Step, resident: npt.NDArray[np.bool_] | None = None) -> int:
+def sentinel_row(step: Step, resident: Mask | None = None) -> int:
     """Return the parameter with the sentinel gradient among the offloaded ones."""
     trainable = columns_of(step.parameters).trainable
     trained = np.flatnonzero(trainable if resident is None else trainable & ~resident)
@@ -122,7 +122,7 @@ def overlap_optimizer(
     native: Native,
     timing: OffloadTiming,
     ranks: int = 1,
-    resident: npt.NDArray[np.bool_] | None = None,
+    resident: Mask | None = None,
     ops: int = 0,
 ) -> Step:
     """Return `step` with its optimizer on the host, gradients offloaded and updated by `timing`.
@@ -160,9 +160,9 @@ def overlap_optimizer(
     return edit.done()
 
 
-def _updated(step: Step) -> npt.NDArray[np.bool_]:
+def _updated(step: Step) -> Mask:
     columns = columns_of(step.parameters)
-    found: npt.NDArray[np.bool_] = columns.trainable & (columns.gradient >= 0)
+    found: Mask = columns.trainable & (columns.gradient >= 0)
     return found
 
 

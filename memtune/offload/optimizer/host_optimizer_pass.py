@@ -18,6 +18,7 @@ from memtune.program import (
     WRITES,
     Edit,
     Kind,
+    Mask,
     Phase,
     Resource,
     Step,
@@ -134,7 +135,7 @@ def _weights_to_device(edit: Edit, weights: I32, held: I32, n_bytes: I64, last: 
     return up
 
 
-def of_first_ops(step: Step, count: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+def of_first_ops(step: Step, count: int) -> tuple[Mask, Mask]:
     """Return masks of the optimizer's first `count` ops and of the storages that they touch."""
     ops, storages = np.zeros(step.ops.n, bool), np.zeros(step.storages.n, bool)
     if count:
@@ -204,9 +205,7 @@ def update_by(edit: Edit, step: Step, native: Native, mine: npt.NDArray[np.intp]
         edit.add_uses(updates[at], held, mode=WRITES)
 
 
-def on_host(
-    edit: Edit, step: Step, optimizer: npt.NDArray[np.bool_], resident: npt.NDArray[np.bool_] | None = None
-) -> None:
+def on_host(edit: Edit, step: Step, optimizer: Mask, resident: Mask | None = None) -> None:
     """Move optimizer state (except `resident`) and results to the host, and the ops to host threads."""
     computes = optimizer & (step.ops.resource == Resource.COMPUTE)
     edit.set_storages(tier=step.storages.tier.copy())

@@ -8,14 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from memtune.offload.optimizer.fused_backward_pass import Cut, cut_by_parameter
 from memtune.offload.optimizer.grad_offload_pass import OffloadTiming, overlap_optimizer, resident_rows
 from memtune.offload.optimizer.host_optimizer_pass import Native
-from memtune.program import FOREVER, I32, WRITES, Edit, Phase, Step, columns_of
-
-Mask = npt.NDArray[np.bool_]
+from memtune.program import FOREVER, I32, WRITES, Edit, Mask, Phase, Step, columns_of
 
 
 def cannot_part(step: Step) -> str:

@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from memtune.offload.core import Chunks, Pages, PendingUpdates, runs, waiting_room
 from memtune.program import (
@@ -22,6 +21,7 @@ from memtune.program import (
     WRITES,
     Edit,
     Kind,
+    Mask,
     Phase,
     Residency,
     Resource,
@@ -208,15 +208,15 @@ class MomentOps:
     moment: I32
 
     @cached_property
-    def loads(self) -> npt.NDArray[np.bool_]:
+    def loads(self) -> Mask:
         """(ops,) True for H2D copies."""
-        found: npt.NDArray[np.bool_] = (self.what == COPY) | (self.what == PREFETCH)
+        found: Mask = (self.what == COPY) | (self.what == PREFETCH)
         return found
 
     @cached_property
-    def reads(self) -> npt.NDArray[np.bool_]:
+    def reads(self) -> Mask:
         """(ops,) True for reads from SSD."""
-        found: npt.NDArray[np.bool_] = self.what == READ
+        found: Mask = self.what == READ
         return found
 
     def starts(self, rows: I32, begins: I32) -> tuple[I32, I32]:
@@ -317,7 +317,7 @@ class FreedAt(NamedTuple):
     row: I32
     moment: I32
 
-    def added_in(self, summed: npt.NDArray[np.bool_], moments: int) -> tuple[Units, ...]:
+    def added_in(self, summed: Mask, moments: int) -> tuple[Units, ...]:
         """Return (moments,) the rows that are added to their sums when each moment begins."""
         found: list[list[int]] = [[] for _ in range(moments)]
         for row in np.flatnonzero(summed & (self.moment >= 0)).tolist():

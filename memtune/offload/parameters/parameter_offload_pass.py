@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from memtune.offload.core import Chunks, Pages, aligned
 from memtune.offload.gradients import BlockGradients, averaged, bytes_in_copies, offload_in_place
@@ -47,6 +46,7 @@ from memtune.program import (
     WRITES,
     Edit,
     Kind,
+    Mask,
     Phase,
     Residency,
     Resource,
@@ -329,7 +329,7 @@ def _offload_gradients(
     )
 
 
-def _sums_on_host(edit: Edit, step: Step, grads: BlockGradients, deferred: npt.NDArray[np.bool_]) -> I32:
+def _sums_on_host(edit: Edit, step: Step, grads: BlockGradients, deferred: Mask) -> I32:
     """Return the host sums of earlier micro-batches.
 
     FSDP2 has a block's sums in one storage; on the host there is one for each parameter.

@@ -20,6 +20,7 @@ from memtune.program import (
     WRITES_IN_FLIGHT,
     Edit,
     Kind,
+    Mask,
     Phase,
     Resource,
     Step,
@@ -157,9 +158,7 @@ def _piece_by_piece(step: Step, read_ahead: int, slots: int, offloaded: Offloade
     return edit.done()
 
 
-def _updated(
-    step: Step, offloaded: OffloadedParameters
-) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
+def _updated(step: Step, offloaded: OffloadedParameters) -> tuple[npt.NDArray[np.intp], Mask]:
     """Return the parameters with a gradient, on the device or offloaded, and a mask of the optimizer's own
     ops.
     """
@@ -190,9 +189,7 @@ def _read_gradients(edit: Edit, gradients: I32, n_bytes: I64, rows: I32, owner: 
     )
 
 
-def _hold_while_written(
-    edit: Edit, gradients: I32, new: I32, keeps: npt.NDArray[np.bool_], last: int
-) -> None:
+def _hold_while_written(edit: Edit, gradients: I32, new: I32, keeps: Mask, last: int) -> None:
     """Hold the memory of new weights that are written to SSD until the write after the next one starts.
 
     Args:
@@ -305,13 +302,13 @@ def _hold_in_queue(edit: Edit, held: I32, writes: I32) -> None:
 class _UpdateOps(NamedTuple):
     """The kinds of ops that update each parameter."""
 
-    here: npt.NDArray[np.bool_]
+    here: Mask
     """(parameters,) True if the gradient is on the device."""
     up: npt.NDArray[np.intp]
     """(parameters,) Kind of the op that stores the new weight: `_COPY_TO_DEVICE`, `_WRITE_WEIGHT`,
     `_COPY_ON_HOST` or `_NOTHING`.
     """
-    kept: npt.NDArray[np.bool_]
+    kept: Mask
     """(parameters,) True if the gradient is on SSD."""
     streams: bool
     """True if records are read and written."""
@@ -520,7 +517,7 @@ def gradients_on_ssd(step: Step, offloaded: OffloadedParameters) -> tuple[Step, 
     return edit.done(), replace(offloaded, gradients=gradients)
 
 
-def _release_after(edit: Edit, step: Step, after: I32, ops: I32, which: npt.NDArray[np.bool_]) -> None:
+def _release_after(edit: Edit, step: Step, after: I32, ops: I32, which: Mask) -> None:
     """Hold the device storages `which` that end at `after[i]` until the op `ops[i]`, inserted right
     after it.
     """

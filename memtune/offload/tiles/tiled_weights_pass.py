@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from memtune.offload.tiles.tile_ops_pass import PRODUCTS, OpSequences, TileGroup, TileOps, split_rows
 from memtune.program import (
@@ -21,6 +20,7 @@ from memtune.program import (
     WRITES,
     Edit,
     Kind,
+    Mask,
     Phase,
     Resource,
     Step,
@@ -66,7 +66,7 @@ def tileable(step: Step, tiles: int) -> tuple[int, ...]:
     return large_ones(step, found)
 
 
-def products_of(step: Step) -> npt.NDArray[np.bool_]:
+def products_of(step: Step) -> Mask:
     """Return (n,) True for matrix products."""
     return np.isin(step.ops.name, [i for i, name in enumerate(step.names) if name in PRODUCTS])
 

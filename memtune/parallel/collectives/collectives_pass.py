@@ -24,6 +24,7 @@ from memtune.program import (
     WRITES,
     Edit,
     Kind,
+    Mask,
     Phase,
     Ragged,
     Resource,
@@ -171,7 +172,7 @@ def _gathers(edit: Edit, step: Step, how: Communication, degree: int, stream: in
         _secondary(edit, step, found, kept, served, how.ranks_per_node, stream)
 
 
-def _pairs(backward: npt.NDArray[np.bool_]) -> tuple[I32, I32]:
+def _pairs(backward: Mask) -> tuple[I32, I32]:
     """Return the forward gathers that keep a copy and the backward gathers that use it: units run in reverse
     order in backward.
     """

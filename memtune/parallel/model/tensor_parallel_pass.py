@@ -7,9 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from memtune.program import APART, WRITES, Edit, Phase, Resource, Step, columns_of
+from memtune.program import APART, WRITES, Edit, Mask, Phase, Resource, Step, columns_of
 
 _UPLOAD = "memtune.to_device.default"
 
@@ -68,7 +67,7 @@ def _send(edit: Edit, step: Step, how: Sharing) -> None:
 def average(
     edit: Edit,
     step: Step,
-    which: npt.NDArray[np.bool_] | np.bool_,
+    which: Mask | np.bool_,
     group: int,
     link: Resource,
     accumulate: int,
@@ -106,7 +105,7 @@ def _average_after(
     step: Step,
     op: int,
     phase: Phase,
-    which: npt.NDArray[np.bool_] | np.bool_,
+    which: Mask | np.bool_,
     ranks: int,
     link: Resource,
 ) -> None:

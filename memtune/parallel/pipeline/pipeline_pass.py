@@ -25,7 +25,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from memtune.activations.offload import SlotMoves, StageSpill
 from memtune.parallel.pipeline.stage_cuts_pattern import SHARED, Chain, batch_on_host, chain_of, uploads
@@ -37,6 +36,7 @@ from memtune.program import (
     WRITES,
     Key,
     Kind,
+    Mask,
     Phase,
     PipelineSchedule,
     Program,
@@ -140,9 +140,7 @@ def pipelined(
     return [_rank(*_divided(parts, rank, divide, kept=kept)) for rank in wanted]
 
 
-def _divided(
-    parts: Parts, rank: int, divide: Divide, *, kept: bool
-) -> tuple[Parts, int, npt.NDArray[np.bool_]]:
+def _divided(parts: Parts, rank: int, divide: Divide, *, kept: bool) -> tuple[Parts, int, Mask]:
     """Return the one stage of `rank` with its states sharded, in the same parts as all stages
     (`parallel.pipeline.stage_view_pass`).
     """
@@ -191,7 +189,7 @@ class Parts:
     chain: Chain
     how: PipelineSettings
     stage: I32  # (n,) of each op of forward and backward, -1 for all others and for what every stage runs
-    shared: npt.NDArray[np.bool_]  # (n,)
+    shared: Mask  # (n,)
     uploaded: I32
     gradient: dict[int, int]
     """Stage → the gradient of its input."""
@@ -225,11 +223,9 @@ class Parts:
         """Return the storage that the stage before sends."""
         return self.chain.boundary[self.how.starts[stage]]
 
-    def ops_of(self, stage: int, *, backward: bool) -> npt.NDArray[np.bool_]:
+    def ops_of(self, stage: int, *, backward: bool) -> Mask:
         """Return (n,) the ops of a stage in forward or backward."""
-        within: npt.NDArray[np.bool_] = (self.stage == stage) & (
-            (self.step.ops.phase > Phase.FORWARD) == backward
-        )
+        within: Mask = (self.stage == stage) & ((self.step.ops.phase > Phase.FORWARD) == backward)
         # Ops that all stages need (masks, positions) are computed again by each.
         within |= self.shared & (not backward)
         within[[each.adder for each in self.tied]] = False
@@ -242,7 +238,7 @@ class Parts:
         uses = [(rows.number_of(key, tied.part), READS), (rows.number_of(key, tied.sum), WRITES)]
         rows.add(_ADD, Phase.BACKWARD, traffic_bytes=3 * int(self.step.storages.bytes[tied.sum]), uses=uses)
 
-    def owners(self) -> npt.NDArray[np.bool_]:
+    def owners(self) -> Mask:
         """Return (stages, parameters) True for parameters that the stage holds."""
         columns, step = columns_of(self.step.parameters), self.step
         held = np.zeros((len(self.how.starts), len(columns)), bool)
@@ -256,9 +252,9 @@ class Parts:
         assert step.ops.n
         return held
 
-    def held_by(self, rank: int) -> npt.NDArray[np.bool_]:
+    def held_by(self, rank: int) -> Mask:
         """Return (parameters,) True for parameters of the stages of `rank`."""
-        found: npt.NDArray[np.bool_] = self.owners()[rank :: self.how.ranks].max(0)
+        found: Mask = self.owners()[rank :: self.how.ranks].max(0)
         return found
 
     @cached_property
@@ -366,7 +362,7 @@ def _tied(step: Step, foreign: Sequence[int]) -> list[_Tied]:
     return sorted(found, key=lambda each: int(step.storages.producer[each.part]))
 
 
-def _rank(parts: Parts, rank: int, held: npt.NDArray[np.bool_]) -> Step:
+def _rank(parts: Parts, rank: int, held: Mask) -> Step:
     """Return the step of one rank, which holds the parameters `held`."""
     how = parts.how
     # Stages are dealt round-robin, as in the interleaved schedule.
@@ -558,7 +554,7 @@ def _message(parts: Parts, rows: UnrolledRows, name: str, action: StageAction, u
     )
 
 
-def _finish(parts: Parts, rows: UnrolledRows, stages: Sequence[int], held: npt.NDArray[np.bool_]) -> None:
+def _finish(parts: Parts, rows: UnrolledRows, stages: Sequence[int], held: Mask) -> None:
     """Insert the reductions between stages and pipelines, the norms, and the optimizer."""
     how, columns = parts.how, columns_of(parts.step.parameters)
     mine = np.flatnonzero(held & columns.trainable & (columns.gradient >= 0))

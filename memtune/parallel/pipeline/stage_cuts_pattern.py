@@ -21,9 +21,8 @@ import functools
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from memtune.program import I32, Phase, Resource, Step, Tier, columns_of
+from memtune.program import I32, Mask, Phase, Resource, Step, Tier, columns_of
 from memtune.workload import not_one_tensor
 
 SHARED = 0
@@ -119,13 +118,13 @@ def _places(step: Step) -> I32:
     return place
 
 
-def _prologue(values: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+def _prologue(values: I32) -> I32:
     """Return each value, or the last one before it that is not negative."""
     at = np.maximum.accumulate(np.where(values >= 0, np.arange(len(values)), -1))
     return np.where(at >= 0, values[at], -1)
 
 
-def _of_weights(step: Step, place: I32) -> npt.NDArray[np.bool_]:
+def _of_weights(step: Step, place: I32) -> Mask:
     """Return (m,) forward storages that depend on a weight."""
     found = step.parameter_of >= 0
     ends = np.searchsorted(step.uses.op, np.arange(step.ops.n + 1))
@@ -142,14 +141,14 @@ def _of_weights(step: Step, place: I32) -> npt.NDArray[np.bool_]:
     return found
 
 
-def _touches(step: Step, storages: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def _touches(step: Step, storages: Mask) -> Mask:
     """Return (n,) ops that use one of `storages`."""
     found = np.zeros(step.ops.n, bool)
     found[step.uses.op[storages[step.uses.storage]]] = True
     return found
 
 
-def _passed(step: Step, of_weights: npt.NDArray[np.bool_], made_at: I32) -> int | str:
+def _passed(step: Step, of_weights: Mask, made_at: I32) -> int | str:
     """Return the bytes of the first block's input, or the reason why it is not one tensor."""
     given = np.unique(step.calls.inputs.storage[step.calls.inputs.call == 0])
     passed = given[of_weights[given] & (made_at[given] == PREFIX)]

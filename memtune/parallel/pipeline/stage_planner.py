@@ -7,14 +7,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
+
+from memtune.program import F64
 
 _ROOM = 1.01
 """Allowed slowdown of the slowest stage for a division that needs less memory: times are predictions."""
-Costs = npt.NDArray[np.float64]
 
 
-def balanced(seconds: Costs, n_bytes: Costs, cuts: Sequence[int], count: int) -> tuple[int, ...] | None:
+def balanced(seconds: F64, n_bytes: F64, cuts: Sequence[int], count: int) -> tuple[int, ...] | None:
     """Return the first block of each of `count` stages, None if there are too few `cuts`.
 
     Args:
@@ -35,7 +35,7 @@ def balanced(seconds: Costs, n_bytes: Costs, cuts: Sequence[int], count: int) ->
     return tuple(int(ends[at]) for at in begins)
 
 
-def _least_worst(costs: Costs, limited: Costs, count: int, limit: float) -> tuple[float, list[int]]:
+def _least_worst(costs: F64, limited: F64, count: int, limit: float) -> tuple[float, list[int]]:
     """Return the smallest largest sum of `costs` over stages whose sums of `limited` stay within `limit`, and
     the starts of the stages.
 
