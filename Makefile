@@ -36,7 +36,8 @@ setup: $(READY)  ## make the environment: everything memtune, its extras and its
 # Where the native code is compiled for the Python of VENV: once, for the module and for the C++ tests.
 NATIVE := build/native-$(notdir $(VENV))
 
-PIP := $(BIN)/python -m pip install -q -c $(VENV)/constraints.txt
+# Python compiles a module when it is first imported. pip would compile all: of 200 MB of sources most are never imported.
+PIP := $(BIN)/python -m pip install -q --no-compile -c $(VENV)/constraints.txt
 
 # A step by its name, with a dot every two seconds while it runs: downloads and the compiler are silent for minutes.
 define step
