@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from support.suites.layer_major_suite import CHAIN
 
 from memtune import hardware
 from memtune.api import apply
-from memtune.autotune.record.recorder import record
 from memtune.autotune.record_parallel.sharded_recording import ShardedRecordings
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.executors import worker
@@ -25,6 +25,7 @@ from memtune.executors.gradient_record import GradientRecord, largest_difference
 from memtune.memory import Ledger
 from memtune.ssd import offload_dir
 from memtune.technique import Target
+from memtune.testing.drift_check import recording_of
 from memtune.testing.training import build
 from memtune.workload.workload import Workload
 
@@ -32,14 +33,16 @@ Settings = dict[str, Any]
 SSD = {"parameters": "ssd", "gradients": "ssd"}
 
 
+@cache
+def rewriter(path: Path, ranks: int) -> Rewriter:
+    workload, plain = Workload.load(path), recording_of(path)
+    return Rewriter(plain, Target(hardware.detect("cpu"), ranks, sharded=ShardedRecordings(workload, plain)))
+
+
 def config_of(path: Path, ranks: int, settings: Settings) -> dict[str, Any]:
     """Return the config of the model under `settings`, with plans."""
-    workload = Workload.load(path)
-    plain = record(workload)
-    cut = ShardedRecordings(workload, plain)
-    target = Target(hardware.detect("cpu"), ranks, sharded=cut)
     document = {"execution": {"micro_batch": 2, "accumulate": 2}, **settings}
-    found = Rewriter(plain, target).candidate(Choice.from_document(document))
+    found = rewriter(path, ranks).candidate(Choice.from_document(document))
     assert isinstance(found, Candidate), found
     return {"settings": document, "plan": {slot: plan.document() for slot, plan in found.plans.items()}}
 

@@ -119,10 +119,9 @@ def test_curves_recover_constant_efficiency() -> None:
 def one_op(name: str, flops: float) -> Step:
     from support.zoo_paths import ZOO
 
-    from memtune.autotune.record.recorder import record
-    from memtune.workload.workload import Workload
+    from memtune.testing.drift_check import recording_of
 
-    step = record(Workload.load(ZOO["tied"])).step
+    step = recording_of(ZOO["tied"]).step
     names = tuple(name for _ in step.names)
     return replace(step, names=names).with_ops(
         flops=np.full(step.ops.n, flops), traffic_bytes=np.zeros(step.ops.n, np.int64)

@@ -11,8 +11,8 @@ from support import zoo_paths
 
 from memtune.autotune.record import batch_equivalence
 from memtune.autotune.record.batch_equivalence import batch_is_lossless
-from memtune.autotune.record.recorder import record
 from memtune.program import Kind
+from memtune.testing.drift_check import recording_of
 from memtune.workload.workload import Workload
 
 HEAD = """
@@ -205,5 +205,5 @@ def test_comparison_is_long_by_the_flops_of_two_blocks(dim: int, layers: int, is
 
 @pytest.mark.parametrize(("name", "couples"), [("cnn_bn", True), ("gpt", False)])
 def test_coupled_samples_names_batch_norm(name: str, couples: bool):
-    found = batch_equivalence.coupled_samples(record(Workload.load(zoo_paths.ZOO[name])))
+    found = batch_equivalence.coupled_samples(recording_of(zoo_paths.ZOO[name]))
     assert (found is not None and "batch_norm" in str(found)) is couples

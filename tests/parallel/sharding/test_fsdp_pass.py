@@ -33,6 +33,7 @@ from memtune.program.edit import accumulate_gradients
 from memtune.program.step import Kind, Phase, Recording, Step, Tier
 from memtune.runtime.context import Context
 from memtune.technique import ComputePrecision
+from memtune.testing.drift_check import recording_of
 from memtune.workload.workload import Workload
 
 RANKS = 4
@@ -196,8 +197,7 @@ def narrow(model: str) -> Recording:
 @cache
 def recorded(model: str) -> tuple[Workload, Recording]:
     if model not in TEXTS:
-        workload = Workload.load(ZOO[model])
-        return workload, record(workload)
+        return Workload.load(ZOO[model]), recording_of(ZOO[model])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"{model}.py")
         path.write_text(TEXTS[model])

@@ -19,7 +19,6 @@ from memtune.activations.offload.activation_offload_pass import move_activations
 from memtune.activations.offload.selection_plan import OffloadClaim
 from memtune.activations.recompute.activation_table import ActivationTable
 from memtune.activations.recompute.recompute_pass import recompute_blocks
-from memtune.autotune.record.recorder import record
 from memtune.autotune.record.recording_session import start_session
 from memtune.autotune.record_parallel.fake_process_group import fake_ranks
 from memtune.offload.optimizer.host_optimizer import HostOptimizer
@@ -31,7 +30,7 @@ from memtune.parallel.sharding.zero_partition_pass import Partitioning, partitio
 from memtune.program.edit import accumulate_gradients
 from memtune.program.step import Kind, Phase, Recording, Step, Tier
 from memtune.runtime.context import Context
-from memtune.testing.drift_check import compare
+from memtune.testing.drift_check import compare, recording_of
 from memtune.workload.workload import Workload
 
 RANKS = 4
@@ -92,8 +91,7 @@ def ranks() -> Iterator[None]:
 
 @cache
 def recorded(model: str) -> tuple[Workload, Recording]:
-    workload = Workload.load(ZOO[model])
-    return workload, record(workload)
+    return Workload.load(ZOO[model]), recording_of(ZOO[model])
 
 
 def predicted(case: Case) -> Step:
