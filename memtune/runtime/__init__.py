@@ -18,13 +18,6 @@ if TYPE_CHECKING:
         transfer as transfer,
     )
     from memtune.runtime.context import Context as Context, Snapshot as Snapshot
-    from memtune.runtime.data_alias import (
-        is_data_used as is_data_used,
-        is_tracked as is_tracked,
-        track_data as track_data,
-        untrack_data as untrack_data,
-        version_of_data as version_of_data,
-    )
     from memtune.runtime.dropout import no_dropout as no_dropout
     from memtune.runtime.events import GradReady as GradReady
     from memtune.runtime.forward_switch import ForwardSwitch as ForwardSwitch
@@ -109,11 +102,16 @@ if TYPE_CHECKING:
         grad_version as grad_version,
         hide_grad_of as hide_grad_of,
         hide_spent as hide_spent,
+        is_data_used as is_data_used,
+        is_tracked as is_tracked,
         plain_type as plain_type,
         show_as_spent as show_as_spent,
         show_grad_of as show_grad_of,
         shows_grad as shows_grad,
         spent_as_none as spent_as_none,
+        track_data as track_data,
+        untrack_data as untrack_data,
+        version_of_data as version_of_data,
     )
     from memtune.runtime.training_hooks import (
         BackwardEnd as BackwardEnd,

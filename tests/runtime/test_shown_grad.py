@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from memtune.autotune.record_parallel.fake_process_group import fake_ranks
-from memtune.runtime.data_alias import track_data, untrack_data
-from memtune.runtime.shown_grad import hide_grad_of, show_grad_of, shows_grad
+from memtune.runtime.shown_grad import hide_grad_of, show_grad_of, shows_grad, track_data, untrack_data
 
 
 def halves(weight: nn.Parameter) -> None:

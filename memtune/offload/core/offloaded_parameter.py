@@ -54,7 +54,7 @@ _DATA: Final[Any] = torch._C.TensorBase.data
 set_data: Final[Callable[[nn.Parameter, Tensor], None]] = _DATA.__set__
 """Exchange the memory of a parameter, as `parameter.data = memory` does.
 
-torch's own: that of a tracked parameter (`runtime.data_alias`) counts assignments.
+torch's own: that of a tracked parameter (`runtime.shown_grad`) counts assignments.
 """
 
 
@@ -188,7 +188,7 @@ class _InFlight(ShowsGrad):
             # The graph must refer to the parameter itself, or its gradient would go to the host's tensor.
             is_recorded = torch.is_grad_enabled() and not ({name, attribute} & _UNRECORDED)
             args, kwargs = tree_map_only(_InFlight, lambda each: each._source(is_recorded), (args, kwargs))
-            if attribute == "data":  # the class's own, which may count writes (`runtime.data_alias`)
+            if attribute == "data":  # the class's own, which may count writes (`runtime.shown_grad`)
                 return _DATA_OF[name](*args)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)

@@ -19,8 +19,7 @@ from memtune.errors import ApplyError
 from memtune.offload.core.fsdp_shards import sharded_like
 from memtune.offload.core.offloaded_parameter import OffloadedParameter
 from memtune.parallel.ranks import missing_indices
-from memtune.runtime.data_alias import track_data, version_of_data
-from memtune.runtime.shown_grad import count_changes, spent_as_none
+from memtune.runtime.shown_grad import count_changes, spent_as_none, track_data, version_of_data
 
 RANKS = 2
 

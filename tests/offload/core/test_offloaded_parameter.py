@@ -30,7 +30,7 @@ from memtune.api import apply
 from memtune.autotune.record_parallel.fake_process_group import fake_ranks
 from memtune.errors import ApplyError
 from memtune.offload.core.offloaded_parameter import OffloadedParameter
-from memtune.runtime import data_alias
+from memtune.runtime import shown_grad
 from memtune.ssd import offload_dir
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -309,7 +309,7 @@ def test_untouched_parameters_change_states_without_a_call_for_each(monkeypatch:
     model, optimizer, _ = made("l2l")
     asked: list[nn.Parameter] = []
     adopt = OffloadedParameter.adopt
-    monkeypatch.setattr(data_alias, "_used", False)  # as in a process that reads no weight's `data`
+    monkeypatch.setattr(shown_grad, "_used", False)  # as in a process that reads no weight's `data`
     monkeypatch.setattr(OffloadedParameter, "adopt", lambda self: asked.append(self.parameter) or adopt(self))
     step(model, optimizer, 0)
     assert asked == []
