@@ -8,10 +8,10 @@ from memtune._door import open_door
 
 if TYPE_CHECKING:
     from memtune.autotune.record.batch_equivalence import (
+        affordable_draws as affordable_draws,
         batch_is_lossless as batch_is_lossless,
         coupled_samples as coupled_samples,
         parameter_bytes as parameter_bytes,
-        takes_too_long as takes_too_long,
     )
     from memtune.autotune.record.compiled import CompiledRecordings as CompiledRecordings
     from memtune.autotune.record.mixed_precision import (

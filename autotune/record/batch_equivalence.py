@@ -1,11 +1,11 @@
 """Check that the mean gradient of micro-batches is that of the whole batch; otherwise the search may not
 trade micro-batch against accumulation.
 
-The gradients of one batch are compared with the mean over its two halves. Dropout is off, because it draws
-other numbers for a half; everything else is in training mode, so that BatchNorm takes effect. The check runs
-in float64 if the model allows it. The tolerance is half of the digits of its dtype: a sum of n terms in
-another order differs by about √n roundings, which reaches half of the digits only at n = 1/u terms (u: one
-rounding).
+The gradients of a batch are compared with the mean over its two halves, for two batches drawn. Dropout is
+off, because it draws other numbers for a half; everything else is in training mode, so that BatchNorm takes
+effect. The check runs in float64 if the model allows it. The tolerance is half of the digits of its dtype:
+a sum of n terms in another order differs by about √n roundings, which reaches half of the digits only at n
+= 1/u terms (u: one rounding).
 
 A large model is compared with two blocks of each class: the other blocks run the same code. Its parameters
 are drawn here, so that the time and the memory of the whole model are not needed. Where even that takes too
@@ -52,6 +52,7 @@ def batch_is_lossless(
     parameter_bytes: int = 0,
     blocks: Sequence[str] = (),
     threads: int | None = None,
+    draws: int = 2,
 ) -> Reason | None:
     """Compare real gradients on the CPU; return None, or why the micro-batch must not change.
 
@@ -62,21 +63,23 @@ def batch_is_lossless(
         blocks: Qualified names of the blocks that repeat; a large model is compared with two of each class.
         threads: CPU threads to use; None for torch's number. On a busy machine, many threads wait for each
             other.
+        draws: Batches to compare. A loss that is a mean over selected tokens passes with one whose halves
+            select equally many.
     """
     with torch.random.fork_rng(devices=[]), cpu_threads(threads):
         if blocks and parameter_bytes > _LARGE_BYTES:
             try:
-                return _check(workload, _short_model(workload, blocks))
+                return _check(workload, _short_model(workload, blocks), draws)
             except (MemtuneError, RuntimeError, TypeError, NotImplementedError, LookupError):
                 pass  # its code needs every block, or parameters with the values that it gave them
         if (room := _no_room(parameter_bytes)) is not None:
             return room
         torch.manual_seed(0)
-        return _check(workload, workload.build_model())
+        return _check(workload, workload.build_model(), draws)
 
 
-def takes_too_long(recording: Recording) -> bool:
-    """Return whether a comparison of gradients has too many FLOPs for a search or plan to wait for it."""
+def affordable_draws(recording: Recording) -> int:
+    """Return how many batches, at most two, a search or plan has time to compare gradients of."""
     step = recording.step
     is_short = parameter_bytes(recording) > _LARGE_BYTES
     seen: Counter[str] = Counter()
@@ -86,7 +89,7 @@ def takes_too_long(recording: Recording) -> bool:
         seen[parent] += 1
         kept[i] = not is_short or seen[parent] <= _OF_A_CLASS
     per_sample = float(step.ops.flops[kept[step.ops.block]].sum()) / recording.small
-    return 2 * SAMPLES * per_sample > _MOST_FLOPS
+    return min(int(_MOST_FLOPS / max(2 * SAMPLES * per_sample, 1.0)), 2)
 
 
 def coupled_samples(recording: Recording) -> Reason | None:
@@ -109,16 +112,19 @@ def _no_room(parameter_bytes: int) -> Reason | None:
     return _not_compared(room)
 
 
-def _check(workload: Workload, model: nn.Module) -> Reason | None:
+def _check(workload: Workload, model: nn.Module, draws_count: int) -> Reason | None:
     model.train()
     if (room := _no_room(sum(each.nbytes for each in model.parameters()))) is not None:
         return room
-    torch.manual_seed(0)
-    batch = workload.make_batch(SAMPLES)
-    halves = split_batch(batch, 2, SAMPLES)
-    if isinstance(halves, str):
-        return _not_compared(halves)
-    return _compare(model, workload.loss, batch, halves)
+    draws = []
+    for seed in range(draws_count):
+        torch.manual_seed(seed)
+        batch = workload.make_batch(SAMPLES)
+        halves = split_batch(batch, 2, SAMPLES)
+        if isinstance(halves, str):
+            return _not_compared(halves)
+        draws.append((batch, halves))
+    return _compare(model, workload.loss, draws)
 
 
 def _short_model(workload: Workload, blocks: Sequence[str]) -> nn.Module:
@@ -191,8 +197,9 @@ def _not_compared(why: str) -> Reason:
 
 
 def _compare(
-    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any, halves: list[Any]
+    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], draws: list[tuple[Any, list[Any]]]
 ) -> Reason | None:
+    """Return the first verdict against batches and their halves."""
     parameters = [each for each in model.parameters() if each.requires_grad]
     dtype = next((each.dtype for each in parameters if each.is_floating_point()), torch.float32)
     for attempt in dict.fromkeys((torch.float64, dtype)):
@@ -201,14 +208,18 @@ def _compare(
         else:
             model.to(dtype)
         cast = _caster(attempt, dtype)
+        unit = max(torch.finfo(attempt).eps, _loss_of_digits(attempt, dtype))
         try:
-            whole, drew = _gradients(model, loss, map_tensors(batch, cast))
-            parts = [_gradients(model, loss, map_tensors(half, cast))[0] for half in halves]
+            for batch, halves in draws:
+                whole, drew = _gradients(model, loss, map_tensors(batch, cast))
+                parts = [_gradients(model, loss, map_tensors(half, cast))[0] for half in halves]
+                if (reason := _verdict(whole, parts, drew, unit)) is not None:
+                    return reason
         except (MemtuneError, RuntimeError, TypeError, NotImplementedError):
             if attempt is dtype:
                 raise
             continue  # user code that names a narrower dtype fails in float64; use the model's own dtype
-        return _verdict(whole, parts, drew, max(torch.finfo(attempt).eps, _loss_of_digits(attempt, dtype)))
+        return None
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 

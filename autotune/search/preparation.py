@@ -18,13 +18,13 @@ from memtune.autotune.predict import Calibration, calibration_of, load_searches
 from memtune.autotune.record import (
     CompiledRecordings,
     PrecisionRecordings,
+    affordable_draws,
     batch_is_lossless,
     coupled_samples,
     most_casts_of_a_parameter,
     parameter_bytes,
     record,
     start_session,
-    takes_too_long,
 )
 from memtune.autotune.record_parallel import ShardedRecordings
 from memtune.autotune.search.bucket_recordings import BucketRecording, record_buckets
@@ -293,7 +293,8 @@ def _check_batch(
         `recording`; why the search may not split the batch, or None; whether gradients were compared and add
         up.
     """
-    if takes_too_long(recorded):
+    draws = affordable_draws(recorded)
+    if not draws:
         # The recorded ops show batch norm, the usual coupling of samples, without a comparison.
         coupled = coupled_samples(recorded)
         if coupled is None:
@@ -305,6 +306,7 @@ def _check_batch(
         parameter_bytes=parameter_bytes(recording),
         blocks=recording.step.blocks,
         threads=_threads(ranks),
+        draws=draws,
     )
     return recording, frozen, frozen is None
 
