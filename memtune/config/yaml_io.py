@@ -8,6 +8,9 @@ overflow the stack.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import glob
 import math
 import os
 import re
@@ -274,6 +277,27 @@ def read_text(path: Path) -> bytes:
         ) from error
 
 
+def _locked_temporary(target: Path) -> tuple[Path, int]:
+    """Return a new temporary file next to `target`, and its descriptor, which holds its lock."""
+    while True:
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+        # 0o666 under the user's umask, as an editor does, because configs are shared.
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with contextlib.suppress(OSError):  # a file system without locks keeps what a killed writer leaves
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.fstat(handle).st_nlink:  # else another writer took it for abandoned before it was locked
+            return temporary, handle
+        os.close(handle)
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove temporary files of `target` whose writers were killed, which released their locks."""
+    for each in target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 8}.tmp"):
+        with contextlib.suppress(OSError), each.open("rb") as file:  # locked, or removed by another writer
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            each.unlink()
+
+
 def save_text(path: str | os.PathLike[str], text: str) -> Path:
     """Write `text` to `path` atomically: a crash at any moment leaves the old file or the new one, complete
     and on disk.
@@ -285,10 +309,9 @@ def save_text(path: str | os.PathLike[str], text: str) -> Path:
         EnvironmentFault: The folder is missing, read-only or full; nothing is left behind.
     """
     target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
-        # 0o666 under the user's umask, as an editor does, because configs are shared.
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        _remove_abandoned(target)
+        temporary, handle = _locked_temporary(target)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(text.encode("utf-8"))

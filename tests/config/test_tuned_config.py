@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from torch import nn
 from memtune.api import apply
 from memtune.config.apply_checks import check_environment, check_machine, check_made_for, fingerprint
 from memtune.config.tuned_config import MadeFor, Settings, TunedConfig, dump_yaml, load_config, save
-from memtune.config.yaml_io import MAX_BYTES, flow, parse
+from memtune.config.yaml_io import MAX_BYTES, flow, parse, save_text
 from memtune.device import accelerator
 from memtune.errors import ApplyError, ConfigError, EnvironmentFault
 from memtune.program.op_addresses import OpAddresses
@@ -438,6 +439,19 @@ def test_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(EnvironmentFault, match="No space left"):
         save(load_config(WHOLE), out)
     assert out.read_text() == "old"
+    assert [each.name for each in tmp_path.iterdir()] == ["tuned.yaml"]
+
+
+def test_save_removes_what_a_killed_writer_left_but_not_what_a_living_one_writes(tmp_path: Path):
+    out = tmp_path / "tuned.yaml"
+    names = [f".tuned.yaml.{number}.tmp" for number in ("0123abcd", "89abcdef")]
+    killed, living = (tmp_path / name for name in names)
+    killed.write_text("half")
+    with living.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        save_text(out, "new")
+        assert sorted(each.name for each in tmp_path.iterdir()) == [names[1], "tuned.yaml"]
+    save_text(out, "new")
     assert [each.name for each in tmp_path.iterdir()] == ["tuned.yaml"]
 
 
