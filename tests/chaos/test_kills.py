@@ -46,7 +46,7 @@ def test_killed_trainings_resume_bitwise(tier: str, tmp_path: Path) -> None:
     assert trained(tmp_path / "dir", tier, plain) == 0  # the first one starts the fork server
     began = time.monotonic()
     assert trained(tmp_path / "dir", tier, plain) == 0
-    alone_s, kills, trainings = time.monotonic() - began, 0, 0
+    alone_s, kills, trainings, half_made_count = time.monotonic() - began, 0, 0, 0
     wanted = (
         KILLS // 20 + 1 if tier.endswith("updaters") else KILLS
     )  # each starts processes that import torch
@@ -69,8 +69,13 @@ def test_killed_trainings_resume_bitwise(tier: str, tmp_path: Path) -> None:
         else:
             assert trained(tmp_path / "dir", tier, log) == 0
         same(log, plain)
-        assert not list((tmp_path / "dir").iterdir())  # `finish` removes everything
-    print(f"{tier}: {kills} kills of {trainings} trainings")
+        # `finish` removes everything. A folder whose process was killed before it locked it may be one that
+        # another process is making: the next run removes it after a minute.
+        for half_made in (tmp_path / "dir").glob(".memtune-new-*"):
+            half_made_count += 1
+            half_made.rmdir()
+        assert not list((tmp_path / "dir").iterdir())
+    print(f"{tier}: {kills} kills of {trainings} trainings, {half_made_count} in the making of a folder")
 
 
 def trained(directory: Path, tier: str, log: Path, act: int = -1, after_s: float | None = None) -> int:
