@@ -242,10 +242,15 @@ class _CountedTensor(Tensor):
         return self.detach().__reduce_ex__(protocol)
 
 
+def _data_of(gradient: Tensor) -> Tensor:
+    # Rows in memory of another device than the DTensor's cannot be detached, nor need they be.
+    return Tensor.detach(gradient) if gradient.requires_grad else gradient
+
+
 class _CountedShard(DTensor):
     """A gradient whose version counter includes foreach kernels, which do not count changes of DTensors."""
 
-    data = _COUNTED_DATA
+    data = property(_data_of, _set_data)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

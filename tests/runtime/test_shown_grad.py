@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from memtune.autotune.record_parallel.fake_process_group import fake_ranks
 from memtune.runtime.shown_grad import hide_grad_of, show_grad_of, shows_grad, track_data, untrack_data
@@ -65,11 +65,14 @@ def test_change_of_a_shown_gradient_changes_the_one_on_the_other_device(
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_change_of_a_shown_shard_changes_the_rows_on_the_host(change: Callable[[nn.Parameter], None]) -> None:
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_change_of_a_shown_shard_changes_the_rows_on_the_host(
+    device: str, change: Callable[[nn.Parameter], None]
+) -> None:
     with fake_ranks(2):
         mesh = init_device_mesh("cpu", (2,))
-        whole = distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)], src_data_rank=None)
-        weight = nn.Parameter(whole)
+        rows = torch.zeros(2, 3, device=device)
+        weight = nn.Parameter(DTensor.from_local(rows, mesh, [Shard(0)], run_check=False))
         held = held_like(torch.empty(2, 3))
         show_grad_of(weight, held)
         assert isinstance(weight.grad, DTensor)
