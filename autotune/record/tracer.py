@@ -64,6 +64,7 @@ from memtune.runtime import (
     mutated,
     observe_kept,
     one_pass_bytes,
+    spent_as_none,
     tensors_in,
     tier,
     tier_of_storage,
@@ -574,8 +575,10 @@ class Tracer(WatchingMode):
     def note_gradients(self) -> None:
         """Mark gradients and link them to their parameters; call it between backward and optimizer."""
         by_name = dict(self._model.named_parameters())
+        with spent_as_none():  # in a dry run, updates inside backward have used some
+            gradients = {name: parameter.grad for name, parameter in by_name.items()}
         for i, parameter in enumerate(self.draft.parameters):
-            gradient = by_name[parameter.name].grad
+            gradient = gradients[parameter.name]
             if gradient is None:
                 continue
             index = self._ids.get(_local(gradient).untyped_storage()._cdata, -1)
