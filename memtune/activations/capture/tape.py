@@ -316,8 +316,8 @@ class ConstantTensors:
 
     def _selected(self, source: Tensor, indices: list[Tensor | None], *, flat: bool) -> Tensor | None:
         """Return the rows of `source`, whose values need not be known, that known masks select."""
-        masks = [each for each in indices if each is not None and each.dtype in (torch.bool, torch.uint8)]
-        if not masks or any(each is not None and each not in self._twin for each in indices):
+        given = [each for each in indices if each is not None]
+        if not any(map(_is_mask, given)) or any(each not in self._twin for each in given):
             return None
         shape: Any = source.shape
         with _disable_current_modes():
@@ -327,15 +327,12 @@ class ConstantTensors:
                 shape = (int(real[0].expand(both).sum()),)
             else:
                 # Indices of dimensions as the kernel makes them of a mask; no data of the source are read.
-                found = [
-                    part
-                    for each in real
-                    for part in (
-                        each.nonzero().to("meta").unbind(1)
-                        if each is not None and each.dtype in (torch.bool, torch.uint8)
-                        else [each if each is None else each.to("meta")]
-                    )
-                ]
+                found: list[Any] = []
+                for each in real:
+                    if each is None:
+                        found.append(None)
+                    else:
+                        found += each.nonzero().to("meta").unbind(1) if _is_mask(each) else [each.to("meta")]
                 shape = _INDEXES(torch.empty(shape, device="meta"), found).shape
         return torch.empty(shape, dtype=source.dtype, device=source.device)
 
@@ -365,6 +362,10 @@ class ConstantTensors:
         address = written.untyped_storage()._cdata
         for each in [t for t in self._twin if t.untyped_storage()._cdata == address]:
             del self._twin[each]
+
+
+def _is_mask(index: Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)
 
 
 def _is_kept(tensor: Tensor) -> bool:

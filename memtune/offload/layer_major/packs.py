@@ -94,7 +94,8 @@ def in_parts(n_bytes: Sequence[int], parts: int) -> list[range]:
     left, found, first = sum(n_bytes), list[range](), 0
     for part in range(parts, 0, -1):
         end, share = first, left / part
-        # By what is left, not by a fixed share: rounding up in early parts then leaves less to the last ones.
+        # Each part takes its share of the remaining bytes: a fixed share, rounded up in early parts, would
+        # give the last ones less.
         while end < len(n_bytes) and share > 0:
             share, left = share - n_bytes[end], left - n_bytes[end]
             end += 1
