@@ -111,7 +111,7 @@ class PackOffloader(DeferredBlocks):
         """
         self._updated.step_goes_on()
         # Compute must not read a prefetched pack before its copies have ended.
-        transfer.wait_prefetched(self._device)
+        self._wait_prefetched()
         for index in range(*pack):
             self._load_block(index)
         self._in_parts = parts > 0 and following is not None
@@ -121,7 +121,7 @@ class PackOffloader(DeferredBlocks):
             else []
         )
         if following is not None:
-            with transfer.prefetching(self._device):
+            with self._prefetching(range(*following)):
                 if parts:
                     self._allocate(range(*following))
                     self._load_parts = self._cut(following, parts)

@@ -152,6 +152,7 @@ class HostParameters:
         else:
             self._units, self._of_block = self._apply_layout(context, mine, chunks), chunks.of_block
         self._resident: set[int] = set(range(len(self._units)))
+        self._prefetched: set[int] = set()  # since the compute stream last waited for the copy stream
         # D2H copies: (parameter, its gradient on the device, the host copy).
         self._in_flight: PendingUpdates[tuple[nn.Parameter, Tensor, Tensor]] = PendingUpdates(room_bytes)
         resident, offloaded_grads = (self._outside, list(self._trained.values())) if when_ready else ([], [])
@@ -239,12 +240,29 @@ class HostParameters:
         units = self._of_block[index]
         gathered.before_gathers(
             index,
-            lambda: self._load_units(units),
+            lambda: self._load_block(index),
             lambda: [piece.memory for unit in units for piece in self._units[unit]],
         )
 
+    @contextmanager
+    def _prefetching(self, units: Iterable[int]) -> Iterator[None]:
+        """Return a context that loads `units` on the copy stream."""
+        with transfer.prefetching(self._device):
+            yield
+        self._prefetched.update(units)
+
+    def _wait_prefetched(self) -> None:
+        """Have the compute stream wait for all prefetched units."""
+        transfer.wait_prefetched(self._device)
+        self._prefetched.clear()
+
     def _load_block(self, block: int) -> None:
-        self._load_units(self._of_block[block])
+        """Make the block's units resident for the compute stream, in whatever order blocks are called."""
+        units = self._of_block[block]
+        # A missing unit waits as well: its frame may be the target of a copy in flight.
+        if self._prefetched and any(each in self._prefetched or each not in self._resident for each in units):
+            self._wait_prefetched()
+        self._load_units(units)
 
     def _load_units(self, units: Iterable[int]) -> None:
         for index in units:
@@ -699,11 +717,12 @@ class ParameterOffloader(HostParameters):
         # An unexpected order of calls frees everything, so the residency holds again from here.
         self._free_units(self._resident if before + 1 != moment else self._residency.drops[moment])
         # The compute stream reads the units that were prefetched on the copy stream.
-        transfer.wait_prefetched(self._device)
+        self._wait_prefetched()
         # A hit in most moments; the first block of a step, and a miss, are loaded on the compute stream.
         self._load_used(moment)
-        with transfer.prefetching(self._device):
-            self._prefetch(self._residency.loads[moment])
+        units = self._residency.loads[moment]
+        with self._prefetching(units):
+            self._prefetch(units)
         # Backward of block b is moment 2 * blocks - 1 - b; all of its gradients are ready when the next
         # begins.
         block = self._end - 1 - before

@@ -30,7 +30,7 @@ from memtune.offload.core import Piece, allocate_together, room_bytes
 from memtune.offload.optimizer import DeferredUpdates, HostOptimizer
 from memtune.offload.parameters.offloader import HostParameters, ParameterOffloader
 from memtune.program import Residency
-from memtune.runtime import Context, after_step, local, transfer
+from memtune.runtime import Context, after_step, local
 
 
 class DeferredBlocks(HostParameters):
@@ -207,7 +207,7 @@ class OverlappedOffloader(DeferredBlocks, ParameterOffloader):
         super()._after_forward(index, args, output)
         if index + 1 in self._unfilled:
             # The block's kernels are queued, so the host may wait for the next block's update while they run.
-            with transfer.prefetching(self._device):
+            with self._prefetching([index + 1]):
                 self._fill(index + 1)
 
     def check(self) -> dict[str, Any]:
