@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.activations.capture import SIZED_BY_VALUES, ConstantTensors, fakes_look_real
-from memtune.runtime import EagerRecorder, OpVisitor, mutated
+from memtune.runtime import EagerRecorder, OpVisitor, mutated, tensors_in
 
 _NUMBER = torch.ops.aten._local_scalar_dense.default
 _NUMBERS = "assumed that the numbers which the optimizer reads from tensors are 1: no size depends on them"
@@ -27,6 +28,25 @@ _SAME_COUNTS = (
     "sizes depend on the data (a mask selects, nonzero): they are those of the batches drawn, between which"
     " sizes of other micro-batches are extrapolated linearly"
 )
+_EVEN_CHOICES = (
+    "assumed that choices by computed values (a router's topk or argmax, sort) are spread evenly: sizes that"
+    " depend on them differ in training"
+)
+_ATEN = torch.ops.aten
+_CHOOSES = frozenset(
+    {
+        _ATEN.topk.default,
+        _ATEN.sort.default,
+        _ATEN.sort.stable,
+        _ATEN.argsort.stable,
+        _ATEN.argmax.default,
+        _ATEN.argmin.default,
+        _ATEN.max.dim,
+        _ATEN.min.dim,
+        _ATEN.multinomial.default,
+    }
+)
+"""Ops that return indices of chosen elements, alone or last."""
 
 
 @contextmanager
@@ -50,10 +70,15 @@ def as_in_training(assumed: list[str], optimizer: Optimizer, batch: BatchValues 
 
 
 class BatchValues:
-    """Known integers and masks of a session's micro-batches, taken before they were made fake."""
+    """Known integers and masks of a session's micro-batches, taken before they were made fake.
 
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self._known, self._mode = ConstantTensors(), mode
+    Args:
+        mode: Of the session.
+        chooses: Random draws are known too, and choices by unknown values are assumed to be spread evenly.
+    """
+
+    def __init__(self, mode: FakeTensorMode, *, chooses: bool = False) -> None:
+        self._known, self._mode, self._chooses = ConstantTensors(draws=chooses), mode, chooses
 
     def fake(self, tensor: Tensor) -> Tensor:
         """Return `tensor` as a fake one; its values remain known unless they are floating-point."""
@@ -65,12 +90,14 @@ class BatchValues:
         """Return a mode that answers reads of values computed from them and constants alone as in
         training.
         """
-        return EagerRecorder(_KnownValueReads(self._known, self._mode, assumed))
+        return EagerRecorder(_KnownValueReads(self._known, self._mode, assumed, self._chooses))
 
 
 class _KnownValueReads(OpVisitor):
-    def __init__(self, known: ConstantTensors, mode: FakeTensorMode, assumed: list[str]) -> None:
-        self._known, self._mode, self._assumed = known, mode, assumed
+    def __init__(
+        self, known: ConstantTensors, mode: FakeTensorMode, assumed: list[str], chooses: bool
+    ) -> None:
+        self._known, self._mode, self._assumed, self._chooses = known, mode, assumed, chooses
 
     def before(self, func: Any, args: Any, kwargs: Any) -> Any:
         number = self._known.look(func, args)
@@ -89,9 +116,28 @@ class _KnownValueReads(OpVisitor):
             self._assumed.append(note)
 
     def after(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        # Values of floating-point tensors are never known, and are never written into known tensors.
-        if isinstance(out, Tensor) and not out.is_floating_point():
+        if self._chooses and func in _CHOOSES and not self._known.knows(tensors_in([*args, *kwargs.values()])):
+            self._assume(_EVEN_CHOICES)
+            chosen = out if isinstance(out, Tensor) else out[-1]
+            self._known.know(chosen, _spread_evenly(func, args, kwargs, chosen))
+        elif self._chooses or not isinstance(out, Tensor) or not out.is_floating_point():
             self._known.follow(func, args, kwargs, out, writes=mutated(func, args, kwargs))
+
+
+def _spread_evenly(func: Any, args: Any, kwargs: Any, chosen: Tensor) -> Tensor:
+    """Return indices of the layout of `chosen`, along the dimension that `func` chooses from: those of one
+    slice differ, and all are equally frequent.
+    """
+    source = args[0]
+    declared = [each.name for each in func._schema.arguments]
+    given = dict(zip(declared, args, strict=False)) | kwargs
+    dim = given.get("dim", None if func in (_ATEN.argmax.default, _ATEN.argmin.default) else -1)
+    choices = source.numel() if dim is None else source.shape[dim] if source.dim() else 1
+    with _disable_current_modes():
+        if dim is None or chosen.dim() < source.dim() or not chosen.dim():
+            return (torch.arange(chosen.numel()) % choices).view(chosen.shape)
+        last = chosen.shape[:dim] + chosen.shape[dim:][1:] + (chosen.shape[dim],)
+        return (torch.arange(chosen.numel()) % choices).view(last).movedim(-1, dim)
 
 
 class _OptimizerScalarReads(OpVisitor):

@@ -54,6 +54,8 @@ RUNGS = {
 }
 """The recording rungs, lowest first, with the phrase that notes use for each."""
 CPU = torch.device("cpu")
+_LARGE_WEIGHTS_BYTES = 256 << 20
+"""Weights above which choices by computed values are assumed rather than a real step taken."""
 _NO_HOOKS = "don't yet support saved tensor hooks"
 """In the error of a `torch.func` transform that runs under hooks on saved tensors."""
 SEED = 0
@@ -309,9 +311,12 @@ def _traced_on(
     change: Callable[[Session], None] | None,
     *,
     observes_saves: bool = True,
+    chooses: bool = False,
 ) -> tuple[Session, Trace]:
     """Return a session on `rung` and its trace; raises any error of the user's code."""
     session = replace(start_session(workload, rung), target=target, observes_saves=observes_saves)
+    if chooses and session.fake is not None:
+        session = replace(session, values=BatchValues(session.fake, chooses=True))
     if change is not None:
         change(session)
     session = _with_dedup(session) if compiling is None else _with_compile(session, compiling)
@@ -339,15 +344,24 @@ def open_session(
                 session, trace = _traced_on(workload, rung, micro_batch, target, compiling, change)
             except Exception as error:
                 # The tracer's placeholders are hooks on saved tensors, so it goes without them.
-                if _NO_HOOKS not in str(error):
+                unseen = _NO_HOOKS in str(error)
+                if not unseen and not _is_too_large_for_a_real_step(workload, rung):
                     raise
                 session, trace = _traced_on(
-                    workload, rung, micro_batch, target, compiling, change, observes_saves=False
+                    workload,
+                    rung,
+                    micro_batch,
+                    target,
+                    compiling,
+                    change,
+                    observes_saves=not unseen,
+                    chooses=not unseen,
                 )
-                notes.append(
-                    "torch.func in loss() allows no hooks on saved tensors: nothing can be recomputed or"
-                    " offloaded one by one"
-                )
+                if unseen:
+                    notes.append(
+                        "torch.func in loss() allows no hooks on saved tensors: nothing can be recomputed or"
+                        " offloaded one by one"
+                    )
         # User code may raise anything on fake tensors. The last rung is real: its error is the user's.
         except Exception as error:
             if rung == "real-step":
@@ -375,6 +389,17 @@ def open_session(
                 notes.append(f"so the step was recorded {how}")
             return session, trace, notes
     raise AssertionError("unreachable: the last rung returns or raises")
+
+
+def _is_too_large_for_a_real_step(workload: Workload, rung: str) -> bool:
+    """Return whether a step of the model, which failed on `rung`, would take minutes on this CPU."""
+    if rung not in ("fake", "meta"):
+        return False
+    try:
+        model = start_session(workload, rung).model
+    except Exception:  # nothing is known of its size
+        return False
+    return sum(each.nbytes for each in model.parameters()) > _LARGE_WEIGHTS_BYTES
 
 
 @contextmanager

@@ -277,15 +277,20 @@ SIZED_BY_VALUES = frozenset(
 
 
 class ConstantTensors:
-    """Real twins on the CPU of fake integer and bool tensors that follow from constants."""
+    """Real twins on the CPU of fake integer and bool tensors that follow from constants.
 
-    def __init__(self) -> None:
+    Args:
+        draws: Keep random draws too, and floating-point values that follow from them: masks are made of both.
+    """
+
+    def __init__(self, *, draws: bool = False) -> None:
         self._twin: Any = WeakIdKeyDictionary()
+        self._draws = draws
 
     def know(self, fake: Tensor, real: Tensor) -> None:
         """Register `real`, a constant of the code, as the value of `fake`."""
         # Floating-point values may steer no index, and large ones cost memory.
-        if _is_kept(real):
+        if self._is_kept(real):
             with _disable_current_modes():
                 self._twin[fake] = real.detach().to("cpu", copy=True)
 
@@ -339,24 +344,37 @@ class ConstantTensors:
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any, *, writes: list[Tensor]) -> None:
         """Register the result of `func` if all its arguments are constant and it draws nothing."""
         inputs = tensors_in([*args, *kwargs.values()])
-        known = all(each in self._twin for each in inputs)
+        known = self.knows(inputs)
         for each in writes:  # a twin has no views that share its memory, so its value would be stale
             self._forget(each)
-        if writes or not known or not isinstance(out, Tensor) or not _is_kept(out):
+        kept = not writes and known and any(self._is_kept(each) for each in tensors_in([out]))
+        if not kept or func.namespace not in ("aten", "memtune"):
             return
         # The twin is on the CPU already, wherever the fake tensor moves to.
         if func is torch.ops.memtune.to_device.default:
             self._twin[out] = self._twin[args[0]]
             return
         # The values of `empty` are no constants of the code.
-        if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten" or "empty" in str(func):
+        drawn = torch.Tag.nondeterministic_seeded in func.tags
+        if (drawn and not self._draws) or func.namespace != "aten" or "empty" in str(func):
             return
         host = {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs
         with _disable_current_modes():
-            self._twin[out] = func(*tree_map(self._real, args), **tree_map(self._real, host))
+            real = func(*tree_map(self._real, args), **tree_map(self._real, host))
+        for each, value in zip(tree_leaves(out), tree_leaves(real), strict=True):
+            if isinstance(value, Tensor) and self._is_kept(value):
+                self._twin[each] = value
+
+    def knows(self, tensors: list[Tensor]) -> bool:
+        """Return whether the values of all `tensors` are known."""
+        return all(each in self._twin for each in tensors)
 
     def _real(self, value: Any) -> Any:
         return self._twin[value] if isinstance(value, Tensor) else value
+
+    def _is_kept(self, tensor: Tensor) -> bool:
+        floats = tensor.is_floating_point() or tensor.is_complex()
+        return (self._draws or not floats) and tensor.numel() <= _MOST_ELEMENTS
 
     def _forget(self, written: Tensor) -> None:
         address = written.untyped_storage()._cdata
@@ -366,10 +384,6 @@ class ConstantTensors:
 
 def _is_mask(index: Tensor) -> bool:
     return index.dtype in (torch.bool, torch.uint8)
-
-
-def _is_kept(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= _MOST_ELEMENTS
 
 
 @contextmanager

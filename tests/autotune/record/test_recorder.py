@@ -151,6 +151,66 @@ def test_record_sizes_selections_by_values_of_the_batch(
     assert fake.at(7).peak_bytes() == pytest.approx(real.at(7).peak_bytes(), rel=0.2)  # extrapolated there
 
 
+CHOOSING = """
+import torch
+from torch import nn
+
+EXPERTS = 4
+
+class Choosing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.router, self.head = nn.Linear(8, 16), nn.Linear(16, EXPERTS), nn.Linear(16, 8)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(EXPERTS))
+
+    def forward(self, points):
+        hidden = self.stem(points).flatten(0, 1)
+        weight, chosen = self.router(hidden).softmax(-1).topk(2, dim=-1)
+        counts = torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist()
+        mixed = torch.zeros_like(hidden)
+        for index, expert in enumerate(self.experts):
+            if counts[index] == 0:
+                raise AssertionError("an expert without tokens")
+            slot, row = torch.where((chosen == index).T)
+            mixed.index_add_(0, row, expert(hidden[row]) * weight[row, slot, None])
+        first = hidden[self.router(hidden).argmax(0)]
+        order = torch.argsort(hidden, dim=0, descending=True)[:, 0]
+        return self.head(mixed + first.mean(0) + hidden[order])
+
+def model():
+    return Choosing()
+
+def batch(size):
+    return torch.randn(size, 32, 8)
+
+def loss(model, points):
+    masked = torch.rand(points.shape[:2]) < 0.5
+    error = (model(points) - points.flatten(0, 1)).pow(2)
+    return error[masked.flatten()].sum() / int(masked.sum())
+"""
+
+
+def test_record_assumes_even_choices_of_models_too_large_for_a_real_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of an expert, and rows under a mask that is drawn, are known without data."""
+    path = tmp_path / "choosing.py"
+    path.write_text(CHOOSING)
+    assert record(Workload.load(path)).rung == "real-step"  # a small model
+    monkeypatch.setattr(recording_session, "_LARGE_WEIGHTS_BYTES", 0)
+    fake = record(Workload.load(path))
+    assert fake.rung == "fake"
+    assert any("spread evenly" in note for note in fake.notes)
+    monkeypatch.setattr(recording_session, "RUNGS", {"real-step": recording_session.RUNGS["real-step"]})
+    real = record(Workload.load(path))
+    assert [fake.step.names[i] for i in fake.step.ops.name] == [real.step.names[i] for i in real.step.ops.name]
+    # In a real step the experts have unequal shares, whose sum is the same.
+    for size in (2, 4):
+        assert fake.at(size).peak_bytes() == pytest.approx(real.at(size).peak_bytes(), rel=0.1)
+    counts = fake.step.storages.bytes[fake.step.storages.producer >= 0]
+    assert (counts == 2 * 32 * 2 // 4 * 16 * 4).sum() >= 4  # a quarter of the choices for each expert
+
+
 def test_record_is_deterministic_and_preserves_generator_state() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
