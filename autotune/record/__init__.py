@@ -8,6 +8,7 @@ from memtune._door import open_door
 
 if TYPE_CHECKING:
     from memtune.autotune.record.batch_equivalence import (
+        activation_bytes as activation_bytes,
         affordable_draws as affordable_draws,
         batch_is_lossless as batch_is_lossless,
         coupled_samples as coupled_samples,

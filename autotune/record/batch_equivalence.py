@@ -15,6 +15,7 @@ long, only ops that are known to couple samples are looked for; trials compare l
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from memtune.errors import MemtuneError
@@ -31,10 +33,11 @@ from memtune.program import Kind, Recording
 from memtune.runtime import no_dropout
 from memtune.technique import Reason
 from memtune.units import format_bytes
-from memtune.workload import Workload, map_tensors, split_batch
+from memtune.workload import Workload, map_tensors, split_batch, summary
 
 SAMPLES = 4
 _COPIES = 6  # parameters and three gradients, in a dtype up to twice as wide, at the least
+_ACTIVATION_COPIES = 3  # saved tensors in a dtype up to twice as wide, and the kernels' own buffers
 _LARGE_BYTES = 1 << 28
 """Parameters above which blocks that repeat are left out."""
 _OF_A_CLASS = 2
@@ -50,6 +53,7 @@ def batch_is_lossless(
     workload: Workload,
     *,
     parameter_bytes: int = 0,
+    activation_bytes: int = 0,
     blocks: Sequence[str] = (),
     threads: int | None = None,
     draws: int = 2,
@@ -60,6 +64,7 @@ def batch_is_lossless(
         workload: The user's model, batch and loss.
         parameter_bytes: Of the model, to check first whether the comparison fits into host memory; 0 skips
             that.
+        activation_bytes: Of a comparison (`activation_bytes`), checked likewise.
         blocks: Qualified names of the blocks that repeat; a large model is compared with two of each class.
         threads: CPU threads to use; None for torch's number. On a busy machine, many threads wait for each
             other.
@@ -69,27 +74,42 @@ def batch_is_lossless(
     with torch.random.fork_rng(devices=[]), cpu_threads(threads):
         if blocks and parameter_bytes > _LARGE_BYTES:
             try:
-                return _check(workload, _short_model(workload, blocks), draws)
+                return _check(workload, _short_model(workload, blocks), draws, activation_bytes)
             except (MemtuneError, RuntimeError, TypeError, NotImplementedError, LookupError):
                 pass  # its code needs every block, or parameters with the values that it gave them
-        if (room := _no_room(parameter_bytes)) is not None:
+        if (room := _no_room(parameter_bytes, activation_bytes)) is not None:
             return room
         torch.manual_seed(0)
-        return _check(workload, workload.build_model(), draws)
+        return _check(workload, workload.build_model(), draws, activation_bytes)
 
 
 def affordable_draws(recording: Recording) -> int:
     """Return how many batches, at most two, a search or plan has time to compare gradients of."""
     step = recording.step
+    compared = _compared_blocks(recording)
+    per_sample = float(step.ops.flops[compared[step.ops.block]].sum()) / recording.small
+    return min(int(_MOST_FLOPS / max(2 * SAMPLES * per_sample, 1.0)), 2)
+
+
+def activation_bytes(recording: Recording) -> int:
+    """Return the bytes that a comparison allocates beside parameters and gradients."""
+    step = recording.step
+    saved = np.unique(step.saves.storage[_compared_blocks(recording)[step.saves.block]])
+    saved = saved[step.storages.producer[saved] >= 0]
+    return int(step.storages.bytes[saved].sum() * _ACTIVATION_COPIES * SAMPLES / recording.small)
+
+
+def _compared_blocks(recording: Recording) -> NDArray[np.bool_]:
+    """Return which blocks are compared, by number; the last entry is for ops outside of the blocks."""
+    step = recording.step
     is_short = parameter_bytes(recording) > _LARGE_BYTES
     seen: Counter[str] = Counter()
-    kept = np.ones(len(step.blocks) + 1, bool)  # the last entry is for ops outside of the blocks
+    compared = np.ones(len(step.blocks) + 1, bool)
     for i, name in enumerate(step.blocks):
         parent = name.rpartition(".")[0]
         seen[parent] += 1
-        kept[i] = not is_short or seen[parent] <= _OF_A_CLASS
-    per_sample = float(step.ops.flops[kept[step.ops.block]].sum()) / recording.small
-    return min(int(_MOST_FLOPS / max(2 * SAMPLES * per_sample, 1.0)), 2)
+        compared[i] = not is_short or seen[parent] <= _OF_A_CLASS
+    return compared
 
 
 def coupled_samples(recording: Recording) -> Reason | None:
@@ -104,17 +124,17 @@ def parameter_bytes(recording: Recording) -> int:
     return int(storages.bytes[(storages.kind == Kind.PARAMETER) & (storages.producer < 0)].sum())
 
 
-def _no_room(parameter_bytes: int) -> Reason | None:
-    needed, free = _COPIES * parameter_bytes, available_bytes()
+def _no_room(parameter_bytes: int, activation_bytes: int) -> Reason | None:
+    needed, free = _COPIES * parameter_bytes + activation_bytes, available_bytes()
     if free is None or needed <= free:
         return None
     room = f"that takes {format_bytes(needed)} of host memory, {format_bytes(free)} are free"
     return _not_compared(room)
 
 
-def _check(workload: Workload, model: nn.Module, draws_count: int) -> Reason | None:
+def _check(workload: Workload, model: nn.Module, draws_count: int, activation_bytes: int) -> Reason | None:
     model.train()
-    if (room := _no_room(sum(each.nbytes for each in model.parameters()))) is not None:
+    if (room := _no_room(sum(each.nbytes for each in model.parameters()), activation_bytes)) is not None:
         return room
     draws = []
     for seed in range(draws_count):
@@ -212,7 +232,12 @@ def _compare(
         try:
             for batch, halves in draws:
                 whole, drew = _gradients(model, loss, map_tensors(batch, cast))
-                parts = [_gradients(model, loss, map_tensors(half, cast))[0] for half in halves]
+                try:
+                    with warnings.catch_warnings(action="ignore"):
+                        parts = [_gradients(model, loss, map_tensors(half, cast))[0] for half in halves]
+                except Exception as error:  # user code may raise anything on a batch cut by its dimensions
+                    model.zero_grad(set_to_none=True)
+                    return _not_compared(f"loss() fails on half of a batch: {summary(error, 120)}")
                 if (reason := _verdict(whole, parts, drew, unit)) is not None:
                     return reason
         except (MemtuneError, RuntimeError, TypeError, NotImplementedError):

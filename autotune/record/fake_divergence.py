@@ -116,7 +116,11 @@ class _KnownValueReads(OpVisitor):
             self._assumed.append(note)
 
     def after(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        if self._chooses and func in _CHOOSES and not self._known.knows(tensors_in([*args, *kwargs.values()])):
+        if (
+            self._chooses
+            and func in _CHOOSES
+            and not self._known.knows(tensors_in([*args, *kwargs.values()]))
+        ):
             self._assume(_EVEN_CHOICES)
             chosen = out if isinstance(out, Tensor) else out[-1]
             self._known.know(chosen, _spread_evenly(func, args, kwargs, chosen))

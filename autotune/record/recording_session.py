@@ -364,19 +364,19 @@ def open_session(
                     )
         # User code may raise anything on fake tensors. The last rung is real: its error is the user's.
         except Exception as error:
+            # torch's error on reading the storage of a sparse tensor, which a real step raises too
+            if "SparseTensorImpl" in str(error):
+                raise WorkloadError(
+                    "the training step makes sparse tensors; memtune counts bytes of dense tensors only.",
+                    fix=(
+                        "nn.Embedding(…, sparse=False) and a dense optimizer (Adam, Adagrad, SGD instead"
+                        " of SparseAdam)"
+                    ),
+                    code="MT118",
+                ) from error
             if rung == "real-step":
                 if isinstance(error, MemtuneError):
                     raise
-                # torch's error on reading the storage of a sparse tensor
-                if "SparseTensorImpl" in str(error):
-                    raise WorkloadError(
-                        "the training step makes sparse tensors; memtune counts bytes of dense tensors only.",
-                        fix=(
-                            "nn.Embedding(…, sparse=False) and a dense optimizer (Adam, Adagrad, SGD instead"
-                            " of SparseAdam)"
-                        ),
-                        code="MT118",
-                    ) from error
                 fix = "make it train without memtune first"
                 raise WorkloadError(f"One training step fails: {error}", fix=fix, code="MT118") from error
             notes.append(f"rung {rung}: {error_line(error, workload)}")

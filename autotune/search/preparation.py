@@ -18,6 +18,7 @@ from memtune.autotune.predict import Calibration, calibration_of, load_searches
 from memtune.autotune.record import (
     CompiledRecordings,
     PrecisionRecordings,
+    activation_bytes,
     affordable_draws,
     batch_is_lossless,
     coupled_samples,
@@ -304,6 +305,7 @@ def _check_batch(
     frozen = batch_is_lossless(
         workload,
         parameter_bytes=parameter_bytes(recording),
+        activation_bytes=activation_bytes(recorded),
         blocks=recording.step.blocks,
         threads=_threads(ranks),
         draws=draws,

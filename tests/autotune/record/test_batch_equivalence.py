@@ -11,8 +11,10 @@ from support import zoo_paths
 
 from memtune.autotune.record import batch_equivalence
 from memtune.autotune.record.batch_equivalence import batch_is_lossless
+from memtune.memory.dispatch_ledger import ModeLedger
 from memtune.program import Kind
 from memtune.testing.drift_check import recording_of
+from memtune.workload.batches import map_tensors
 from memtune.workload.workload import Workload
 
 HEAD = """
@@ -133,6 +135,42 @@ def model(): return nn.Linear(24, 2)
 def loss(m, b): return m(b).mean()
 """
     assert "could not be compared" in verdict(tmp_path, body)
+
+
+def test_loss_that_fails_on_half_of_a_batch_is_a_reason(tmp_path: Path):
+    """A batch of graphs has as many nodes as fit them: its first dimensions do not divide it."""
+    body = """
+def batch(size):
+    return torch.randn(3 * size, 6), torch.arange(size).repeat_interleave(3), torch.randn(size, 5), size
+def model(): return nn.Linear(6, 5)
+def loss(m, b):
+    points, graph, target, graphs = b
+    return F.mse_loss(torch.zeros(graphs, 5, dtype=points.dtype).index_add(0, graph, m(points)), target)
+"""
+    text = verdict(tmp_path, body)
+    assert "could not be compared" in text
+    assert "fails on half of a batch" in text
+
+
+def test_activations_larger_than_host_memory_are_not_computed(tmp_path: Path):
+    path = tmp_path / "model.py"
+    path.write_text(HEAD + MLP.format(inner="nn.Tanh()") + "def loss(m, b): raise RuntimeError('ran')\n")
+    assert "host memory" in str(batch_is_lossless(Workload.load(path), activation_bytes=2**50))
+
+
+@pytest.mark.parametrize("name", ["gpt", "cnn_bn"])
+def test_activation_bytes_exceed_what_a_comparison_allocates(name: str):
+    workload = Workload.load(zoo_paths.ZOO[name])
+    model = workload.build_model().double()
+    batch = map_tensors(
+        workload.make_batch(batch_equivalence.SAMPLES),
+        lambda each: each.double() if each.is_floating_point() else each,
+    )
+    with ModeLedger() as ledger:
+        workload.loss(model, batch).backward()
+    needed = batch_equivalence.activation_bytes(recording_of(zoo_paths.ZOO[name]))
+    gradients = sum(each.nbytes for each in model.parameters())
+    assert ledger.peak_bytes() - gradients <= needed <= 4 * ledger.peak_bytes()
 
 
 def test_batch_is_lossless_preserves_generator_state(tmp_path: Path):

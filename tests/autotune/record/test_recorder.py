@@ -203,12 +203,30 @@ def test_record_assumes_even_choices_of_models_too_large_for_a_real_step(
     assert any("spread evenly" in note for note in fake.notes)
     monkeypatch.setattr(recording_session, "RUNGS", {"real-step": recording_session.RUNGS["real-step"]})
     real = record(Workload.load(path))
-    assert [fake.step.names[i] for i in fake.step.ops.name] == [real.step.names[i] for i in real.step.ops.name]
+    assert [fake.step.names[i] for i in fake.step.ops.name] == [
+        real.step.names[i] for i in real.step.ops.name
+    ]
     # In a real step the experts have unequal shares, whose sum is the same.
     for size in (2, 4):
         assert fake.at(size).peak_bytes() == pytest.approx(real.at(size).peak_bytes(), rel=0.1)
     counts = fake.step.storages.bytes[fake.step.storages.producer >= 0]
     assert (counts == 2 * 32 * 2 // 4 * 16 * 4).sum() >= 4  # a quarter of the choices for each expert
+
+
+def test_record_refuses_sparse_gradients_of_models_too_large_for_a_real_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "sparse.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\n"
+        "def model(): return nn.EmbeddingBag(50, 8, sparse=True)\n"
+        "def batch(size): return torch.randint(50, (size, 3))\n"
+        "def loss(model, batch): return model(batch).mean()\n"
+        "def optimizer(params): return torch.optim.SGD(params, lr=0.1)\n"
+    )
+    monkeypatch.setattr(recording_session, "available_bytes", lambda: 0)
+    with pytest.raises(WorkloadError, match="sparse tensors"):
+        record(Workload.load(path))
 
 
 def test_record_is_deterministic_and_preserves_generator_state() -> None:
