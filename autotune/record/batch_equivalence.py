@@ -92,7 +92,7 @@ def affordable_draws(recording: Recording) -> int:
 
 
 def activation_bytes(recording: Recording) -> int:
-    """Return the bytes that a comparison allocates beside parameters and gradients."""
+    """Return the bytes that a comparison allocates in addition to parameters and gradients."""
     step = recording.step
     saved = np.unique(step.saves.storage[_compared_blocks(recording)[step.saves.block]])
     saved = saved[step.storages.producer[saved] >= 0]
