@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from memtune import refusals
-from memtune.offload.chunks.paged_offloader import PagedOffloader
+from memtune.offload.chunks.paged_offloader import PagedUnits
 from memtune.offload.optimizer import Gradients, HostOptimizer, Sweeps
 from memtune.runtime import HOST, Context, mark, page_locked, tier, track_data
 
@@ -46,7 +46,7 @@ class LockFreeOptimizer(HostOptimizer):
         context.loop.sync = self._sweeps.sync
         context.events.finished.subscribe(self._sync)
 
-    def publish_to(self, store: PagedOffloader) -> None:
+    def publish_to(self, store: PagedUnits) -> None:
         """Publish the weights of blocks to `store`, all others to the device."""
         self._store, self._spare = store, store.double()
         for device, _ in self._pairs:

@@ -400,6 +400,8 @@ class HostOptimizer:
             context: Its model and optimizer; hooks for checkpoints are registered.
             blocks: Parameters by block, in the order of use.
         """
+        if not blocks:
+            return DeferredUpdates({})
         # Fake tensors have no thread to wait for: a recorder runs the updates in line.
         host_of = dict(self._pairs)
         fake = any(isinstance(host.data, FakeTensor) for host in host_of.values())

@@ -26,9 +26,5 @@ if TYPE_CHECKING:
         not_overlappable as not_overlappable,
         optimizer_on_ssd_overlapped as optimizer_on_ssd_overlapped,
     )
-    from memtune.offload.ssd_states.ssd_parameters import (
-        StepEndUpdates as StepEndUpdates,
-        TieredOffloader as TieredOffloader,
-    )
 else:
     __getattr__ = open_door(__name__)

@@ -5,7 +5,7 @@ The rules are those of `offload.optimizer.async_updates`. A sweep streams record
 `offload.ssd_states.ssd_optimizer` does: it reads, updates and writes each once, 24 bytes per parameter with
 AdamW, whatever the number of steps whose gradients it applies. Also:
 
-- Weights of blocks are published in the pages of a `PagedOffloader`. The other weights are on the device,
+- Weights of blocks are published in the pages of a `PagedUnits`. The other weights are on the device,
   where no sweep reads them, so the host has one copy of each: the sweep writes it, it is copied to the device
   when the version is adopted, and the next sweep waits for that copy.
 - Optimizer state on SSD is not read while a sweep runs: a state dict waits for the sweep, then verifies it.
@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune import refusals
-from memtune.offload.chunks import PagedOffloader
+from memtune.offload.chunks import PagedUnits
 from memtune.offload.optimizer import Gradients, Sweeps, write_during_update_error
 from memtune.offload.parameters import host_copy
 from memtune.offload.ssd_states.ssd_optimizer import SsdOptimizer
@@ -61,7 +61,7 @@ class LockFreeOnSsd(SsdOptimizer):
         context.loop.sync = self._sweeps.sync
         context.events.finished.subscribe(self._settle)
 
-    def publish_to(self, store: PagedOffloader) -> None:
+    def publish_to(self, store: PagedUnits) -> None:
         """Publish weights of blocks to `store`, all others to the device."""
         self._store, places = store, store.double()
         for piece in self._pieces:

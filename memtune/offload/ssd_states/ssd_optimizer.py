@@ -9,7 +9,7 @@ parameter are one record (`memtune.ssd.Piece`). A step goes from parameter to pa
 
 - At most `WRITES_IN_FLIGHT` records are written at once; before another write starts, the oldest is finished.
 - When `step` returns, all writes have finished: a state dict reads the file.
-- Offloaded parameters (`offload.ssd_states.ssd_parameters`): gradients are on the host or SSD before `step`;
+- Offloaded parameters (`offload.parameters.ssd_values`): gradients are on the host or SSD before `step`;
   one on SSD is read with the record. The new weight is written to the parameter's host or SSD copy, just
   before the record.
 """

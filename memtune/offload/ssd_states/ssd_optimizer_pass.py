@@ -466,7 +466,7 @@ def gradients_on_ssd(step: Step, offloaded: OffloadedParameters) -> tuple[Step, 
     """Return `step` with offloaded parameters' gradients on SSD until the optimizer reads them, and their
     storages.
 
-    The pass of `ssd_parameters.SsdGradients`.
+    The pass of `offload.parameters.SsdGradients`.
 
     Args:
         step: A step that `offload.parameters.parameter_offload_pass` wrote, with updates by the optimizer.
