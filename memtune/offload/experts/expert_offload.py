@@ -29,8 +29,7 @@ Rule 7. Under FSDP2 a rank has its rows of each expert on SSD; they are gathered
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -60,7 +59,7 @@ from memtune.ssd import Piece
 from memtune.workload import Expert
 
 
-class ExpertOptimizer(SsdOptimizer):
+class ExpertOptimizer:
     """Moves the weights and state of experts to SSD and updates them natively; the optimizer's own step
     updates all others.
 
@@ -73,7 +72,7 @@ class ExpertOptimizer(SsdOptimizer):
 
     Attributes:
         before_reload: Adopts weights that a load has written, before the state that it has loaded.
-        before_verify: Adopts weights that the user has written through the file's mapping.
+        before_state_dict: Adopts weights that the user has written through the file's mapping.
 
     Raises:
         ApplyError: The native update does not support the optimizer or a parameter's type.
@@ -96,9 +95,11 @@ class ExpertOptimizer(SsdOptimizer):
         self._group = dist.new_group() if averages else None
         if self._group is not None:
             context.undo.callback(dist.destroy_process_group, self._group)
-        super().__init__(context, master=False, read_ahead=0, chosen=mine)
+        self._on_ssd = on_ssd = SsdOptimizer(context, master=False, read_ahead=0, chosen=mine)
+        on_ssd.settle = self._settle
+        context.events.weights_loaded.subscribe(self._reload)
         # Experts without trained parameters have no records, so not every parameter is found.
-        piece_of = {piece.device: piece for piece in self._pieces}
+        piece_of = {piece.device: piece for piece in on_ssd.pieces}
         self.pieces = [
             [piece_of[parameters[i]] for i in each.parameters if parameters[i] in piece_of]
             for each in experts
@@ -107,7 +108,7 @@ class ExpertOptimizer(SsdOptimizer):
             piece.device: expert for expert, pieces in enumerate(self.pieces) for piece in pieces
         }
         # Of stochastic rounding: fixed, so that a missed update has the same bits whenever it runs.
-        self._seeds = {piece.device: seed for seed, piece in enumerate(self._pieces)}
+        self._seeds = {piece.device: seed for seed, piece in enumerate(on_ssd.pieces)}
         uses = moments_of(len(context.blocks), on_device, gathered)
         self.block_of = [each.block for each in experts]
         self._cache = HostCache(slots, rule, self.block_of, uses)
@@ -121,10 +122,10 @@ class ExpertOptimizer(SsdOptimizer):
         self.moment = 0
         self.caught_up = 0
         self.before_reload: Callable[[], None] = lambda: None
-        self.before_verify: Callable[[], None] = lambda: None
+        self.before_state_dict: Callable[[], None] = lambda: None
         self._compute_device = context.device
         # Before the optimizer's own step, which would skip experts: their device gradients are None.
-        before_step(self._optimizer, lambda *_: self._update_rest())
+        before_step(on_ssd.optimizer, lambda *_: self._update_rest())
 
     # -- host memory -----------------------------------------------------------------------------------------
 
@@ -136,7 +137,7 @@ class ExpertOptimizer(SsdOptimizer):
         if gone is not None:
             self._evict(gone)
         if comes:
-            self._resident[expert] = [torch.ops.memtune.from_ssd(piece.ssd) for piece in self.pieces[expert]]
+            self._resident[expert] = [self._on_ssd.load(piece) for piece in self.pieces[expert]]
 
     def _evict(self, expert: int) -> None:
         hosts = self._resident.pop(expert)
@@ -149,7 +150,7 @@ class ExpertOptimizer(SsdOptimizer):
         if expert in self._dirty:
             self._dirty.discard(expert)
             for piece, host in zip(self.pieces[expert], hosts, strict=True):
-                self._write(piece, host)
+                self._on_ssd.write(piece, host)
 
     @torch.no_grad()
     def host(self, expert: int) -> list[Tensor]:
@@ -167,16 +168,17 @@ class ExpertOptimizer(SsdOptimizer):
                 with tier(HOST):
                     # Zeros are a gradient: weight decay and momentum still change the weight.
                     zeros = torch.zeros(piece.held.shape)
-                self._on_host(replace(piece, group=group), host, zeros, self._seeds[piece.device])
+                self._on_ssd.update(piece, host, zeros, self._seeds[piece.device], group)
         return hosts
 
-    @torch.no_grad()
-    def verify(self, only: Container[nn.Parameter] | None = None) -> None:
-        """Check state on SSD as `SsdOptimizer.verify` does, after all changed experts are written."""
-        if only is None:
-            self.before_verify()
+    def verify(self, expert: int) -> None:
+        """Check the expert's records on SSD, after all changed experts are written."""
         self.flush()
-        super().verify(only)
+        self._on_ssd.verify({piece.device for piece in self.pieces[expert]})
+
+    def _settle(self) -> None:
+        self.before_state_dict()
+        self.flush()
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -188,8 +190,7 @@ class ExpertOptimizer(SsdOptimizer):
         for expert, hosts in self._resident.items():
             self._write_back(expert, hosts)
         # Two SSD writes may be in flight; state dicts read what has arrived.
-        while self._writing:
-            self._finish_oldest()
+        self._on_ssd.finish_writes()
 
     @torch.no_grad()
     def set_weights(self, expert: int) -> None:
@@ -207,7 +208,7 @@ class ExpertOptimizer(SsdOptimizer):
         for index, piece in enumerate(self.pieces[expert]):
             with tier(HOST):
                 record = piece.ssd.detach().clone()
-            self._write_now(piece, record)
+            self._on_ssd.write_now(piece, record)
             if cached:
                 cached[index].copy_(record)
 
@@ -217,7 +218,9 @@ class ExpertOptimizer(SsdOptimizer):
         self.before_reload()
         for expert, pieces in enumerate(self.pieces):
             for piece, host in zip(pieces, self.host(expert), strict=True):
-                self._adopt_state(piece, self._optimizer.state[piece.held], piece.parts(host)[1:])
+                self._on_ssd.adopt_state(
+                    piece, self._on_ssd.optimizer.state[piece.held], piece.parts(host)[1:]
+                )
             self._dirty.add(expert)
         self.flush()
 
@@ -283,7 +286,7 @@ class ExpertOptimizer(SsdOptimizer):
                 if gradient is not None:
                     # A real gradient in another micro-batch of the step takes the place of the zeros.
                     self._zero.discard(piece.device)
-                    self._on_host(piece, host, gradient, self._seeds[piece.device])
+                    self._on_ssd.update(piece, host, gradient, self._seeds[piece.device])
 
     def _of(self, parameters: Iterable[nn.Parameter]) -> list[int]:
         return list(dict.fromkeys(self.expert_of[each] for each in parameters))
@@ -314,7 +317,7 @@ class ExpertOptimizer(SsdOptimizer):
             ApplyError: Some state is not on SSD.
         """
         cached = sum(host.nbytes for hosts in self._resident.values() for host in hosts)
-        return {**super().check(), "cached_bytes": cached, "caught_up": self.caught_up}
+        return {**self._on_ssd.check(), "cached_bytes": cached, "caught_up": self.caught_up}
 
 
 def blocks_of_experts(context: Context, optimizer: ExpertOptimizer) -> OffloadedBlocks:
@@ -361,10 +364,10 @@ class ExpertUnits:
         self._last: list[set[int]] = [set() for _ in numbers]
         self._used: list[set[int]] = [set() for _ in numbers]
         self._places = [[piece_of(context, blocks, each.device) for each in its] for its in optimizer.pieces]
-        self._mappings: Mappings[int] = Mappings(self._verify, optimizer.adopt)
+        self._mappings: Mappings[int] = Mappings(optimizer.verify, optimizer.adopt)
         self.loaded_bytes = 0
         context.undo.callback(self._load_all)
-        optimizer.before_reload, optimizer.before_verify = self._mappings.adopt, self._mappings.write
+        optimizer.before_reload, optimizer.before_state_dict = self._mappings.adopt, self._mappings.write
         blocks.load_before_gathers(self.load_block, self._memory)
         if blocks.gathered is not None:  # Rule 7: a gather reads all experts' rows
             # One list for both: it never changes.
@@ -506,9 +509,6 @@ class ExpertUnits:
 
     def _owners(self, expert: int) -> list[OffloadedParameter]:
         return [place.of[0] for place in self._places[expert]]
-
-    def _verify(self, expert: int) -> None:
-        self._optimizer.verify({piece.device for piece in self._optimizer.pieces[expert]})
 
     def check(self, *, is_between_steps: bool) -> dict[str, Any]:
         """Return facts about the experts.

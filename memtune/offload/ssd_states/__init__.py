@@ -8,10 +8,7 @@ from memtune._door import open_door
 
 if TYPE_CHECKING:
     from memtune.offload.ssd_states.ssd_lock_free import LockFreeOnSsd as LockFreeOnSsd
-    from memtune.offload.ssd_states.ssd_optimizer import (
-        HostPieces as HostPieces,
-        SsdOptimizer as SsdOptimizer,
-    )
+    from memtune.offload.ssd_states.ssd_optimizer import SsdOptimizer as SsdOptimizer
     from memtune.offload.ssd_states.ssd_optimizer_pass import (
         OffloadedParameters as OffloadedParameters,
         gradients_on_ssd as gradients_on_ssd,

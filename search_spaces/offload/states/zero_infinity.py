@@ -25,7 +25,6 @@ from memtune.offload.parameters import (
     stream_parameters,
 )
 from memtune.offload.ssd_states import (
-    HostPieces,
     OffloadedParameters,
     SsdOptimizer,
     gradients_on_ssd,
@@ -316,10 +315,12 @@ class ZeroInfinity(Technique):
 
     def _moved(self, context: Context) -> SsdOptimizer:
         is_master = self.update == "master"
-        if self.optimizer == "host":
-            return HostPieces(context, master=is_master, read_ahead=self.optimizer_prefetch)
         return SsdOptimizer(
-            context, master=is_master, read_ahead=self.optimizer_prefetch, keep=self.effects.keeps_steps
+            context,
+            master=is_master,
+            read_ahead=self.optimizer_prefetch,
+            keep=self.effects.keeps_steps,
+            on_host=self.optimizer == "host",
         )
 
     def _tiled(self, context: Context, plan: ZeroInfinityPlan) -> dict[nn.Parameter, nn.Linear]:

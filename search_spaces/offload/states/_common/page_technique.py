@@ -211,7 +211,7 @@ def apply_pages(
     every = [list(context.model.get_submodule(name).parameters()) for name in context.blocks]
     resident = [each for block in every for each in block][: how.cached]
     move_to_device(context, resident)
-    optimizer: HostOptimizer | SsdOptimizer
+    optimizer: HostOptimizer | LockFreeOptimizer | SsdOptimizer | LockFreeOnSsd
     if max_staleness is not None:
         optimizer = (
             LockFreeOptimizer(context, max_staleness)
@@ -223,7 +223,8 @@ def apply_pages(
     else:
         optimizer = HostOptimizer(context, resident=resident)
     members = [[each for each in block if each not in set(resident)] for block in every]
-    blocks = OffloadedBlocks(context, optimizer if isinstance(optimizer, HostOptimizer) else None, members)
+    host = optimizer.on_host if isinstance(optimizer, LockFreeOptimizer) else optimizer
+    blocks = OffloadedBlocks(context, host if isinstance(host, HostOptimizer) else None, members)
     units, gradients = PagedUnits(context, blocks, how.pages), BlockGradients(context, blocks)
     store = ParameterOffloader(context, residency, blocks, units, gradients, None, optimizer.check)
     if isinstance(optimizer, LockFreeOptimizer | LockFreeOnSsd):
