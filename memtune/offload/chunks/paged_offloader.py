@@ -7,7 +7,7 @@ and in frames (`offload.core.parameter_layout`); a page that is loaded evicts th
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -140,10 +140,9 @@ class PagedUnits:
         self._written.clear()
         self._in_frames, self._blocks.hosts = spare, spare.hosts
 
-    def check(self, *, is_between_steps: bool) -> dict[str, Any]:
-        """Return facts about the blocks' parameters."""
-        on_host = sum(map(bool, self._blocks.of_block))
-        return {"blocks_on_host": on_host, "loaded_bytes": self.loaded_bytes}
+    def resident_bytes(self) -> int:
+        """Return 0: frames are permanent."""
+        return 0
 
 
 class InFrames(NamedTuple):

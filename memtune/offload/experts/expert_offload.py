@@ -51,7 +51,7 @@ from memtune.offload.core import (
     to_host_now,
 )
 from memtune.offload.experts.host_cache import HostCache, experts_to_read, moments_of
-from memtune.offload.parameters import Mappings, OffloadedBlocks, Prefetched, piece_of, require_freed
+from memtune.offload.parameters import Mappings, OffloadedBlocks, Prefetched, bytes_of, piece_of
 from memtune.offload.ssd_states import SsdOptimizer
 from memtune.program import Rule
 from memtune.runtime import HOST, Context, before_step, local, mark, tier, transfer
@@ -317,7 +317,8 @@ class ExpertOptimizer:
             ApplyError: Some state is not on SSD.
         """
         cached = sum(host.nbytes for hosts in self._resident.values() for host in hosts)
-        return {**self._on_ssd.check(), "cached_bytes": cached, "caught_up": self.caught_up}
+        facts = {"experts": len(self.pieces), "cached_bytes": cached, "caught_up": self.caught_up}
+        return self._on_ssd.check() | facts
 
 
 def blocks_of_experts(context: Context, optimizer: ExpertOptimizer) -> OffloadedBlocks:
@@ -510,16 +511,9 @@ class ExpertUnits:
     def _owners(self, expert: int) -> list[OffloadedParameter]:
         return [place.of[0] for place in self._places[expert]]
 
-    def check(self, *, is_between_steps: bool) -> dict[str, Any]:
-        """Return facts about the experts.
-
-        Raises:
-            ApplyError: Some are on the device between two steps.
-        """
-        if is_between_steps:
-            require_freed(place for places in self._places for place in places)
-        on_host = sum(map(bool, self._members))
-        return {"blocks_on_host": on_host, "loaded_bytes": self.loaded_bytes, "experts": len(self.experts)}
+    def resident_bytes(self) -> int:
+        """Return the bytes of weights on the device."""
+        return bytes_of(place for places in self._places for place in places)
 
 
 @torch.no_grad()

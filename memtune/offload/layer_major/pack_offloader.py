@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from memtune import refusals
+from memtune.offload.core import set_own_grad
 from memtune.offload.layer_major.packs import Span, in_parts
 from memtune.offload.optimizer import HostOptimizer
 from memtune.offload.parameters import BlockGradients, BlockUnits, BlockUpdates, OffloadedBlocks, Overlap
@@ -70,20 +71,11 @@ class PackOffloader:
         """The blocks whose gradients are offloaded while the next pack runs."""
         self.is_stepping = False
         """True inside a step: only `begin` and `end` load and free blocks."""
-        self.is_last = False
+        self.gradients.is_taken = False
         for index, block in enumerate(self._blocks.modules):
             self._hook_evaluation(index, block)
         before_step(context.optimizer, self._step_begins)
         self.units.free(self.units.resident)
-
-    @property
-    def is_last(self) -> bool:
-        """True in the last micro-batch of a pack: gradients are offloaded when ready."""
-        return self.gradients.is_taken
-
-    @is_last.setter
-    def is_last(self, is_last: bool) -> None:
-        self.gradients.is_taken = is_last
 
     def _hook_evaluation(self, index: int, block: nn.Module) -> None:
         """Load and free block `index` at its own calls outside of a step; refuse a forward that records."""
@@ -137,7 +129,9 @@ class PackOffloader:
     def _cut(self, following: Span, parts: int) -> list[list[int]]:
         """Split the copies of `following` into parts of about equal bytes, last part first."""
         pieces = [
-            (unit, piece.host.nbytes) for unit in range(*following) for piece in self.units.missing(unit)
+            (unit, piece.host.nbytes)
+            for unit in range(*following)
+            for piece in self.units.unfilled.get(unit, ())
         ]
         return [
             [pieces[n][0] for n in part]
@@ -147,11 +141,11 @@ class PackOffloader:
     def next_micro_batch(self) -> None:
         """Start the copies of one part; called when a micro-batch's boundary activation is on the device."""
         units = self.units
-        if units.is_filling:
+        if units.unfilled:
             with transfer.prefetching(self._device):
                 for unit in self._load_parts.pop() if self._load_parts else ():
                     # Never waits for a deferred update here: `begin` does, when the values are needed.
-                    if units.missing(unit) and units.deferred.is_done(unit):
+                    if unit in units.unfilled and units.deferred.is_done(unit):
                         units.fill(unit, 1)
                 if not self._load_parts:
                     units.fill_finished()
@@ -180,14 +174,6 @@ class PackOffloader:
         elif update:
             self._updates.update(range(*pack))
 
-    def load_block(self, index: int) -> None:
-        """Load one block, outside of any pack."""
-        self.units.load_block(index)
-
-    def free_block(self, index: int) -> None:
-        """Free one block, outside of any pack."""
-        self.units.free((index,))
-
     def begin_step(self) -> None:
         """Begin a step, before its first forward; start the last step's deferred updates.
 
@@ -200,9 +186,9 @@ class PackOffloader:
 
     def end_step(self) -> None:
         """End forward and backward of all micro-batches; average gradients outside of the blocks."""
-        if self.gradients.group is not None:
+        if self.gradients.reducer is not None:
             # Once per step: their sums of all micro-batches are on the device, unlike those of the packs.
-            average_now(self._blocks.outside, self.gradients.group)
+            average_now(self._blocks.outside, self.gradients.reducer.group)
         self.gradients.show(self.gradients.finish_averages())
 
     def abandon(self) -> None:
@@ -212,7 +198,8 @@ class PackOffloader:
         self._kept_gradients, self._gradient_parts, self._update_next = [], [], ()
         self.gradients.held = None
         # Unlike in the plain loop the user cannot clear them: they are not shown as `grad` here.
-        self.gradients.clear()
+        for held in self._blocks.trained.values():
+            set_own_grad(held, None)
         self.units.free(self.units.resident)
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -227,4 +214,7 @@ class PackOffloader:
         Raises:
             ApplyError: Some are on the device between two steps.
         """
-        return self._check() | self.units.check() | self._updates.facts()
+        if left := self.units.resident_bytes():
+            raise refusals.error_of(refusals.resident_between_steps(left))
+        facts = {"blocks_on_host": len(self._blocks), "loaded_bytes": self.units.loaded_bytes}
+        return self._check() | facts | self._updates.facts()

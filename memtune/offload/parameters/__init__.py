@@ -12,10 +12,10 @@ if TYPE_CHECKING:
         BlockUnits as BlockUnits,
         OffloadedBlocks as OffloadedBlocks,
         Prefetched as Prefetched,
+        bytes_of as bytes_of,
         copy_together as copy_together,
         host_copy as host_copy,
         piece_of as piece_of,
-        require_freed as require_freed,
     )
     from memtune.offload.parameters.link_coordination import (
         Orchestrated as Orchestrated,

@@ -64,6 +64,7 @@ class BlockGradients:
 
     Attributes:
         place: Copies a gradient to memory on the device, from which it is offloaded, and returns that.
+        reducer: Averages them among replicas; None: there is one rank, or another component does.
         early: Updates inside backward, which later gradients must not follow; None: there are none.
         is_taken: False: gradients of this micro-batch remain on the device.
         held: A list: ready gradients are put here, and their copies start later; None: they start at once.
@@ -114,7 +115,7 @@ class BlockGradients:
         self._grad_hooks: list[RemovableHandle] = []
         tiled = set(tiled)
         ready = [[each for each in block if each not in tiled] for block in blocks.of_block]
-        self._reducer = self._reducer_of(context, ready) if averages and when_ready else None
+        self.reducer = self._reducer_of(context, ready) if averages and when_ready else None
         for parameter in (each for block in ready for each in block) if when_ready else ():
             if parameter.requires_grad:
                 handle = parameter.register_post_accumulate_grad_hook(weakly(self._on_grad_ready))
@@ -155,17 +156,13 @@ class BlockGradients:
             self.early.require_first(parameter)
         if torch.is_grad_enabled():  # backward with `create_graph`
             with torch.no_grad():
-                self._take(parameter)
-        else:
-            self._take(parameter)
-
-    def _take(self, parameter: nn.Parameter) -> None:
-        if self._shown and parameter in self._shown:
+                self._on_grad_ready(parameter)
+        elif self._shown and parameter in self._shown:
             self._add_to_shown(parameter)
         elif parameter.grad is None:
             pass  # the user's hook has used and freed it
-        elif self._reducer is not None:
-            self._reducer.add(parameter)
+        elif self.reducer is not None:
+            self.reducer.add(parameter)
         else:
             self._offload(parameter)
 
@@ -178,9 +175,9 @@ class BlockGradients:
 
     def _average(self, parameter: nn.Parameter) -> None:
         """Average the gradient of a parameter that is not offloaded."""
-        assert self._reducer is not None
+        assert self.reducer is not None
         with without_grad():
-            self._reducer.add(parameter)
+            self.reducer.add(parameter)
 
     def _offload(self, parameter: nn.Parameter) -> None:
         """Start the D2H copy of the gradient of `parameter`, which is averaged."""
@@ -247,22 +244,14 @@ class BlockGradients:
             transfer.finish(host)
             # The last references: the device memory is free before the host adds, as the pass predicts.
             del source, copy
-            self._add(parameter, host)
-
-    def _add(self, parameter: nn.Parameter, host: Tensor) -> None:
-        if self._sums is None:
-            add_gradient(self._trained[parameter], host)
-        else:
-            self._sums.add(parameter, host)
+            if self._sums is None:
+                add_gradient(self._trained[parameter], host)
+            else:
+                self._sums.add(parameter, host)
 
     def finish_averages(self) -> int:
         """Average the remaining buckets at the end of backward; return the number of missing gradients."""
-        return 0 if self._reducer is None else len(self._reducer.finish())
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The replicas that average gradients; None: they do not."""
-        return None if self._reducer is None else self._reducer.group
+        return 0 if self.reducer is None else len(self.reducer.finish())
 
     def abandon(self) -> None:
         """Drop gradients in D2H copies: their backward, or the step, has raised."""
@@ -270,17 +259,12 @@ class BlockGradients:
         for _, _, host in self._in_flight.drain():
             transfer.abandon(host)
         self._version_check.forget()
-        if self._reducer is not None:
-            self._reducer.abandon()
+        if self.reducer is not None:
+            self.reducer.abandon()
         if self._rows is not None:
             transfer.abandon(self._rows[1])
         self._rows, self._n_started = None, 0
         self._flush()
-
-    def clear(self) -> None:
-        """Drop the sums: they belong to no step."""
-        for held in self._trained.values():
-            set_own_grad(held, None)
 
     # -- use -------------------------------------------------------------------------------------------------
 
@@ -326,11 +310,8 @@ class BlockGradients:
         """Show the gradients no longer: the sums are what the user has made of them."""
         while self._shown:
             parameter = self._shown.pop()
-            self._hide(parameter)
-
-    def _hide(self, parameter: nn.Parameter) -> None:
-        if hide_grad_of(parameter) and self._sums is not None:
-            self._sums.take(parameter)
+            if hide_grad_of(parameter) and self._sums is not None:
+                self._sums.take(parameter)
 
     def _flush(self) -> None:
         if self._sums is not None:
@@ -340,12 +321,16 @@ class BlockGradients:
         """Add a gradient to the sum that is shown: of a penalty on a weight between uses, on the host."""
         gradient = own_grad(parameter)
         set_own_grad(parameter, None)
-        self._hide(parameter)
-        if gradient is not None:
-            if self._sums is not None:
+        is_changed = hide_grad_of(parameter)
+        if self._sums is None and gradient is not None:
+            add_gradient(self._trained[parameter], local(gradient))
+        elif self._sums is not None:
+            if is_changed:
+                self._sums.take(parameter)
+            if gradient is not None:
                 self._sums.begin(parameter)
-            self._add(parameter, local(gradient))
-            self._flush()
+                self._sums.add(parameter, local(gradient))
+                self._sums.flush()
         show_grad_of(parameter, self._trained[parameter])
 
     def forward_begins(self) -> None:

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.tensor import DTensor
 
-from memtune import refusals
 from memtune.errors import ApplyError
 from memtune.offload.core import (
     Chunks,
@@ -114,10 +113,9 @@ class OffloadedBlocks:
             load: Called with the block.
             memory: Returns the memory of a block's rows, which is freed and allocated again.
         """
-        gathered = self.gathered
-        for block in range(len(self)) if gathered is not None else ():
-            assert gathered is not None
-            gathered.before_gathers(block, partial(load, block), partial(memory, block))
+        if self.gathered is not None:
+            for block in range(len(self)):
+                self.gathered.before_gathers(block, partial(load, block), partial(memory, block))
 
     def _into_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Put rows into a state dict as FSDP2 shows them, on the mesh's device."""
@@ -150,14 +148,9 @@ def piece_of(
     return Piece(each.device, each.host, padded_bytes=padded, of=(each,))
 
 
-def require_freed(pieces: Iterable[Piece]) -> None:
-    """Check that no weight is on the device.
-
-    Raises:
-        ApplyError: Some of `pieces` are.
-    """
-    if left := sum(piece.memory.untyped_storage().nbytes() for piece in pieces):
-        raise refusals.error_of(refusals.resident_between_steps(left))
+def bytes_of(pieces: Iterable[Piece]) -> int:
+    """Return the bytes that `pieces` have on the device."""
+    return sum(piece.memory.untyped_storage().nbytes() for piece in pieces)
 
 
 class Prefetched:
@@ -201,6 +194,7 @@ class BlockUnits:
         prefetched: Units in copies.
         moment: The moment of the step that runs, or that ran last.
         deferred: Updates of blocks that may still run when these are loaded.
+        unfilled: By unit: pieces that are allocated and have no values yet.
         before_load: Called with a block that is about to be used.
         on_free: Called with a unit that is about to be freed.
     """
@@ -230,8 +224,7 @@ class BlockUnits:
         self.deferred = DeferredUpdates({})
         self.before_load: Callable[[int], None] | None = None
         self.on_free: Callable[[int], None] | None = None
-        # By block: pieces that are allocated and have no values yet.
-        self._unfilled: dict[int, list[Piece]] = {}
+        self.unfilled: dict[int, list[Piece]] = {}
         self.loaded_bytes = 0
         context.undo.callback(self._load_all)
         blocks.load_before_gathers(self.load_block, self._memory)
@@ -259,7 +252,7 @@ class BlockUnits:
             self._load(unit)
 
     def _load(self, unit: int) -> None:
-        if unit in self._unfilled:
+        if unit in self.unfilled:
             self.fill(unit)
         elif unit not in self.resident:
             self.deferred.finish(unit)
@@ -278,7 +271,7 @@ class BlockUnits:
 
     def prefetch(self, units: Iterable[int]) -> None:
         """Load `units`; only allocate those whose updates still run."""
-        if self._unfilled:
+        if self.unfilled:
             self.fill_finished()
         for unit in units:
             if unit in self.resident or self.deferred.is_done(unit):
@@ -291,21 +284,12 @@ class BlockUnits:
         if unit not in self.resident:
             # Resident though without values: no later load may allocate it again.
             self.resident.add(unit)
-            self._unfilled[unit] = list(self.pieces[unit])
-            allocate_together(self._unfilled[unit])
-
-    @property
-    def is_filling(self) -> bool:
-        """True if some units are allocated without values."""
-        return bool(self._unfilled)
-
-    def missing(self, unit: int) -> Sequence[Piece]:
-        """Return the pieces of `unit` that are allocated without values."""
-        return self._unfilled.get(unit, ())
+            self.unfilled[unit] = list(self.pieces[unit])
+            allocate_together(self.unfilled[unit])
 
     def fill_finished(self) -> None:
         """Load the values of allocated units whose updates have ended, without waiting."""
-        for unit in [each for each in self._unfilled if self.deferred.is_done(each)]:
+        for unit in [each for each in self.unfilled if self.deferred.is_done(each)]:
             self.fill(unit)
 
     def fill(self, unit: int, pieces: int | None = None) -> None:
@@ -314,12 +298,12 @@ class BlockUnits:
         """
         # Values first exist on the host when the update has ended.
         self.deferred.finish(unit)
-        unfilled = self._unfilled[unit]
+        unfilled = self.unfilled[unit]
         count = len(unfilled) if pieces is None else pieces
         self._load_pieces(unfilled[:count])
         del unfilled[:count]
         if not unfilled:
-            del self._unfilled[unit]
+            del self.unfilled[unit]
 
     # -- free ------------------------------------------------------------------------------------------------
 
@@ -331,7 +315,7 @@ class BlockUnits:
             self._values.free(mine)
         for unit in gone:
             self.resident.discard(unit)
-            self._unfilled.pop(unit, None)
+            self.unfilled.pop(unit, None)
             if self.on_free is not None:
                 self.on_free(unit)
             free_together(self.pieces[unit])
@@ -368,18 +352,9 @@ class BlockUnits:
                 self.resident.discard(index)
             self._load(index)
 
-    # -- audit -----------------------------------------------------------------------------------------------
-
-    def check(self, *, is_between_steps: bool = True) -> dict[str, Any]:
-        """Return facts about the blocks' parameters.
-
-        Raises:
-            ApplyError: Some are on the device between two steps.
-        """
-        if is_between_steps:
-            require_freed(piece for unit in self.pieces for piece in unit)
-        on_host = sum(map(bool, self._blocks.of_block))
-        return {"blocks_on_host": on_host, "loaded_bytes": self.loaded_bytes}
+    def resident_bytes(self) -> int:
+        """Return the bytes of weights on the device."""
+        return bytes_of(piece for unit in self.pieces for piece in unit)
 
 
 def copy_together(pieces: Iterable[Piece], copy: Callable[[Tensor, Tensor], None] | None = None) -> None:
@@ -421,7 +396,7 @@ def _outside(model: nn.Module, mine: list[nn.Parameter]) -> list[nn.Parameter]:
     """Return the trained parameters outside of the blocks.
 
     Raises:
-        ApplyError: A block's parameter is used outside of it as well, or shares memory.
+        ApplyError: A block's parameter is used outside of it as well, or is a part of a larger tensor.
     """
     # `parameters()` reports a shared parameter once, so owners are counted module by module.
     owners: dict[int, int] = {}
@@ -436,25 +411,16 @@ def _outside(model: nn.Module, mine: list[nn.Parameter]) -> list[nn.Parameter]:
             fix="offload: {states: {kind: optimizer_cpu}}",
             code="MT364",
         )
-    refuse_shared_memory(model, mine)
-    return [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
-
-
-def refuse_shared_memory(model: nn.Module, mine: Iterable[nn.Parameter]) -> None:
-    """Check that each of `mine`, parameters of `model`, fills its storage, which is freed as a whole.
-
-    Raises:
-        ApplyError: One is a part of a larger tensor, or repeats memory.
-    """
-    whole = [each for each in mine if not isinstance(each, DTensor)]  # a shard's memory is FSDP2's own
-    wrong = {id(each) for each in whole if each.untyped_storage().nbytes() != each.nbytes}
-    if wrong:
-        name = next(name for name, each in model.named_parameters() if id(each) in wrong)
+    # The storage is freed as a whole; a shard's is FSDP2's own.
+    parts = {id(p) for p in mine if not isinstance(p, DTensor) and p.untyped_storage().nbytes() != p.nbytes}
+    if parts:
+        name = next(name for name, each in model.named_parameters() if id(each) in parts)
         raise ApplyError(
             f"{name} shares its storage with another tensor, so it cannot be offloaded.",
             fix="offload: {states: {kind: optimizer_cpu}}",
             code="MT364",
         )
+    return [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
 
 
 def host_copy(parameter: nn.Parameter) -> Tensor:

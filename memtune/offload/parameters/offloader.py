@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from memtune import refusals
 from memtune.errors import ApplyError
 from memtune.offload.core import room_bytes
 from memtune.offload.optimizer import HostOptimizer
@@ -60,6 +61,8 @@ class Units(Protocol):
 
     prefetched: Prefetched
     """Units in copies."""
+    loaded_bytes: int
+    """Since the start of training."""
     moment: int
     """The moment of the step that runs, or that ran last."""
 
@@ -86,8 +89,8 @@ class Units(Protocol):
     def step_begins(self) -> None:
         """Free all units, and take what the user has written, before the optimizer changes the weights."""
 
-    def check(self, *, is_between_steps: bool) -> dict[str, Any]:
-        """Return facts; raise if a weight is on the device between two steps."""
+    def resident_bytes(self) -> int:
+        """Return the bytes of weights on the device that are freed between two steps."""
 
 
 class Updates(Protocol):
@@ -180,7 +183,7 @@ class BlockUpdates:
 
     def fill_next(self, block: int) -> None:
         """Load the values of the block after `block`, whose kernels are queued: the host may wait now."""
-        if self._units is not None and self._units.missing(block + 1):
+        if self._units is not None and block + 1 in self._units.unfilled:
             with self._units.prefetched.loading((block + 1,)):
                 self._units.fill(block + 1)
 
@@ -232,7 +235,7 @@ class ParameterOffloader:
         check: Callable[[], dict[str, Any]],
     ) -> None:
         self.units, self._gradients, self._updates, self._check = units, gradients, updates, check
-        self._blocks, self._residency = len(blocks), residency
+        self._blocks, self._residency = blocks, residency
         units.moment = self._end = len(residency.drops) - 1
         is_gathered = blocks.gathered is not None
         self._uses = order_of_use(len(blocks), gathered=is_gathered)
@@ -358,7 +361,9 @@ class ParameterOffloader:
             # Backward of block b is moment 2 * blocks - 1 - b; all of its gradients are ready when the next
             # begins.
             block = self._end - 1 - before
-            is_used = self._is_last and self._blocks <= before < self._end and block != self._updated_in_step
+            is_used = (
+                self._is_last and len(self._blocks) <= before < self._end and block != self._updated_in_step
+            )
             updates.complete(block if is_used else None, is_end=moment == self._end)
         # After the moment's own loads, which must not wait for reads of later ones.
         units.read_ahead()
@@ -392,7 +397,10 @@ class ParameterOffloader:
         Raises:
             ApplyError: Some are on the device between two steps.
         """
-        facts = self.units.check(is_between_steps=self.units.moment == self._end)
+        if (left := self.units.resident_bytes()) and self.units.moment == self._end:
+            raise refusals.error_of(refusals.resident_between_steps(left))
+        on_host = sum(map(bool, self._blocks.of_block))
+        facts = {"blocks_on_host": on_host, "loaded_bytes": self.units.loaded_bytes}
         return self._check() | facts | ({} if self._updates is None else self._updates.facts())
 
 

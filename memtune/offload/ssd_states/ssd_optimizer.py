@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Container
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -182,7 +181,7 @@ class SsdOptimizer:
     def _piece(
         self, name: str, parameter: nn.Parameter, group: dict[str, Any], weight: Tensor, state: dict[str, Any]
     ) -> Piece:
-        """Build the record of a parameter on SSD.
+        """Build the record of a parameter.
 
         Args:
             name: Of the parameter, for errors.
@@ -191,10 +190,19 @@ class SsdOptimizer:
             weight: The master, on the host.
             state: On the host; may have no moments yet.
         """
-        if self._on_host:
-            return self._host_piece(name, parameter, group, weight.detach(), state)
-        # Moments exist from the first step on, as zeros, so that a record has its final size at once.
         moments = self._native.moment_names(group)
+        # Moments exist from the first step on, as zeros, so that a record has its final size at once.
+        if self._on_host:
+            weight = weight.detach()
+            with tier(HOST):
+                parts = [
+                    state[each].float() if each in state else zeros_in_order_of(weight, torch.float32)
+                    for each in moments
+                ]
+            for part in (weight, *parts):
+                mark(part, HOST)
+            held = optimizer_parameter(parameter, weight)
+            return Piece(name, parameter, held, weight, group, moments, values=[weight, *parts])
         with tier(HOST):
             parts = [weight, *(state.get(each, torch.zeros_like(weight)) for each in moments)]
             # One contiguous record: one read and one write per parameter, instead of three.
@@ -205,27 +213,6 @@ class SsdOptimizer:
         # The optimizer's parameter is a view of the file's mapping; reading it reads SSD.
         held = optimizer_parameter(parameter, ssd[: weight.numel()].view(weight.shape))
         return Piece(name, parameter, held, ssd, group, moments, spare)
-
-    def _host_piece(
-        self, name: str, parameter: nn.Parameter, group: dict[str, Any], weight: Tensor, state: dict[str, Any]
-    ) -> Piece:
-        names = self._native.moment_names(group)
-        with tier(HOST):
-            moments = [
-                state[each].float() if each in state else zeros_in_order_of(weight, torch.float32)
-                for each in names
-            ]
-        for each in (weight, *moments):
-            mark(each, HOST)
-        return HostPiece(
-            name,
-            parameter,
-            optimizer_parameter(parameter, weight),
-            weight,
-            group,
-            names,
-            values=[weight, *moments],
-        )
 
     @torch.no_grad()
     def _step(self) -> None:
@@ -518,16 +505,3 @@ def _nothing() -> None:
 
 def _is_same(value: Tensor | None, own: Tensor) -> bool:
     return value is not None and value.untyped_storage()._cdata == own.untyped_storage()._cdata
-
-
-@dataclass(eq=False)
-class HostPiece(Piece):
-    """A record on the host: weight and moments in separate tensors, because only the weight is copied to the
-    device.
-    """
-
-    values: list[Tensor] = field(default_factory=list)
-
-    def parts(self, of: Tensor) -> list[Tensor]:
-        """Return weight and moments; ignores `of`."""
-        return self.values
