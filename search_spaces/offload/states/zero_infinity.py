@@ -13,7 +13,14 @@ from memtune import refusals
 from memtune.effects import Effects
 from memtune.errors import ApplyError
 from memtune.offload.core import is_gathered
-from memtune.offload.optimizer import UPDATES, HostOptimizer, Native, no_native_update, optimizer_on_host
+from memtune.offload.optimizer import (
+    UPDATES,
+    HostOptimizer,
+    Native,
+    no_native_update,
+    no_state_to_offload,
+    optimizer_on_host,
+)
 from memtune.offload.parameters import (
     BlockGradients,
     BlockUnits,
@@ -42,7 +49,7 @@ from memtune.offload.tiles import (
     tileable_rows,
     weights_before_biases,
 )
-from memtune.program import Kind, Program, gathers_of, is_in_expert, window_residency
+from memtune.program import Program, gathers_of, is_in_expert, window_residency
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
 from memtune.search_spaces.offload.states._common.layer_offload import (
@@ -176,11 +183,8 @@ class ZeroInfinity(Technique):
         if (reason := self.refuses(Facts.of(program, target))) is not None:
             return reason
         step = program.step
-        if (
-            not any(each.gradient >= 0 for each in step.parameters)
-            or not (step.storages.kind == Kind.OPTIMIZER).any()
-        ):
-            return refusals.no_optimizer_state()
+        if (reason := no_state_to_offload(step)) is not None:
+            return reason
         if (reason := no_native_update(step, self.update, target)) is not None or self.parameters == "device":
             return reason
         return cannot_run_on_ranks(self, program, target, natively=False) or self._no_tiles(program, target)
