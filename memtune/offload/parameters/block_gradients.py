@@ -268,19 +268,19 @@ class BlockGradients:
 
     # -- use -------------------------------------------------------------------------------------------------
 
-    def arrived(self, blocks: Iterable[int]) -> list[nn.Parameter]:
-        """Return the parameters of `blocks` whose gradients have arrived."""
-        trained, of_block = self._trained, self._blocks.of_block
-        return [p for b in blocks for p in of_block[b] if p in trained and trained[p].grad is not None]
-
-    def emit_use(self, blocks: Iterable[int]) -> None:
-        """Notify listeners of gradients that are used, and freed, inside backward."""
+    def use(self, blocks: Iterable[int]) -> list[nn.Parameter]:
+        """Notify listeners of gradients of `blocks` that are used, and freed, inside backward; return those
+        parameters.
+        """
+        every = [each for block in blocks for each in self._blocks.of_block[block] if each in self._trained]
         if self._before_use is not None:
-            self._before_use([each for block in blocks for each in self._blocks.of_block[block]])
-        for parameter in self.arrived(blocks):
-            gradient = self._trained[parameter].grad
-            assert gradient is not None
-            self._before_grad_use.emit(parameter, gradient)
+            self._before_use(every)
+        used = []
+        for parameter in every:
+            if (gradient := self._trained[parameter].grad) is not None:
+                self._before_grad_use.emit(parameter, gradient)
+                used.append(parameter)
+        return used
 
     # -- shown to the user -----------------------------------------------------------------------------------
 

@@ -168,11 +168,12 @@ class BlockUpdates:
 
     def update(self, blocks: Iterable[int]) -> None:
         """Update `blocks`, whose gradients are on the host, except those that the step updates."""
-        self._gradients.emit_use(blocks)
         ready = [each for each in blocks if each not in self._left]
+        self._gradients.use([each for each in blocks if each in self._left])
+        used = self._gradients.use(ready)
         if ready:
             # Recorded before the update: if it raises half way, the step counts as one that cannot be undone.
-            self.early.add(ready, self._gradients.arrived(ready))
+            self.early.add(ready, used)
             parameters = [each for block in ready for each in self._blocks.of_block[block]]
             self._optimizer.update(parameters, at_once=not self.overlaps)
 
