@@ -37,6 +37,31 @@ def test_evaluation_after_an_interrupted_forward_waits_for_prefetched_weights(
     assert evaluated(technique, interrupt=True) == evaluated(None, interrupt=False)
 
 
+@pytest.mark.parametrize("technique", OFFLOADS, ids=lambda each: each.kind)
+def test_second_backward_through_one_forward_adds_its_gradients(
+    technique: Technique, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
+    assert trained_twice(technique) == trained_twice(None)
+
+
+def trained_twice(technique: Technique | None) -> float:
+    """Return the loss after a step from two backwards through one forward."""
+    path = ZOO["gpt"]
+    workload, model, optimizer = build(path, HERE)
+    if technique is not None:
+        apply(model, optimizer, config_of(path, technique, device="sim"), strict=False)
+    torch.manual_seed(0)
+    batch = to_device(workload.make_batch(2), HERE)
+    loss = workload.loss(model, batch)
+    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        return float(workload.loss(model, batch))
+
+
 def evaluated(technique: Technique | None, interrupt: bool) -> float:
     """Return the loss without autograd, after a forward that `interrupt` ends in each block in turn."""
     path = ZOO["gpt"]
