@@ -375,10 +375,15 @@ class EarlyUpdates:
     Args:
         context: Context of the model.
         what: Name of an updated thing in the singular, for messages.
+        otherwise: Settings that update in `optimizer.step()` alone, for messages.
     """
 
-    def __init__(self, context: Context, what: str) -> None:
+    def __init__(
+        self, context: Context, what: str, otherwise: str = "offload: {states: {kind: optimizer_cpu}}"
+    ) -> None:
         self._what, self._updated, self._raised = what, set[Hashable](), False
+        # Weakly: a gradient's error refers to this object, and a weight must not keep its model.
+        self._model, self._otherwise = weakref.ref(context.model), otherwise
         self._used = set[nn.Parameter]()
         self._spent = list[nn.Parameter]()
         self._is_loaded = False
@@ -403,14 +408,14 @@ class EarlyUpdates:
         """
         if self._used and parameter in self._used:
             raise ApplyError(
-                f"A gradient {tuple(parameter.shape)} was ready again after its weight had been updated.",
+                f"The gradient of {self._name_of(parameter)} was ready again after its update.",
                 evidence=(
                     "The update had the first part alone: in the last micro-batch backward ran twice, or"
                     " parts that share the weight ran under reentrant checkpoints."
                 ),
                 fix=(
                     "one backward, of the sum of the losses; torch.utils.checkpoint with use_reentrant=False;"
-                    " or  offload: {states: {kind: optimizer_cpu}}"
+                    f" or  {self._otherwise}"
                 ),
                 code="MT367",
             )
@@ -442,7 +447,21 @@ class EarlyUpdates:
         """Have code that reads or sets a gradient that has been used raise, until the step ends."""
         self._spent = list(self._used)
         for parameter in self._spent:
-            show_as_spent(parameter, partial(_spent_error, parameter.shape))
+            show_as_spent(parameter, partial(self._spent_error, parameter))
+
+    def _spent_error(self, parameter: nn.Parameter) -> ApplyError:
+        return ApplyError(
+            f"The gradient of {self._name_of(parameter)} has been used and freed by an update inside"
+            " backward: it can be neither read nor changed.",
+            evidence="Tuned.micro_batch(last=True) had allowed the update.",
+            fix=f"{_NOT_LAST}; or  {self._otherwise}",
+            code="MT364",
+        )
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        model = self._model()
+        named = () if model is None else model.named_parameters()
+        return next((name for name, each in named if each is parameter), f"a weight {tuple(parameter.shape)}")
 
     def _hide_spent(self) -> None:
         while self._spent:
@@ -523,16 +542,6 @@ class PartialStep:
                 fix=_LOAD,
                 code="MT368",
             )
-
-
-def _spent_error(shape: torch.Size) -> ApplyError:
-    return ApplyError(
-        f"The gradient of a weight of shape {tuple(shape)} has been used and freed by an update inside"
-        " backward: it can be neither read nor changed.",
-        evidence="Tuned.micro_batch(last=True) had allowed the update.",
-        fix=_NOT_LAST,
-        code="MT364",
-    )
 
 
 def unfinished_step_error(n_updated: int, what: str, fix: str) -> ApplyError:

@@ -30,7 +30,15 @@ from memtune import refusals
 from memtune.errors import ApplyError
 from memtune.offload.core import not_one_by_one, sentinel_index
 from memtune.offload.gradients import SentinelGradient
-from memtune.runtime import BackwardEnd, Context, after_step, before_step, unfinished_step_error, weakly
+from memtune.runtime import (
+    BackwardEnd,
+    Context,
+    EarlyUpdates,
+    after_step,
+    before_step,
+    spent_as_none,
+    weakly,
+)
 
 _PLAIN = "execution: {order: {kind: program}}"
 
@@ -59,10 +67,10 @@ class FusedBackward:
             parameter: name for name, parameter in context.model.named_parameters()
         }
         self._groups: dict[Tensor, dict[str, Any]] = {}
-        self._is_last = self._has_updates = self._announced = False
-        self._backward_end = BackwardEnd(self._backward_ends)
-        self._changed = False
-        self._updated: set[Tensor] = set()
+        self._is_last = self._announced = self._changed = False
+        self._early_updates = EarlyUpdates(context, "parameter", _PLAIN)
+        self._backward_end = BackwardEnd(self._backward_ends, self._early_updates.raised)
+        self._updated: set[Tensor] = set()  # in the last backward
         self.n_early = 0
         for parameter in trained:
             # All but one: with every gradient freed inside backward, a later clip would find nothing and
@@ -70,13 +78,9 @@ class FusedBackward:
             hook = self._on_sentinel_ready if parameter is self._sentinel.parameter else self._complete
             context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(hook)).remove)
         context.loop.sync = self.sync
-        context.events.weights_loaded.subscribe(self._reloaded)
+        context.events.weights_loaded.subscribe(self._sentinel.forget)
         before_step(context.optimizer, self._step_begins)
         context.undo.callback(after_step(context.optimizer, self._step_ends).remove)
-
-    def _reloaded(self) -> None:
-        self._has_updates = False  # a load has replaced the updated weights
-        self._sentinel.forget()
 
     @contextmanager
     def sync(self, last: bool) -> Iterator[None]:
@@ -85,9 +89,8 @@ class FusedBackward:
         Raises:
             ApplyError: A step with updates was not ended by `optimizer.step()`.
         """
-        if self._has_updates:
-            fix = f"call optimizer.step() after each last micro-batch, or  {_PLAIN}"
-            raise unfinished_step_error(len(self._updated), "parameter", fix)
+        self._backward_end.settle()
+        self._early_updates.step_begins()
         self._announced = True
         self._is_last = last
         self._sentinel.forget()
@@ -107,21 +110,10 @@ class FusedBackward:
         if group is None:
             return
         assert isinstance(parameter, nn.Parameter)
-        if parameter in self._updated:
-            raise ApplyError(
-                f"The gradient of {self._names[parameter]} was put in place twice in the last micro-batch.",
-                evidence=(
-                    "It was updated after the first time, with a part of its gradient: this run cannot go on."
-                ),
-                fix=(
-                    "one backward for each micro-batch, torch.utils.checkpoint with use_reentrant=False, or "
-                    f" {_PLAIN}"
-                ),
-                code="MT367",
-            )
+        self._early_updates.require_first(parameter)
         self._backward_end.expect()
         self._updated.add(parameter)
-        self._has_updates = True
+        self._early_updates.add([parameter], [parameter])
         assert parameter.grad is not None
         self._before_grad_use.emit(parameter, parameter.grad)
         # The optimizer's own step over a group of one parameter, with the settings that its group has now.
@@ -144,15 +136,18 @@ class FusedBackward:
     def _backward_ends(self) -> None:
         self.n_early = len(self._updated)
         self._sentinel.note()
+        self._early_updates.backward_ends()
 
     def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._backward_end.settle()
+        self._early_updates.step_goes_on()
         # `changed` removes a placeholder, which the step must not see; a real gradient is checked after the
         # step.
         self._changed = self._sentinel.has_placeholder and self._sentinel.changed()
 
     def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Check the sentinel gradient; warn once if the last micro-batch was never announced."""
-        self._has_updates = False
+        self._early_updates.forget()
         if not self._announced:
             self._announced = True
             warnings.warn(
@@ -168,6 +163,7 @@ class FusedBackward:
                 "All but the smallest had been used by then: parameters were updated inside backward.",
             )
 
+    @spent_as_none()
     def check(self) -> dict[str, Any]:
         """Return the number of parameters that the last backward updated.
 
