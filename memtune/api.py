@@ -46,7 +46,7 @@ from memtune.device import (
 from memtune.errors import ApplyError
 from memtune.hardware import use_share_of_cores
 from memtune.offload.core import move_model, rest_off_device
-from memtune.offload.gradients import clip_everywhere, unscale_everywhere
+from memtune.offload.gradients import clip_everywhere, unscale_everywhere, warn_uncleared
 from memtune.offload.optimizer import host_capacity
 from memtune.parallel.ranks import (
     gather_descriptions,
@@ -466,6 +466,7 @@ def _apply_axes(context: Context, config: TunedConfig, *, moves: bool) -> None:
     _apply_slot(context, config, "execution.order")
     if not config.settings.chosen.keys().isdisjoint(("offload.states", "execution.order")):
         clip_everywhere(context, unscale_everywhere(context))
+        warn_uncleared(context)
     # Last: it counts from here on, and what was made before stays in torch's allocator.
     _apply_slot(context, config, "allocator")
 

@@ -45,9 +45,35 @@ BEHAVIOURS = (
     "replace_grads",
     "clamp_data",
     "clear_moments",
+    "raise_in_block",
+    "raise_in_backward",
+    "evaluate_before_backward",
+    "freeze",
+    "keep_grads",
+    "drop_grads",
+    "backward_twice",
 )
-OF_OWN_LOOP = {"clip", "clip_value", "closure", "halve_grads", "replace_grads", "clamp_data"}
+OF_OWN_LOOP = {
+    "clip",
+    "clip_value",
+    "closure",
+    "halve_grads",
+    "replace_grads",
+    "clamp_data",
+    "keep_grads",
+    "drop_grads",
+    "evaluate_before_backward",
+    "backward_twice",
+}
 """Behaviours between backward and the optimizer's step."""
+
+NOT_UNDER = {
+    # Its shards have the gradients after a step, and the model's own parameters none to be kept.
+    **dict.fromkeys(("zero1", "zero2"), ("keep_grads",)),
+    # torch's DistributedDataParallel cannot go on after these.
+    "ddp": ("raise_in_block", "raise_in_backward", "freeze"),
+}
+"""Kind → behaviours that are no cases under it."""
 
 Settings = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
 """(slot, (field, value) pairs, the kind first) pairs."""
@@ -154,8 +180,11 @@ def draw_cases(
         if case is None:
             continue
         loops = {_loop(random) for _ in range(SETTINGS_LOOPS)}
+        chosen = {dict(fields)["kind"] for _, fields in case.settings}
+        never = {each for kind, those in NOT_UNDER.items() if kind in chosen for each in those}
         for behaviours, own_loop in sorted(loops):
             start = starts.choice(("device", "host", "deferred"))
+            behaviours = tuple(each for each in behaviours if each not in never)
             yield replace(case, behaviours=behaviours, own_loop=own_loop, start=start)
 
 

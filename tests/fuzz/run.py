@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +19,9 @@ import torch
 import torch.distributed as dist
 from support.simulated_device import races
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from fuzz.cases import Case
+from fuzz.cases import OF_OWN_LOOP, Case
 from fuzz.models import ModelSpec
 from fuzz.ranks import Ranks, RanksFailed
 from memtune import hardware
@@ -31,7 +35,8 @@ from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.translate import translate
 from memtune.config import Bucket
 from memtune.device import accelerator, streams
-from memtune.errors import MemtuneError
+from memtune.errors import MemtuneError, WorkloadError
+from memtune.offload.gradients import uncleared
 from memtune.program import Recording
 from memtune.runtime import DEVICE, HOST, tier
 from memtune.ssd import offload_dir
@@ -42,9 +47,12 @@ from memtune.workload import Workload, to_device
 STEPS, SIZE = 3, 2
 BUGS = ("MT900",)
 OF_THE_LOOP = {
-    "MT364": {"clip", "clip_value", "halve_grads", "replace_grads", "clamp_data"},
+    "MT364": OF_OWN_LOOP - {"closure", "keep_grads"},
+    **{code: {"backward_twice"} for code in ("MT326", "MT331", "MT367", "torch")},
+    "MT346": {"freeze"},
+    "MT368": {"raise_in_backward"},
     "MT318": {"decay_weights"},
-    "MT311": {"own loop", "evaluate", "raise"},
+    "MT311": {"own loop", "evaluate", "raise", "raise_in_block", "raise_in_backward"},
 }
 """Refusals of training that planning cannot know → what a loop must do for them to be true."""
 REORDERED = 1e-3
@@ -219,7 +227,12 @@ def guarded(what: str, run: Callable[[], T]) -> T | Outcome:
     except MemtuneError as error:
         kind = "error" if error.code in BUGS else "refused"
         return Outcome(kind, f"{what}: {error}", error.code)
-    except Exception:
+    except UserWarning as warning:
+        return Outcome("refused", f"{what}: {warning}")
+    except Exception as error:
+        # torch's own refusal of a second backward, whose weights an update in the first one has changed.
+        if "modified by an inplace operation" in str(error):
+            return Outcome("refused", f"{what}: {error}", "torch")
         return Outcome("error", f"{what}\n{traceback.format_exc(limit=-8)}")
 
 
@@ -231,8 +244,10 @@ def run_case(case: Case, folder: Path, ranks: Ranks | None = None) -> Outcome:
 def attempt(case: Case, path: str, config: dict[str, Any]) -> dict[str, Tensor] | Outcome:
     """Return losses and final weights of `case` on this rank, or the outcome that an error is."""
     os.environ[offload_dir.VARIABLE] = str(Path(path).parent)
-    found = guarded("training", lambda: trained(case, Path(path), config))
-    if isinstance(found, Outcome) and found.kind == "refused":
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", re.escape(uncleared.TEXT))
+        found = guarded("training", lambda: trained(case, Path(path), config))
+    if isinstance(found, Outcome) and found.kind == "refused" and found.code:
         does = {*case.behaviours, *(("own loop",) if case.loops else ())}
         return found if does & OF_THE_LOOP.get(found.code, set()) else replace(found, kind="late")
     return found
@@ -330,13 +345,21 @@ class _Loop:
         if "scheduler" in self._does:
             self._scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         self._average: dict[str, Tensor] = {}
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def step(self, step: int, batches: list[Any]) -> Tensor:
         """Run one step with what the user does around it; return its loss."""
         if "raise" in self._does and step == 1:
             self._interrupted(batches)
+        if "raise_in_block" in self._does and step == 1:
+            self._interrupted_in_block(batches[0])
+        if "raise_in_backward" in self._does and step == 1:
+            self._interrupted_in_backward(batches[0])
         if "evaluate" in self._does and step == 1:
             self._evaluated(batches[0])
+        if "freeze" in self._does:
+            for parameter in self._trained[::3]:
+                parameter.requires_grad_(step != 1)
         loss = self._own(batches) if self._case.loops else self._by_step(batches)
         if self._scheduler is not None:
             self._scheduler.step()
@@ -388,6 +411,11 @@ class _Loop:
         loss = self._workload.loss(self._model, to_device(batch, self._device))
         if count > 1:
             loss = loss / count
+        if "evaluate_before_backward" in self._does:
+            with accelerator.fork_rng(self._device):
+                self._evaluated(batch)
+        if "backward_twice" in self._does:
+            loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -416,12 +444,16 @@ class _Loop:
             for parameter in self._model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.data.clamp_(-0.02, 0.02)
+        if "drop_grads" in self._does:
+            for parameter in list(self._model.parameters())[::2]:
+                parameter.grad = None
         if "clip" in self._does:
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), 0.1, foreach=False)
         if "clip_value" in self._does:
             torch.nn.utils.clip_grad_value_(self._model.parameters(), 0.01, foreach=False)
         self._optimizer.step()
-        self._optimizer.zero_grad()
+        if "keep_grads" not in self._does:
+            self._optimizer.zero_grad()
         return loss
 
     def _interrupted(self, batches: list[Any]) -> None:
@@ -433,6 +465,43 @@ class _Loop:
                 raise Interrupted
             except Interrupted:
                 self._optimizer.zero_grad()
+
+    def _interrupted_in_block(self, batch: Any) -> None:
+        """Raise in a block's forward, evaluate, and go on with the next step."""
+
+        def interrupted(*_: object) -> None:
+            raise Interrupted
+
+        with accelerator.fork_rng(self._device):
+            hook = self._middle().register_forward_hook(interrupted)
+            with suppress(WorkloadError):
+                self._workload.loss(self._model, to_device(batch, self._device))
+            hook.remove()
+            self._optimizer.zero_grad()
+            self._evaluated(batch)
+
+    def _interrupted_in_backward(self, batch: Any) -> None:
+        """Raise in the backward of a block, and go on with the next step."""
+
+        def interrupted(_: Tensor) -> None:
+            raise Interrupted
+
+        def hooked(module: nn.Module, args: Any, output: Any) -> None:
+            for each in tree_leaves(output):
+                if isinstance(each, Tensor) and each.requires_grad:
+                    each.register_hook(interrupted)
+
+        with accelerator.fork_rng(self._device):
+            hook = self._middle().register_forward_hook(hooked)
+            with suppress(Interrupted):
+                self._one(batch, 1)
+            hook.remove()
+            self._optimizer.zero_grad()
+
+    def _middle(self) -> nn.Module:
+        """Return the block in the middle, or the model if it has none."""
+        names = self._workload.find_blocks(self._model)
+        return self._model.get_submodule(names[len(names) // 2] if names else "")
 
     def _evaluated(self, batch: Any) -> None:
         if self._case.model.loss in ("penalty", "twice"):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         reduced_among as reduced_among,
     )
     from memtune.offload.gradients.grad_scaler import unscale_everywhere as unscale_everywhere
+    from memtune.offload.gradients.uncleared import warn_uncleared as warn_uncleared
     from memtune.offload.gradients.version_checks import (
         ExternalWrites as ExternalWrites,
         SentinelGradient as SentinelGradient,

@@ -1,0 +1,63 @@
+"""Warn a loop that never clears gradients: offloaded ones do not outlive the step that uses them.
+
+In plain PyTorch the next backward would add to them. The first step finds out whether the config's mechanisms
+free gradients; from then on the cost is one flag.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+
+from memtune.runtime import Context, before_step, spent_as_none
+
+TEXT = (
+    "memtune: the gradients of the last step were not cleared by zero_grad. This config has used and freed"
+    " them, so this step has the new ones alone, where plain PyTorch adds them up. If the loop cleared them"
+    " in another way, nothing differs."
+)
+
+
+def warn_uncleared(context: Context) -> None:
+    """Warn once, at a step of `context`'s optimizer that follows another one without `zero_grad`."""
+    _Uncleared(context)
+
+
+class _Uncleared:
+    def __init__(self, context: Context) -> None:
+        trained = [each for each in context.model.parameters() if each.requires_grad]
+        self._chains = [context.placement.param_chain(each) for each in trained]
+        self._with_grad: list[list[nn.Parameter]] | None = None
+        """Those that had a gradient when the first step began."""
+        self._frees, self._is_due, self._used = False, False, False
+        context.events.before_grad_use.subscribe(self._on_use)
+        context.events.grads_cleared.subscribe(self._on_cleared)
+        before_step(context.optimizer, self._step_begins)
+        # Not `after_step`: the hooks registered so far free gradients.
+        context.undo.callback(context.optimizer.register_step_post_hook(self._step_ends).remove)
+
+    def _on_use(self, *_: Any) -> None:
+        self._used = True
+
+    def _on_cleared(self, _: Any) -> None:
+        self._is_due = False
+
+    def _step_begins(self, *_: Any) -> None:
+        if self._is_due:
+            self._is_due = self._frees = False  # once
+            warnings.warn(TEXT, UserWarning, stacklevel=4)
+        if self._with_grad is None:
+            self._with_grad = [each for each in self._chains if _has_grad(each)]
+
+    def _step_ends(self, *_: Any) -> None:
+        if self._with_grad:
+            self._frees = self._used or not all(map(_has_grad, self._with_grad))
+            self._with_grad = []
+        self._is_due = self._frees
+
+
+@spent_as_none()
+def _has_grad(chain: list[nn.Parameter]) -> bool:
+    return any(each.grad is not None for each in chain)

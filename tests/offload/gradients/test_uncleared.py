@@ -1,0 +1,51 @@
+"""A loop that never clears gradients is warned where a config frees them, and nowhere else."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+from support.zoo_paths import ZOO
+
+from memtune.api import apply
+from memtune.offload.gradients import uncleared
+from memtune.search_spaces.execution.order import roam
+from memtune.search_spaces.offload.states import elixir, optimizer_cpu, zero_offload
+from memtune.search_spaces.recompute import full
+from memtune.technique import Technique
+from memtune.testing.training import build, config_of
+
+FREES = (optimizer_cpu.OptimizerCpu(), zero_offload.ZeroOffload(), elixir.Elixir(), roam.Roam())
+
+
+def warned(technique: Technique, clear: str) -> list[str]:
+    """Train four steps in a loop of one's own; return the warnings of uncleared gradients."""
+    workload, model, optimizer = build(ZOO["gpt"])
+    tuned = apply(model, optimizer, config_of(ZOO["gpt"], technique), strict=False)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            with tuned.micro_batch(last=True):
+                loss = workload.loss(model, workload.make_batch(2))
+                if clear == "before backward":
+                    optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            if clear == "model":
+                model.zero_grad()
+    return [str(each.message) for each in found if uncleared.TEXT in str(each.message)]
+
+
+@pytest.mark.parametrize("technique", FREES, ids=lambda each: each.kind)
+def test_loop_without_zero_grad_is_warned_once(technique: Technique) -> None:
+    assert len(warned(technique, "never")) == 1
+
+
+@pytest.mark.parametrize("clear", ["before backward", "model"])
+@pytest.mark.parametrize("technique", FREES, ids=lambda each: each.kind)
+def test_loop_that_clears_is_not_warned(technique: Technique, clear: str) -> None:
+    assert warned(technique, clear) == []
+
+
+def test_config_that_keeps_gradients_is_not_warned() -> None:
+    assert warned(full.Full(), "never") == []
