@@ -19,7 +19,7 @@ FREES = (optimizer_cpu.OptimizerCpu(), zero_offload.ZeroOffload(), elixir.Elixir
 
 
 def warned(technique: Technique, clear: str) -> list[str]:
-    """Train four steps in a loop of one's own; return the warnings of uncleared gradients."""
+    """Train four steps in a custom loop; return the warnings of uncleared gradients."""
     workload, model, optimizer = build(ZOO["gpt"])
     tuned = apply(model, optimizer, config_of(ZOO["gpt"], technique), strict=False)
     with warnings.catch_warnings(record=True) as found:
