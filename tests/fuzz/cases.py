@@ -52,6 +52,11 @@ BEHAVIOURS = (
     "keep_grads",
     "drop_grads",
     "backward_twice",
+    "grad_hooks",
+    "module_hooks",
+    "averaged_model",
+    "scaler",
+    "state_dict_before_step",
 )
 OF_OWN_LOOP = {
     "clip",
@@ -64,6 +69,8 @@ OF_OWN_LOOP = {
     "drop_grads",
     "evaluate_before_backward",
     "backward_twice",
+    "scaler",
+    "state_dict_before_step",
 }
 """Behaviours between backward and the optimizer's step."""
 

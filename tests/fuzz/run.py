@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -304,6 +305,7 @@ def trained(case: Case, path: Path, config: dict[str, Any] | None) -> dict[str, 
         tuned.audit()
     state = tuned.state_dict()["model"] if tuned is not None else model.state_dict()
     found |= {name: value.detach().clone() for name, value in state.items()}
+    found |= loop.seen
     streams.synchronize(device)
     if device.type == "sim" and (unordered := races()):
         raise RuntimeError("\n".join(unordered))
@@ -346,6 +348,17 @@ class _Loop:
             self._scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         self._average: dict[str, Tensor] = {}
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.seen: dict[str, Tensor] = {}
+        """Values that the user's code has seen, by name."""
+        self._scaler = torch.amp.GradScaler(device.type, init_scale=8.0) if "scaler" in self._does else None
+        self._averaged = None
+        if "averaged_model" in self._does and case.ranks == 1:
+            self._averaged = torch.optim.swa_utils.AveragedModel(model)
+        for parameter in self._trained[::3] if "grad_hooks" in self._does else ():
+            parameter.register_hook(lambda gradient: gradient * 0.5)
+        for name, module in model.named_modules() if "module_hooks" in self._does else ():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(partial(self._on_forward, name))
 
     def step(self, step: int, batches: list[Any]) -> Tensor:
         """Run one step with what the user does around it; return its loss."""
@@ -369,6 +382,10 @@ class _Loop:
                 mine.copy_(mine * 0.5 + value * 0.5)
         if "load" in self._does and step == 1:
             self._loaded()
+        if self._averaged is not None:
+            self._averaged.update_parameters(self._model)
+            for name, value in self._averaged.module.named_parameters():
+                self.seen[f"average of {name}"] = value.detach().clone()
         if "decay_weights" in self._does:
             with torch.no_grad():
                 for parameter in self._model.parameters():
@@ -407,6 +424,9 @@ class _Loop:
             total = total + part
         return total
 
+    def _on_forward(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.seen[f"output of {name}"] = output.detach().float().mean()
+
     def _one(self, batch: Any, count: int) -> Tensor:
         loss = self._workload.loss(self._model, to_device(batch, self._device))
         if count > 1:
@@ -416,7 +436,7 @@ class _Loop:
                 self._evaluated(batch)
         if "backward_twice" in self._does:
             loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
-        loss.backward()  # type: ignore[no-untyped-call]
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def _own(self, batches: list[Any]) -> Tensor:
@@ -447,11 +467,20 @@ class _Loop:
         if "drop_grads" in self._does:
             for parameter in list(self._model.parameters())[::2]:
                 parameter.grad = None
+        if self._scaler is not None and "clip" in self._does:
+            self._scaler.unscale_(self._optimizer)
         if "clip" in self._does:
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), 0.1, foreach=False)
         if "clip_value" in self._does:
             torch.nn.utils.clip_grad_value_(self._model.parameters(), 0.01, foreach=False)
-        self._optimizer.step()
+        if "state_dict_before_step" in self._does:
+            for name, value in self._state().items():
+                self.seen[f"{name} before the step"] = value.clone()
+        if self._scaler is None:
+            self._optimizer.step()
+        else:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
         if "keep_grads" not in self._does:
             self._optimizer.zero_grad()
         return loss
