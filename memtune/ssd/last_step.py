@@ -608,9 +608,13 @@ class Piece:
     """The other slot, which has the last complete step."""
     fresh: bool = False
     """Written since the last complete step, which is in the other slot; that slot must not be written."""
+    values: list[Tensor] | None = None
+    """Weight and moments of a piece in host memory, where only the weight is copied: `ssd` is the weight."""
 
     def parts(self, of: Tensor) -> list[Tensor]:
         """Return the weight and moments in `of`, which has the layout of the piece."""
+        if self.values is not None:
+            return self.values
         if self.held.numel() == 0:  # an empty shard
             return [of.view(self.held.shape)] * (1 + len(self.moments))
         return [part.view(self.held.shape) for part in of.split(self.held.numel())]

@@ -234,7 +234,7 @@ def _skipped_copy(technique: type[Technique]) -> Iterator[None]:
 
 @contextmanager
 def _weights_not_reloaded(technique: type[Technique]) -> Iterator[None]:
-    from memtune.offload.experts import ExpertOffloader
+    from memtune.offload.experts import ExpertUnits
     from memtune.offload.near_storage import Updaters
     from memtune.offload.optimizer import HostOptimizer
     from memtune.offload.ssd_states import SsdOptimizer
@@ -264,14 +264,14 @@ def _weights_not_reloaded(technique: type[Technique]) -> Iterator[None]:
     def zero_others(self: Any, expert: int) -> None:
         bring(self, expert)
         if expert:
-            self._expert_optimizer.pieces[expert][0].device.data.zero_()
+            self._optimizer.pieces[expert][0].device.data.zero_()
 
-    on_ssd, from_updater, bring = SsdOptimizer._update, Updaters._reload_weights, ExpertOffloader._load_expert
+    on_ssd, from_updater, bring = SsdOptimizer._update, Updaters._reload_weights, ExpertUnits._load_expert
     patches = (
         patch.object(HostOptimizer, "_copy_weights_to_device", copy_weights),
         patch.object(SsdOptimizer, "_update", keep_first),
         patch.object(Updaters, "_reload_weights", keep_one),
-        patch.object(ExpertOffloader, "_load_expert", zero_others),
+        patch.object(ExpertUnits, "_load_expert", zero_others),
     )
     with patches[0], patches[1], patches[2], patches[3]:
         yield
@@ -281,7 +281,7 @@ def _weights_not_reloaded(technique: type[Technique]) -> Iterator[None]:
 def _gradient_not_freed(technique: type[Technique]) -> Iterator[None]:
     from memtune.offload.near_storage import Updaters
     from memtune.offload.optimizer import HostOptimizer
-    from memtune.offload.parameters import ParameterOffloader
+    from memtune.offload.parameters import BlockGradients
     from memtune.offload.ssd_states import SsdOptimizer
 
     kept: list[Any] = []
@@ -306,13 +306,13 @@ def _gradient_not_freed(technique: type[Technique]) -> Iterator[None]:
     on_ssd, to_updater, on_grad_ready = (
         SsdOptimizer._update,
         Updaters._offload_gradients,
-        ParameterOffloader._on_grad_ready,
+        BlockGradients._on_grad_ready,
     )
     patches = (
         patch.object(HostOptimizer, "_finish_copies", finish_copies),
         patch.object(SsdOptimizer, "_update", update),
         patch.object(Updaters, "_offload_gradients", down),
-        patch.object(ParameterOffloader, "_on_grad_ready", offload),
+        patch.object(BlockGradients, "_on_grad_ready", offload),
     )
     with patches[0], patches[1], patches[2], patches[3]:
         yield

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         least_waste as least_waste,
         slots_in as slots_in,
     )
-    from memtune.offload.chunks.grads_in_chunks import GradientsInPlace as GradientsInPlace
+    from memtune.offload.chunks.grads_in_chunks import GradientPlaces as GradientPlaces
     from memtune.offload.chunks.lock_free import LockFreeOptimizer as LockFreeOptimizer
     from memtune.offload.chunks.lock_free_pass import sweep_in_next_step as sweep_in_next_step
     from memtune.offload.chunks.page_planner import (
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         in_frames as in_frames,
         schedule as schedule,
     )
-    from memtune.offload.chunks.paged_offloader import PagedOffloader as PagedOffloader
+    from memtune.offload.chunks.paged_offloader import PagedUnits as PagedUnits
     from memtune.offload.chunks.resident_chunks_planner import (
         OnDevice as OnDevice,
         Seconds as Seconds,

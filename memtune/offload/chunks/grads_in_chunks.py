@@ -13,84 +13,58 @@ until the chunk is evicted. `offload.parameters.parameter_offload_pass` predicts
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import nn
+from torch import Tensor, nn
 from torch._C._autograd import _unsafe_set_version_counter as set_version
 
-from memtune.offload.core import Chunks
-from memtune.offload.parameters import HostCopies, ParameterOffloader
-from memtune.program import Residency
-from memtune.runtime import Context
+from memtune.offload.parameters import BlockGradients, BlockUnits, OffloadedBlocks
 
 
-class GradientsInPlace(ParameterOffloader):
-    """Offloads the blocks' parameters of `context` in chunks, in which gradients overwrite their weights.
+class GradientPlaces:
+    """Places of the `gradients` of `blocks`: those of their weights in the chunks `units`."""
 
-    Args:
-        context: As in `ParameterOffloader`.
-        residency: As there.
-        optimizer: As there.
-        chunks: Layout of the blocks' parameters.
-        members: As there.
-
-    Raises:
-        ApplyError: As `ParameterOffloader` does.
-    """
-
-    def __init__(
-        self,
-        context: Context,
-        residency: Residency,
-        optimizer: HostCopies,
-        *,
-        chunks: Chunks,
-        members: list[list[nn.Parameter]] | None = None,
-    ) -> None:
+    def __init__(self, blocks: OffloadedBlocks, units: BlockUnits, gradients: BlockGradients) -> None:
+        self._units, self._gradients = units, gradients
+        units.before_load, units.on_free, gradients.place = self._clear, self._forget, self._put
         self._overwritten: dict[int, list[nn.Parameter]] = {}
         """By chunk: parameters whose places hold their gradients."""
-        self._placed_bytes = 0
-        super().__init__(context, residency, optimizer, chunks=chunks, early=False, members=members)
-        self._block_of = {each: index for index, block in enumerate(self._blocks) for each in block}
-        self._chunk_of = dict(zip(self._block_of, chunks.chunk, strict=True))
-        self._owner_of = {each.parameter: each for each in self._offloaded()}
+        self.placed_bytes = 0
+        self._block_of = {each: index for index, block in enumerate(blocks.of_block) for each in block}
+        self._owner_of = {
+            each.parameter: (each, chunk)
+            for chunk, pieces in enumerate(units.pieces)
+            for piece in pieces
+            for each in piece.of
+        }
 
-    def _offload_gradient(self, parameter: nn.Parameter) -> None:
-        """Copy the gradient to its weight's place, or offload it directly if the chunk is not resident."""
-        chunk, owner = self._chunk_of[parameter], self._owner_of[parameter]
+    def _put(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
+        """Copy the gradient to its weight's place and return that; None if the chunk is not resident."""
+        owner, chunk = self._owner_of[parameter]
         if not owner.is_resident:
-            super()._offload_gradient(parameter)
-            return
-        assert parameter.grad is not None
+            return None
         place = parameter.detach()
         owner.free()  # before the copy, which changes the values on the device
         # Counted, on purpose: a backward that still reads the saved weight raises autograd's version error.
-        place.copy_(parameter.grad)
-        parameter.grad = None
+        place.copy_(gradient)
         self._overwritten.setdefault(chunk, []).append(parameter)
-        self._placed_bytes += place.nbytes
-        self._start_copy(parameter, place)
+        self.placed_bytes += place.nbytes
+        return place
 
-    def _load_block(self, block: int) -> None:
-        """Wait for gradients in the block's chunks and reload them before the block runs again."""
-        mine = [each for each in self._of_block[block] if self._has_gradients(each, block)]
+    def _clear(self, block: int) -> None:
+        """Free the chunks of `block` in which its gradients are, before the block runs again."""
+        mine = {
+            chunk
+            for chunk in self._units.of_block[block]
+            for each in self._overwritten.get(chunk, ())
+            if self._block_of[each] == block
+        }
         if mine:
-            self._finish_copies()
+            self._gradients.finish_copies()
             # Freed before the reload, because a resident chunk would not be loaded again.
-            self._free_units(mine)
-        super()._load_block(block)
+            self._units.free(sorted(mine))
 
-    def _has_gradients(self, chunk: int, block: int) -> bool:
-        return any(self._block_of[each] == block for each in self._overwritten.get(chunk, ()))
-
-    def _free_units(self, units: Any) -> None:
-        units = list(units)
-        for parameter in (each for unit in units for each in self._overwritten.pop(unit, ())):
+    def _forget(self, unit: int) -> None:
+        """Have the weights of `unit` back, which is freed."""
+        for parameter in self._overwritten.pop(unit, ()):
             # The reload restores the weight that autograd saved, so its version becomes that of the saved
             # tensor.
             set_version((parameter,), (parameter._version - 1,))
-        super()._free_units(units)
-
-    def check(self) -> dict[str, Any]:
-        """Return facts about the blocks' parameters, and the bytes of gradients copied to their places."""
-        return super().check() | {"placed_bytes": self._placed_bytes}

@@ -6,150 +6,143 @@ and in frames (`offload.core.parameter_layout`); a page that is loaded evicts th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from memtune.offload.core import (
-    Chunks,
     GatheredBlocks,
     OffloadedParameter,
     Pages,
     Piece,
     adopt_together,
-    host_values,
     place_in,
     put_back,
+    restore_together,
     runs,
     set_data,
 )
-from memtune.offload.parameters import HostCopies, ParameterOffloader
-from memtune.program import Residency
+from memtune.offload.parameters import OffloadedBlocks, Prefetched, copy_together
 from memtune.runtime import HOST, SSD, Context, mark, memory_of, page_locked, tier, tier_of, transfer
 
 
-class PagedOffloader(ParameterOffloader):
-    """Offloads the blocks' parameters of `context` page by page, in frames whose memory is never freed.
+class PagedUnits:
+    """Pages of the parameters `blocks`, in frames whose memory is never freed.
 
     Args:
-        context: Its model; hooks are registered on its blocks and their parameters.
-        residency: Pages to load at each moment.
-        optimizer: Holds the host copies, and updates them at its step.
-        pages: Layout of the parameters.
-        resident: Parameters of blocks that are not offloaded.
+        context: `undo` gives each parameter its own memory again.
+        blocks: The parameters.
+        pages: Their layout.
 
-    Raises:
-        ApplyError: As `ParameterOffloader` does.
+    Attributes:
+        prefetched: Pages in copies.
+        moment: The moment of the step that runs, or that ran last.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        residency: Residency,
-        optimizer: HostCopies,
-        pages: Pages,
-        resident: Collection[nn.Parameter] = (),
-    ) -> None:
+    def __init__(self, context: Context, blocks: OffloadedBlocks, pages: Pages) -> None:
+        self._blocks, self.of_block, self.moment = blocks, pages.of_block, -1
+        self.prefetched = Prefetched(context.device)
+        mine = blocks.parameters
+        self._in_frames = in_frames(context, mine, blocks.hosts, pages, blocks.gathered)
+        blocks.hosts = self._in_frames.hosts
+        self._owners = {each: OffloadedParameter(each, blocks.hosts[each]) for each in mine}
+        for each in self._owners.values():
+            each.free()
+        self._of_block = [[self._owners[each] for each in block] for block in blocks.of_block]
+        on = [[span.page for span in pages.spans(index)] for index in range(len(mine))]
+        self._on_page = [
+            [self._owners[each] for each, its in zip(mine, on, strict=True) if page in its]
+            for page in range(pages.count)
+        ]
+        self.resident: set[int] = set()
         self._in_frame: dict[int, int] = {}  # by frame, the page that was loaded last
         self._spare: InFrames | None = None
         self._written: set[OffloadedParameter] = set()  # by the user, since the last `swap`
-        modules = [context.model.get_submodule(name) for name in context.blocks]
-        members = [[each for each in module.parameters() if each not in resident] for module in modules]
-        super().__init__(context, residency, optimizer, chunks=pages, early=False, members=members)
+        self.loaded_bytes = 0
+        # Frames are never freed, so the allocator needs no record of the gather's stream.
+        blocks.load_before_gathers(self.load_block, lambda block: [])
 
-    @property
-    def hosts(self) -> dict[nn.Parameter, Tensor]:
-        """The place of each parameter in the host's pages."""
-        return self._hosts
-
-    def _host_values(self, context: Context, mine: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-        held_for = context.placement.optimizer_params
-        on_host = {p: held for p in mine if (held := held_for.get(p)) is not None and tier_of(held) != SSD}
-        return {p: on_host[p].detach() if p in on_host else host_values(context, p) for p in mine}
-
-    def _apply_layout(
-        self, context: Context, mine: list[nn.Parameter], chunks: Chunks | Pages
-    ) -> list[list[Piece]]:
-        assert isinstance(chunks, Pages)
-        pages = [[span.page for span in chunks.spans(index)] for index in range(len(mine))]
-        self._take(in_frames(context, mine, self._hosts, chunks, self._gathered))
-        self._owners = {each: OffloadedParameter(each, self._hosts[each]) for each in mine}
-        for each in self._owners.values():
-            each.free()
-        self._on_page = [
-            [self._owners[each] for each, on in zip(mine, pages, strict=True) if page in on]
-            for page in range(chunks.count)
-        ]
-        return []  # no unit is resident; pages are copied in runs, not as pieces of their own
-
-    def _offloaded(self) -> Iterator[OffloadedParameter]:
-        return iter(self._owners.values())
-
-    def _adopt(self, parameters: Iterable[OffloadedParameter]) -> None:
-        self._written.update(adopt_together(parameters))
-
-    def _take(self, found: InFrames) -> None:
-        self._in_frames, self._hosts = found, found.hosts
-
-    def double(self) -> dict[nn.Parameter, Tensor]:
-        """Add a second host memory; return each trained parameter's place in it, by its host copy."""
-        self._spare = self._in_frames.twin()
-        return {held: self._spare.hosts[parameter] for parameter, held in self._trained.items()}
+    def load_block(self, block: int) -> None:
+        """Make the pages of `block` resident for the compute stream."""
+        pages = self.of_block[block]
+        self.prefetched.wait_for(pages, self.resident)
+        self.prefetch(pages)
+        restore_together(self._of_block[block])
 
     @torch.no_grad()
-    def swap(self) -> None:
-        """Exchange the two host memories: later loads copy from the other one."""
-        # The frames hold old weights now, so every page is loaded again.
-        self._free_units(list(self._resident))
-        assert self._spare is not None
-        spare, self._spare = self._spare, self._in_frames
-        self._adopt(self._offloaded())
-        for parameter, each in self._owners.items():
-            # A sweep writes all trained weights to the other memory, but not frozen ones.
-            if each in self._written and parameter not in self._trained:
-                spare.hosts[parameter].copy_(each.host)
-            each.move_host(spare.hosts[parameter])
-        self._written.clear()
-        self._take(spare)
-
-    @torch.no_grad()
-    def _load_units(self, units: Iterable[int]) -> None:
-        missing = [unit for unit in units if unit not in self._resident]
+    def prefetch(self, units: Iterable[int]) -> None:
+        """Load those of the pages `units` that are in no frame."""
+        missing = [unit for unit in units if unit not in self.resident]
+        if not missing:
+            return
         for page in missing:
             self._adopt(self._on_page[page])
             frame = self._in_frames.pages.frame[page]
             self._evict(self._in_frame.get(frame, page))
             self._in_frame[frame] = page
-        if missing and self._gathered is not None:
+        if self._blocks.gathered is not None:
             # FSDP2's gather may still read the pages that are overwritten.
-            self._gathered.wait_for_reads()
+            self._blocks.gathered.wait_for_reads()
         # Of all missing pages at once: adjacent ones are one copy.
-        self._load_pieces(self._in_frames.pieces(missing))
-        self._resident.update(missing)
+        pieces = self._in_frames.pieces(missing)
+        copy_together(pieces)
+        self.loaded_bytes += sum([piece.host.nbytes for piece in pieces])
+        self.resident.update(missing)
+
+    def free(self, units: Iterable[int]) -> None:
+        """Have the parameters on the pages `units` show their host copies."""
+        for page in list(units):
+            self._evict(page)
 
     def _evict(self, page: int) -> None:
-        self._resident.discard(page)
+        self.resident.discard(page)
         for each in self._on_page[page]:
             each.free()
 
-    def _load_block(self, block: int) -> None:
-        super()._load_block(block)
-        for parameter in self._blocks[block]:
-            self._owners[parameter].restore()
+    def read_ahead(self) -> None:
+        """Do nothing: all pages are in host memory."""
 
-    def _load_before_gathers(self, gathered: GatheredBlocks, index: int) -> None:
-        # Frames are never freed, so the allocator needs no record of the gather's stream.
-        gathered.before_gathers(index, lambda: self._load_block(index), lambda: [])
+    def step_begins(self) -> None:
+        """Free all pages, and take what the user has written, before the optimizer changes the weights."""
+        self.free(self.resident)
+        self._adopt(self._owners.values())
 
-    def _free_units(self, units: Any) -> None:
-        for unit in list(units):
-            self._evict(unit)
+    def _adopt(self, parameters: Iterable[OffloadedParameter]) -> None:
+        self._written.update(adopt_together(parameters))
 
-    def _load_all(self) -> None:
-        """Load nothing: frames cannot hold all pages; undoing `in_frames` restores the parameters."""
+    # -- two host memories (`offload.optimizer.async_updates`) -----------------------------------------------
+
+    @property
+    def hosts(self) -> dict[nn.Parameter, Tensor]:
+        """The place of each parameter in the host's pages."""
+        return self._blocks.hosts
+
+    def double(self) -> dict[nn.Parameter, Tensor]:
+        """Add a second host memory; return each trained parameter's place in it, by its host copy."""
+        self._spare = self._in_frames.twin()
+        return {held: self._spare.hosts[parameter] for parameter, held in self._blocks.trained.items()}
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange the two host memories: later loads copy from the other one."""
+        # The frames hold old weights now, so every page is loaded again.
+        self.step_begins()
+        assert self._spare is not None
+        spare, self._spare = self._spare, self._in_frames
+        for parameter, each in self._owners.items():
+            # A sweep writes all trained weights to the other memory, but not frozen ones.
+            if each in self._written and parameter not in self._blocks.trained:
+                spare.hosts[parameter].copy_(each.host)
+            each.move_host(spare.hosts[parameter])
+        self._written.clear()
+        self._in_frames, self._blocks.hosts = spare, spare.hosts
+
+    def resident_bytes(self) -> int:
+        """Return 0: frames are permanent."""
+        return 0
 
 
 class InFrames(NamedTuple):

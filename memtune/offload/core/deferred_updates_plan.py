@@ -42,7 +42,7 @@ def period_s(times: BlockTimes, deferred: frozenset[int]) -> float:
 
     One thread updates. A block's H2D copy starts after its update and after the copy of the block before; its
     D2H copy overlaps with the backward of the next block, and its update starts when the copy and the
-    previous update have ended (`offload.parameters.overlapped_offloader`). The window is ignored: it is as
+    previous update have ended (`offload.parameters.offloader`). The window is ignored: it is as
     wide as the transfers need.
     """
     free = up = now = 0.0

@@ -8,8 +8,9 @@ from memtune._door import open_door
 
 if TYPE_CHECKING:
     from memtune.offload.experts.expert_offload import (
-        ExpertOffloader as ExpertOffloader,
         ExpertOptimizer as ExpertOptimizer,
+        ExpertUnits as ExpertUnits,
+        blocks_of_experts as blocks_of_experts,
     )
     from memtune.offload.experts.expert_offload_pass import (
         ExpertOffloadSpec as ExpertOffloadSpec,

@@ -29,22 +29,20 @@ Rule 7. Under FSDP2 a rank has its rows of each expert on SSD; they are gathered
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_leaves
 
 import memtune.ssd.ssd_tensors  # noqa: F401  (defines torch.ops.memtune, to_ssd and from_ssd there too)
 from memtune.offload.core import (
-    Piece as Place,
+    OffloadedParameter,
+    adopt_together,
     allocate_together,
     free_together,
     is_gathered,
@@ -53,15 +51,15 @@ from memtune.offload.core import (
     to_host_now,
 )
 from memtune.offload.experts.host_cache import HostCache, experts_to_read, moments_of
-from memtune.offload.parameters import ParameterOffloader
+from memtune.offload.parameters import Mappings, OffloadedBlocks, Prefetched, bytes_of, piece_of
 from memtune.offload.ssd_states import SsdOptimizer
-from memtune.program import Residency, Rule
+from memtune.program import Rule
 from memtune.runtime import HOST, Context, before_step, local, mark, tier, transfer
 from memtune.ssd import Piece
 from memtune.workload import Expert
 
 
-class ExpertOptimizer(SsdOptimizer):
+class ExpertOptimizer:
     """Moves the weights and state of experts to SSD and updates them natively; the optimizer's own step
     updates all others.
 
@@ -74,7 +72,7 @@ class ExpertOptimizer(SsdOptimizer):
 
     Attributes:
         before_reload: Adopts weights that a load has written, before the state that it has loaded.
-        before_verify: Adopts weights that the user has written through the file's mapping.
+        before_state_dict: Adopts weights that the user has written through the file's mapping.
 
     Raises:
         ApplyError: The native update does not support the optimizer or a parameter's type.
@@ -97,9 +95,11 @@ class ExpertOptimizer(SsdOptimizer):
         self._group = dist.new_group() if averages else None
         if self._group is not None:
             context.undo.callback(dist.destroy_process_group, self._group)
-        super().__init__(context, master=False, read_ahead=0, chosen=mine)
+        self._on_ssd = on_ssd = SsdOptimizer(context, master=False, read_ahead=0, chosen=mine)
+        on_ssd.settle = self._settle
+        context.events.weights_loaded.subscribe(self._reload)
         # Experts without trained parameters have no records, so not every parameter is found.
-        piece_of = {piece.device: piece for piece in self._pieces}
+        piece_of = {piece.device: piece for piece in on_ssd.pieces}
         self.pieces = [
             [piece_of[parameters[i]] for i in each.parameters if parameters[i] in piece_of]
             for each in experts
@@ -108,9 +108,10 @@ class ExpertOptimizer(SsdOptimizer):
             piece.device: expert for expert, pieces in enumerate(self.pieces) for piece in pieces
         }
         # Of stochastic rounding: fixed, so that a missed update has the same bits whenever it runs.
-        self._seeds = {piece.device: seed for seed, piece in enumerate(self._pieces)}
+        self._seeds = {piece.device: seed for seed, piece in enumerate(on_ssd.pieces)}
         uses = moments_of(len(context.blocks), on_device, gathered)
-        self._cache = HostCache(slots, rule, [each.block for each in experts], uses)
+        self.block_of = [each.block for each in experts]
+        self._cache = HostCache(slots, rule, self.block_of, uses)
         self.slots = slots
         self._resident: dict[int, list[Tensor]] = {}
         self._dirty: set[int] = set()
@@ -121,10 +122,10 @@ class ExpertOptimizer(SsdOptimizer):
         self.moment = 0
         self.caught_up = 0
         self.before_reload: Callable[[], None] = lambda: None
-        self.before_verify: Callable[[], None] = lambda: None
+        self.before_state_dict: Callable[[], None] = lambda: None
         self._compute_device = context.device
         # Before the optimizer's own step, which would skip experts: their device gradients are None.
-        before_step(self._optimizer, lambda *_: self._update_rest())
+        before_step(on_ssd.optimizer, lambda *_: self._update_rest())
 
     # -- host memory -----------------------------------------------------------------------------------------
 
@@ -136,7 +137,7 @@ class ExpertOptimizer(SsdOptimizer):
         if gone is not None:
             self._evict(gone)
         if comes:
-            self._resident[expert] = [torch.ops.memtune.from_ssd(piece.ssd) for piece in self.pieces[expert]]
+            self._resident[expert] = [self._on_ssd.load(piece) for piece in self.pieces[expert]]
 
     def _evict(self, expert: int) -> None:
         hosts = self._resident.pop(expert)
@@ -149,7 +150,7 @@ class ExpertOptimizer(SsdOptimizer):
         if expert in self._dirty:
             self._dirty.discard(expert)
             for piece, host in zip(self.pieces[expert], hosts, strict=True):
-                self._write(piece, host)
+                self._on_ssd.write(piece, host)
 
     @torch.no_grad()
     def host(self, expert: int) -> list[Tensor]:
@@ -167,16 +168,17 @@ class ExpertOptimizer(SsdOptimizer):
                 with tier(HOST):
                     # Zeros are a gradient: weight decay and momentum still change the weight.
                     zeros = torch.zeros(piece.held.shape)
-                self._on_host(replace(piece, group=group), host, zeros, self._seeds[piece.device])
+                self._on_ssd.update(piece, host, zeros, self._seeds[piece.device], group)
         return hosts
 
-    @torch.no_grad()
-    def verify(self, only: Container[nn.Parameter] | None = None) -> None:
-        """Check state on SSD as `SsdOptimizer.verify` does, after all changed experts are written."""
-        if only is None:
-            self.before_verify()
+    def verify(self, expert: int) -> None:
+        """Check the expert's records on SSD, after all changed experts are written."""
         self.flush()
-        super().verify(only)
+        self._on_ssd.verify({piece.device for piece in self.pieces[expert]})
+
+    def _settle(self) -> None:
+        self.before_state_dict()
+        self.flush()
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -188,8 +190,7 @@ class ExpertOptimizer(SsdOptimizer):
         for expert, hosts in self._resident.items():
             self._write_back(expert, hosts)
         # Two SSD writes may be in flight; state dicts read what has arrived.
-        while self._writing:
-            self._finish_oldest()
+        self._on_ssd.finish_writes()
 
     @torch.no_grad()
     def set_weights(self, expert: int) -> None:
@@ -207,7 +208,7 @@ class ExpertOptimizer(SsdOptimizer):
         for index, piece in enumerate(self.pieces[expert]):
             with tier(HOST):
                 record = piece.ssd.detach().clone()
-            self._write_now(piece, record)
+            self._on_ssd.write_now(piece, record)
             if cached:
                 cached[index].copy_(record)
 
@@ -217,7 +218,9 @@ class ExpertOptimizer(SsdOptimizer):
         self.before_reload()
         for expert, pieces in enumerate(self.pieces):
             for piece, host in zip(pieces, self.host(expert), strict=True):
-                self._adopt_state(piece, self._optimizer.state[piece.held], piece.parts(host)[1:])
+                self._on_ssd.adopt_state(
+                    piece, self._on_ssd.optimizer.state[piece.held], piece.parts(host)[1:]
+                )
             self._dirty.add(expert)
         self.flush()
 
@@ -226,9 +229,6 @@ class ExpertOptimizer(SsdOptimizer):
         self._missed.clear()
 
     # -- updates ---------------------------------------------------------------------------------------------
-
-    def leave_to_offloader(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Do nothing: experts are nowhere but here."""
 
     def note_zero_gradient(self, parameter: nn.Parameter) -> None:
         """Note that the parameter's gradient in this micro-batch would be zeros."""
@@ -275,8 +275,8 @@ class ExpertOptimizer(SsdOptimizer):
         set_own_grad(piece.held, host)
 
     @torch.no_grad()
-    def update(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Update those of `parameters` that have a gradient, which replicas have averaged."""
+    def update(self, parameters: Iterable[nn.Parameter], *, at_once: bool = True) -> None:
+        """Update those of `parameters` that have a gradient, which replicas have averaged; at once."""
         for expert in self._of(parameters):
             if all(piece.held.grad is None for piece in self.pieces[expert]):
                 continue
@@ -286,7 +286,7 @@ class ExpertOptimizer(SsdOptimizer):
                 if gradient is not None:
                     # A real gradient in another micro-batch of the step takes the place of the zeros.
                     self._zero.discard(piece.device)
-                    self._on_host(piece, host, gradient, self._seeds[piece.device])
+                    self._on_ssd.update(piece, host, gradient, self._seeds[piece.device])
 
     def _of(self, parameters: Iterable[nn.Parameter]) -> list[int]:
         return list(dict.fromkeys(self.expert_of[each] for each in parameters))
@@ -317,43 +317,60 @@ class ExpertOptimizer(SsdOptimizer):
             ApplyError: Some state is not on SSD.
         """
         cached = sum(host.nbytes for hosts in self._resident.values() for host in hosts)
-        return {**super().check(), "cached_bytes": cached, "caught_up": self.caught_up}
+        facts = {"experts": len(self.pieces), "cached_bytes": cached, "caught_up": self.caught_up}
+        return self._on_ssd.check() | facts
 
 
-class ExpertOffloader(ParameterOffloader):
-    """Loads and frees the experts of `context`'s model.
+def blocks_of_experts(context: Context, optimizer: ExpertOptimizer) -> OffloadedBlocks:
+    """Return the experts of each block, whose values between uses are those of their records on SSD."""
+    held, members = context.placement.optimizer_params, [list[nn.Parameter]() for _ in context.blocks]
+    for pieces, block in zip(optimizer.pieces, optimizer.block_of, strict=True):
+        members[block] += [piece.device for piece in pieces]
+    return OffloadedBlocks(context, None, members, host_of=lambda parameter: held[parameter].detach())
+
+
+class ExpertUnits:
+    """The experts of `context`'s model, by blocks; those that a block uses are loaded.
 
     Args:
         context: Its model.
         experts: Of the model.
-        residency: Blocks whose experts are resident at each moment.
+        blocks: Their parameters.
         optimizer: Holds the experts.
         read_ahead: Moments by which experts are read from SSD before their block.
 
-    Raises:
-        ApplyError: An expert's parameter is used outside of its block, or no other parameter is trained.
+    Attributes:
+        prefetched: Blocks of which experts are in copies.
+        resident: Blocks of which experts may be on the device.
+        on_device: Experts on the device.
     """
 
     def __init__(
         self,
         context: Context,
         experts: Sequence[Expert],
-        residency: Residency,
+        blocks: OffloadedBlocks,
         optimizer: ExpertOptimizer,
         read_ahead: int,
     ) -> None:
-        blocks = range(len(context.blocks))
-        self._experts, self._expert_optimizer, self._read_ahead = experts, optimizer, read_ahead
-        self._members = [[i for i, expert in enumerate(experts) if expert.block == block] for block in blocks]
-        self._on_device = set(range(len(experts)))
-        self._last: list[set[int]] = [set() for _ in blocks]
-        self._used: list[set[int]] = [set() for _ in blocks]
-        members = [[piece.device for i in mine for piece in optimizer.pieces[i]] for mine in self._members]
-        self._places: dict[nn.Parameter, Place] = {}
-        self._accessed: set[int] = set()  # by the user, since the last moment or step
-        super().__init__(context, residency, optimizer, members=members)
-        optimizer.before_reload, optimizer.before_verify = self._write_accessed, self._adopt_accessed
-        if self._gathered is not None:  # Rule 7: a gather reads all experts' rows
+        self.experts, self._optimizer, self._read_ahead = experts, optimizer, read_ahead
+        self._blocks, self._device = blocks, context.device
+        self.prefetched = Prefetched(context.device)
+        numbers = range(len(blocks))
+        self._members = [
+            [i for i, expert in enumerate(experts) if expert.block == block] for block in numbers
+        ]
+        self.of_block = [(block,) for block in numbers]
+        self.resident, self.on_device = set(numbers), set(range(len(experts)))
+        self._last: list[set[int]] = [set() for _ in numbers]
+        self._used: list[set[int]] = [set() for _ in numbers]
+        self._places = [[piece_of(context, blocks, each.device) for each in its] for its in optimizer.pieces]
+        self._mappings: Mappings[int] = Mappings(optimizer.verify, optimizer.adopt)
+        self.loaded_bytes = 0
+        context.undo.callback(self._load_all)
+        optimizer.before_reload, optimizer.before_state_dict = self._mappings.adopt, self._mappings.write
+        blocks.load_before_gathers(self.load_block, self._memory)
+        if blocks.gathered is not None:  # Rule 7: a gather reads all experts' rows
             # One list for both: it never changes.
             self._last = self._used = [set(mine) for mine in self._members]
             self._separate_resident_gradients(context)
@@ -363,20 +380,16 @@ class ExpertOffloader(ParameterOffloader):
             # Set on the instance, so that hooks of the module still run around it.
             vars(module)["forward"] = self._forward_of(index, module, module.forward)
 
-    def _piece_of(self, context: Context, parameter: nn.Parameter) -> Place:
-        found = self._places[parameter] = super()._piece_of(context, parameter)
-        return found
-
     def _separate_resident_gradients(self, context: Context) -> None:
-        mine = {id(each) for block in self._blocks for each in block}
-        for parameter in (each for module in self._modules for each in module.parameters()):
+        mine = {id(each) for each in self._blocks.parameters}
+        for parameter in (each for module in self._blocks.modules for each in module.parameters()):
             if parameter.requires_grad and id(parameter) not in mine:
                 context.undo.callback(parameter.register_post_accumulate_grad_hook(_copy_out_gradient).remove)
 
     # -- calls -----------------------------------------------------------------------------------------------
 
     def _forward_of(self, index: int, module: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
-        block = self._experts[index].block
+        block = self.experts[index].block
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
@@ -405,127 +418,102 @@ class ExpertOffloader(ParameterOffloader):
             )
             if parameter.requires_grad and torch.is_grad_enabled():
                 one.register_post_accumulate_grad_hook(
-                    lambda _, parameter=parameter: self._expert_optimizer.note_zero_gradient(parameter)
+                    lambda _, parameter=parameter: self._optimizer.note_zero_gradient(parameter)
                 )
             found[name] = one.expand(parameter.shape)
         return found
 
-    # -- moments ---------------------------------------------------------------------------------------------
+    # -- units -----------------------------------------------------------------------------------------------
 
-    def _begin_moment(self, moment: int) -> None:
-        # A block may be called again within its moment; guesses are made once.
-        is_same = moment == self._moment
-        self._expert_optimizer.moment = moment
-        self._write_accessed()
-        super()._begin_moment(moment)
-        if is_same:
-            return
+    @property
+    def moment(self) -> int:
+        """The moment of the step that runs, or that ran last."""
+        return self._optimizer.moment
+
+    @moment.setter
+    def moment(self, moment: int) -> None:
+        self._optimizer.moment = moment
+        self._mappings.adopt()
+
+    def read_ahead(self) -> None:
+        """Start reading experts of later moments from SSD (Rule 2)."""
         last, used = ([sorted(each) for each in which] for which in (self._last, self._used))
-        gathered = self._gathered is not None
-        slots = self._expert_optimizer.slots
-        for expert in experts_to_read(moment, self._read_ahead, slots, last, used, gathered):
-            self._expert_optimizer.read(expert)
+        moment, gathered = self.moment, self._blocks.gathered is not None
+        for expert in experts_to_read(moment, self._read_ahead, self._optimizer.slots, last, used, gathered):
+            self._optimizer.read(expert)
         # The forward that begins notes its own experts; its guess has been used above.
         if moment < len(self._blocks) and not gathered:
             self._last[moment] = set()
 
-    def _load_unit(self, index: int) -> None:
-        if index not in self._resident:
-            self._resident.add(index)
-            for expert in sorted(
-                self._last[index] if self._moment < len(self._blocks) else self._used[index]
-            ):
-                self._load_expert(expert)
+    def load_block(self, block: int) -> None:
+        """Make the experts that `block` is expected to use resident for the compute stream."""
+        self.prefetched.wait_for((block,), self.resident)
+        self.prefetch((block,))
+
+    def prefetch(self, units: Iterable[int]) -> None:
+        """Load the experts that the blocks `units` are expected to use."""
+        for block in units:
+            if block not in self.resident:
+                self.resident.add(block)
+                guess = self._last if self.moment < len(self._blocks) else self._used
+                for expert in sorted(guess[block]):
+                    self._load_expert(expert)
 
     @torch.no_grad()
     def _load_expert(self, expert: int) -> None:
-        if expert in self._on_device:
+        if expert in self.on_device:
             return
-        self._write_accessed()
-        self._on_device.add(expert)
-        self._resident.add(self._experts[expert].block)
-        for piece, host in zip(
-            self._expert_optimizer.pieces[expert], self._expert_optimizer.host(expert), strict=True
-        ):
-            place, weight = self._places[piece.device], piece.parts(host)[0].detach()
+        self._mappings.adopt()
+        self.on_device.add(expert)
+        self.resident.add(self.experts[expert].block)
+        pieces, hosts = self._optimizer.pieces[expert], self._optimizer.host(expert)
+        for piece, host, place in zip(pieces, hosts, self._places[expert], strict=True):
+            weight = piece.parts(host)[0].detach()
             allocate_together((place,))
             with _unsafe_preserve_version_counter(place.memory):
                 torch.ops.memtune.copy_to_device_(place.memory.detach(), weight)
             place.of[0].restore()
             self.loaded_bytes += weight.nbytes
 
-    def _free_units(self, units: Any) -> None:
+    def free(self, units: Iterable[int]) -> None:
+        """Free the experts of the blocks `units`."""
         for index in list(units):
-            self._resident.discard(index)
+            self.resident.discard(index)
             for expert in self._members[index]:
-                if expert in self._on_device:
-                    self._on_device.discard(expert)
-                    places = [place for place, _ in self._places_of(expert)]
-                    written = [place.of[0].adopt() for place in places]
-                    if any(written):
-                        self._expert_optimizer.set_weights(expert)
-                    free_together(places)
-                    self._show_mapping(expert)
+                if expert in self.on_device:
+                    self.on_device.discard(expert)
+                    owners = self._owners(expert)
+                    if adopt_together(owners):
+                        self._optimizer.set_weights(expert)
+                    free_together(self._places[expert])
+                    self._mappings.show(expert, owners)
 
     def _load_all(self) -> None:
         # Weights are about to be restored by `undo`, so updates must not be applied to them.
-        self._expert_optimizer.clear_missed()
-        for expert, pieces in enumerate(self._expert_optimizer.pieces):
-            if any(self._places[piece.device].memory.untyped_storage().nbytes() == 0 for piece in pieces):
-                self._on_device.discard(expert)
+        self._optimizer.clear_missed()
+        for expert, places in enumerate(self._places):
+            if any(place.memory.untyped_storage().nbytes() == 0 for place in places):
+                self.on_device.discard(expert)
             self._load_expert(expert)
 
-    def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        super()._step_begins(optimizer, args, kwargs)
-        self._write_accessed()
-        for used in self._used if self._gathered is None else ():
+    def step_begins(self) -> None:
+        """Free all experts, and write what the user has changed."""
+        self.free(self.resident)
+        self._mappings.adopt()
+        for used in self._used if self._blocks.gathered is None else ():
             used.clear()
 
-    def _emit_grad_use(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average gradients among replicas before they are used."""
-        mine = list(parameters)
-        self._expert_optimizer.average_gradients(mine)
-        super()._emit_grad_use(mine)
+    # -- places ----------------------------------------------------------------------------------------------
 
-    # -- access by the user ----------------------------------------------------------------------------------
+    def _memory(self, block: int) -> list[Tensor]:
+        return [place.memory for expert in self._members[block] for place in self._places[expert]]
 
-    def _places_of(self, expert: int) -> list[tuple[Place, nn.Parameter]]:
-        mine = [piece.device for piece in self._expert_optimizer.pieces[expert]]
-        return [(self._places[each], each) for each in mine]
+    def _owners(self, expert: int) -> list[OffloadedParameter]:
+        return [place.of[0] for place in self._places[expert]]
 
-    def _show_mapping(self, expert: int) -> None:
-        """Have the expert's parameters show their records on SSD, complete from the first access on."""
-        for place, parameter in self._places_of(expert):
-            if not isinstance(self._hosts[parameter], FakeTensor):
-                place.of[0].expect_values(partial(self._on_access, expert))
-
-    def _on_access(self, expert: int) -> None:
-        places = self._places_of(expert)
-        self._expert_optimizer.verify({parameter for _, parameter in places})
-        for place, parameter in places:
-            place.of[0].settle()
-            place.of[0].move_host(self._hosts[parameter])
-        self._accessed.add(expert)
-
-    def _write_accessed(self) -> None:
-        """Write experts that the user has changed through the file's mapping, with their checksums."""
-        self._adopt_accessed()
-        while self._accessed:
-            self._show_mapping(self._accessed.pop())
-
-    def _adopt_accessed(self) -> None:
-        for expert in self._accessed:
-            written = [place.of[0].adopt() for place, _ in self._places_of(expert)]
-            if any(written):
-                self._expert_optimizer.adopt(expert)
-
-    def check(self) -> dict[str, Any]:
-        """Return facts about the experts, for the audit.
-
-        Raises:
-            ApplyError: Some are on the device between two steps, or some state is not on SSD.
-        """
-        return super().check() | {"experts": len(self._experts)}
+    def resident_bytes(self) -> int:
+        """Return the bytes of weights on the device."""
+        return bytes_of(place for places in self._places for place in places)
 
 
 @torch.no_grad()

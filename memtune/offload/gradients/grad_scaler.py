@@ -132,7 +132,8 @@ class Gradients:
     def _clear(self, left: list[nn.Parameter], set_to_none: bool, every: list[nn.Parameter]) -> None:
         """Clear the gradients of `left`, and report those of `every` as cleared."""
         # A gradient on SSD that is shown is written again with its checksum; another one is dropped.
-        shown = {local(each.grad).data_ptr() for each in self._chains if each.grad is not None}
+        seen = () if set_to_none else [each.grad for each in self._chains if each.grad is not None]
+        shown = {local(each).data_ptr() for each in seen}
         for each in left:
             gradient = each.grad
             if gradient is not None and (

@@ -113,7 +113,7 @@ class LayerMajor:
             for group in self._packs.groups(len(batches)):
                 total = self._group(step, group, total)
         except BaseException:  # also KeyboardInterrupt: parameters must not remain on the device
-            self._store.is_last = False
+            self._store.gradients.is_taken = False
             self._forget()
             self._store.abandon()
             raise
@@ -142,10 +142,10 @@ class LayerMajor:
                 total = self._turnaround(step, group, total)
             else:
                 for index in group:
-                    self._store.is_last = backward and index == group[-1]
+                    self._store.gradients.is_taken = backward and index == group[-1]
                     self._backward(pack, index) if backward else self._forward(pack, index)
                     self._store.next_micro_batch()
-            self._store.is_last = False
+            self._store.gradients.is_taken = False
             self._boundaries.wait()
             # Only the last group's gradients are complete; earlier ones are added on the host.
             self._store.end(pack, update=backward and update)
@@ -196,7 +196,7 @@ class LayerMajor:
 
         def next_upload(batch: Any, device: torch.device) -> Any:
             self._at = next(indices)
-            self._store.is_last = self._at == group[-1]
+            self._store.gradients.is_taken = self._at == group[-1]
             self.order.append(("turnaround", self._packs.turnaround, self._at))
             return step.upload(batch, device)
 
@@ -368,11 +368,11 @@ class Prologue:
         recorder, store = ChainRecorder(self._model, self._names), self._store
 
         def recorded(block: int, forward: Any, args: Any, kwargs: Any) -> Any:
-            store.load_block(block)
+            store.units.load_block(block)
             try:
                 return recorder.block(block, forward, args, kwargs)
             finally:
-                store.free_block(block)
+                store.units.free((block,))
 
         with self._calls.handled_by(recorded), discard_saved():
             return recorder.chain(run)

@@ -23,12 +23,12 @@ from memtune import refusals
 from memtune.offload.core import set_own_grad
 from memtune.offload.layer_major.packs import Span, in_parts
 from memtune.offload.optimizer import HostOptimizer
-from memtune.offload.parameters import DeferredBlocks
+from memtune.offload.parameters import BlockGradients, BlockUnits, BlockUpdates, OffloadedBlocks, Overlap
 from memtune.parallel.replicas import average_now
-from memtune.runtime import Context, EarlyUpdates, UncopiedHook, before_step, transfer
+from memtune.runtime import Context, UncopiedHook, before_step, transfer
 
 
-class PackOffloader(DeferredBlocks):
+class PackOffloader:
     """Loads and frees the blocks' parameters of `context`, pack by pack.
 
     Args:
@@ -51,32 +51,31 @@ class PackOffloader(DeferredBlocks):
         deferred: frozenset[int] = frozenset(),
         room_bytes: int = 0,
     ) -> None:
-        super().__init__(context, optimizer, averages=averages, room_bytes=room_bytes)
+        self._check, self._device = optimizer.check, context.device
+        self._blocks = OffloadedBlocks(context, optimizer)
+        self.units = BlockUnits(context, self._blocks)
+        self.gradients = BlockGradients(context, self._blocks, averages=averages, room_bytes=room_bytes)
         # Gradients of packs that ran first are used and freed before the step ends, so the user cannot see
         # all.
-        self._shows = False  # its packs are updated inside the step
-        self._deferred_blocks = deferred
+        self.gradients.shows = False
+        self._updates = BlockUpdates(
+            context, optimizer, self._blocks, self.gradients, Overlap(deferred), self.units
+        )
         self._load_parts: list[list[int]] = []
         """Parts of the next pack's copies, last part first (`pop`): the block of each piece."""
         self._kept_gradients: list[tuple[nn.Parameter, Tensor]] = []
         """Gradients of the last pack that are offloaded in parts."""
         self._gradient_parts: list[range] = []
         """Their parts, last part first: indices into `_kept_gradients`."""
-        self._in_parts, self._update_next = False, list[int]()
-        """True if copies run in parts; the blocks whose gradients are offloaded while the next pack runs."""
-        # After `super`, unlike `OverlappedOffloader`: this constructor knows the blocks only now, and has
-        # loaded nothing yet.
-        self._defer(context, optimizer, {block: self._blocks[block] for block in deferred})
-        self._updated = EarlyUpdates(context, "block")
+        self._update_next: Sequence[int] = ()
+        """The blocks whose gradients are offloaded while the next pack runs."""
         self.is_stepping = False
         """True inside a step: only `begin` and `end` load and free blocks."""
-        self.is_last = False
-        """True in the last micro-batch of a pack: gradients are offloaded when ready."""
-        for index, block in enumerate(self._modules):
+        self.gradients.is_taken = False
+        for index, block in enumerate(self._blocks.modules):
             self._hook_evaluation(index, block)
-            self._hook_block(context, index)
         before_step(context.optimizer, self._step_begins)
-        self._free_units(range(len(self._units)))
+        self.units.free(self.units.resident)
 
     def _hook_evaluation(self, index: int, block: nn.Module) -> None:
         """Load and free block `index` at its own calls outside of a step; refuse a forward that records."""
@@ -85,11 +84,11 @@ class PackOffloader(DeferredBlocks):
             if not self.is_stepping:
                 if torch.is_grad_enabled():
                     raise refusals.outside_of_step()
-                self._load_block(index)
+                self.units.load_block(index)
 
         def returned() -> None:
             if not self.is_stepping:
-                self._free_units(self._of_block[index])
+                self.units.free((index,))
 
         block.register_forward_pre_hook(UncopiedHook(called))
         block.register_forward_hook(UncopiedHook(returned))
@@ -109,29 +108,30 @@ class PackOffloader(DeferredBlocks):
         Raises:
             ApplyError: An earlier step raised after it had updated packs.
         """
-        self._updated.step_goes_on()
+        self._updates.early.step_goes_on()
         # Compute must not read a prefetched pack before its copies have ended.
-        self._wait_prefetched()
+        units = self.units
+        units.prefetched.wait()
         for index in range(*pack):
-            self._load_block(index)
-        self._in_parts = parts > 0 and following is not None
-        self._gradient_parts = (
-            in_parts([source.nbytes for _, source in self._kept_gradients], parts)[::-1]
-            if self._kept_gradients
-            else []
-        )
+            units.load_block(index)
+        self._kept_gradients = kept = self.gradients.held or []
+        self._gradient_parts = in_parts([each.nbytes for _, each in kept], parts)[::-1] if kept else []
+        self.gradients.held = [] if parts and following is not None else None
         if following is not None:
-            with self._prefetching(range(*following)):
+            with units.prefetched.loading(range(*following)):
                 if parts:
-                    self._allocate(range(*following))
+                    for index in range(*following):
+                        units.allocate(index)
                     self._load_parts = self._cut(following, parts)
                 else:
-                    self._prefetch(range(*following))
+                    units.prefetch(range(*following))
 
     def _cut(self, following: Span, parts: int) -> list[list[int]]:
         """Split the copies of `following` into parts of about equal bytes, last part first."""
         pieces = [
-            (unit, piece.host.nbytes) for unit in range(*following) for piece in self._unfilled.get(unit, ())
+            (unit, piece.host.nbytes)
+            for unit in range(*following)
+            for piece in self.units.unfilled.get(unit, ())
         ]
         return [
             [pieces[n][0] for n in part]
@@ -140,16 +140,17 @@ class PackOffloader(DeferredBlocks):
 
     def next_micro_batch(self) -> None:
         """Start the copies of one part; called when a micro-batch's boundary activation is on the device."""
-        if self._unfilled:
+        units = self.units
+        if units.unfilled:
             with transfer.prefetching(self._device):
                 for unit in self._load_parts.pop() if self._load_parts else ():
                     # Never waits for a deferred update here: `begin` does, when the values are needed.
-                    if unit in self._unfilled and self._deferred.is_done(unit):
-                        self._fill(unit, 1)
+                    if unit in units.unfilled and units.deferred.is_done(unit):
+                        units.fill(unit, 1)
                 if not self._load_parts:
-                    self.fill_finished()
+                    units.fill_finished()
         for number in self._gradient_parts.pop() if self._gradient_parts else ():
-            self._start_copy(*self._kept_gradients[number])
+            self.gradients.start_copy(*self._kept_gradients[number])
             if number == len(self._kept_gradients) - 1:
                 self._kept_gradients = []
 
@@ -161,33 +162,17 @@ class PackOffloader(DeferredBlocks):
             update: Its gradients are complete.
             resident: The next use is the same pack.
         """
-        self._finish_copies()
+        self.gradients.finish_copies()
         # After the copies: they read the gradients of these blocks' memory.
         if not resident:
-            self._free_units(range(*pack))
+            self.units.free(range(*pack))
         # Copies in parts: the gradients of the pack before have arrived only now.
-        self._update(self._update_next)
-        self._update_next = []
-        if update and self._in_parts:
-            self._update_next = list(range(*pack))
+        self._updates.update(self._update_next)
+        self._update_next = ()
+        if update and self.gradients.held is not None:
+            self._update_next = range(*pack)
         elif update:
-            self._update(range(*pack))
-
-    def _update(self, blocks: Sequence[int]) -> None:
-        """Update the host parameters of `blocks`; deferred ones are left to `optimizer.step()`."""
-        self._emit_grad_use(each for index in blocks for each in self._blocks[index])
-        ready = [index for index in blocks if index not in self._deferred_blocks]
-        self._updated.add(ready, ())
-        if ready:
-            self._updates.update([each for index in ready for each in self._blocks[index]], at_once=False)
-
-    def load_block(self, index: int) -> None:
-        """Load one block, outside of any pack."""
-        self._load_block(index)
-
-    def free_block(self, index: int) -> None:
-        """Free one block, outside of any pack."""
-        self._free_units(self._of_block[index])
+            self._updates.update(range(*pack))
 
     def begin_step(self) -> None:
         """Begin a step, before its first forward; start the last step's deferred updates.
@@ -196,42 +181,32 @@ class PackOffloader(DeferredBlocks):
             ApplyError: An earlier step updated packs and `optimizer.step()` did not complete, for example
                 because a user's hook raised.
         """
-        self._updated.step_begins()
+        self._updates.begin()
         self.is_stepping = True
-        self.start_deferred()
 
     def end_step(self) -> None:
         """End forward and backward of all micro-batches; average gradients outside of the blocks."""
-        if self._reducer is not None:
+        if self.gradients.reducer is not None:
             # Once per step: their sums of all micro-batches are on the device, unlike those of the packs.
-            average_now(self._outside, self._reducer.group)
-        self._show_gradients(self._finish_averages())
+            average_now(self._blocks.outside, self.gradients.reducer.group)
+        self.gradients.show(self.gradients.finish_averages())
 
     def abandon(self) -> None:
         """Free all blocks and forget gradients, after a step that raised."""
-        self._updated.raised()
-        self._abandon_gradients()
-        self._kept_gradients, self._gradient_parts, self._update_next = [], [], []
-        for held in self._trained.values():  # gradients that have arrived belong to no step
-            # Unlike in the plain loop the user cannot clear them: they are not shown as `grad` here.
+        self._updates.raised()
+        self.gradients.abandon()
+        self._kept_gradients, self._gradient_parts, self._update_next = [], [], ()
+        self.gradients.held = None
+        # Unlike in the plain loop the user cannot clear them: they are not shown as `grad` here.
+        for held in self._blocks.trained.values():
             set_own_grad(held, None)
-        self._free_units(range(len(self._units)))
+        self.units.free(self.units.resident)
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._updated.step_goes_on()
-        super()._step_begins(optimizer, args, kwargs)
-        self._updated.forget()
-
-    def _on_grad_ready(self, parameter: Tensor) -> None:
-        if not self.is_last:
-            return
-        if not self._in_parts:
-            super()._on_grad_ready(parameter)
-            return
-        assert isinstance(parameter, nn.Parameter)
-        assert parameter.grad is not None
-        self._kept_gradients.append((parameter, parameter.grad))
-        parameter.grad = None
+        self._updates.early.step_goes_on()
+        self.units.step_begins()
+        self.gradients.step_begins()
+        self._updates.early.forget()
 
     def check(self) -> dict[str, Any]:
         """Return facts about the blocks' parameters, for the audit.
@@ -239,10 +214,7 @@ class PackOffloader(DeferredBlocks):
         Raises:
             ApplyError: Some are on the device between two steps.
         """
-        if left := self._resident_bytes():
+        if left := self.units.resident_bytes():
             raise refusals.error_of(refusals.resident_between_steps(left))
-        facts = self._optimizer.check() | {
-            "blocks_on_host": len(self._blocks),
-            "loaded_bytes": self.loaded_bytes,
-        }
-        return facts | (self._deferred_facts() if self._deferred_blocks else {})
+        facts = {"blocks_on_host": len(self._blocks), "loaded_bytes": self.units.loaded_bytes}
+        return self._check() | facts | self._updates.facts()

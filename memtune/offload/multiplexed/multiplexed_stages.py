@@ -211,7 +211,7 @@ class MultiplexedStages:
             raise
         finally:
             # Evaluation between steps loads blocks by their own calls again.
-            self._store.is_stepping = self._store.is_last = False
+            self._store.is_stepping = self._store.gradients.is_taken = False
         self._add_tied()
         self._store.end_step()
         # Losses are detached, and of the last stage: other ranks have none.
@@ -230,12 +230,12 @@ class MultiplexedStages:
         self._store.begin(self._spans[use.stage], following, count)
         for index in range(count):
             self.order.append((use.kind, use.stage, index))
-            self._store.is_last = use.kind != "forward" and index == count - 1
+            self._store.gradients.is_taken = use.kind != "forward" and index == count - 1
             if use.kind == "forward":
                 self._forward(step, use.stage, index)
             else:
                 self._backward(step, use, index, losses)
-        self._store.is_last = False
+        self._store.gradients.is_taken = False
         self._messages.end_use()
         back = use.kind != "forward"
         self._store.end(

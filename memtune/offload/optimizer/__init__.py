@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         UPDATES as UPDATES,
         Native as Native,
         no_native_update as no_native_update,
+        no_state_to_offload as no_state_to_offload,
         not_contiguous as not_contiguous,
         optimizer_on_host as optimizer_on_host,
         unknown_optimizer as unknown_optimizer,

@@ -103,6 +103,10 @@ class Sweeps:
             # A recorder's sweep runs inside the next micro-batch, where the real one overlaps.
             self._begin()
 
+    def facts(self) -> dict[str, int]:
+        """Return the current version and the largest staleness, for the audit."""
+        return {"version": self.version, "largest_staleness": self.largest_staleness}
+
     @property
     def _missing(self) -> int:
         return self._n_waiting + self._n_in_sweep

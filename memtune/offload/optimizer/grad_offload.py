@@ -141,7 +141,7 @@ class GradientOffload:
         # ZeRO's ranks have rows of a gradient whose weight is whole: there is none to show.
         self._shows = all(local(p).shape == local(host).shape for p, host in self._hosts.items())
         self._divided = [] if self._shows else [p for p in offloaded if p is not self._sentinel.parameter]
-        self._sentinel_missing = False
+        self._sentinel_missing = self._is_shown = False
         context.events.grads_cleared.subscribe(self._on_grads_cleared)
         # Weakly, and not copied: the model must not keep the offloader, and a deep copy must not offload into
         # it.
@@ -297,6 +297,7 @@ class GradientOffload:
         # For the bucket just sent: after backward all sums are complete, and the user may clip them.
         self._finish_copies()
         self._sentinel.note()
+        self._is_shown = True
         for parameter, host in self._hosts.items() if self._shows else ():
             show_grad_of(parameter, host)
         for parameter in self._divided:
@@ -331,6 +332,9 @@ class GradientOffload:
                 self._hide_gradients()
 
     def _hide_gradients(self) -> None:
+        if not self._is_shown:  # hidden by the step, in the forward after it
+            return
+        self._is_shown = False
         for parameter in self._hosts if self._shows else ():
             hide_grad_of(parameter)
         for parameter in self._divided:

@@ -89,6 +89,13 @@ class HostOptimizer:
 
     Raises:
         ApplyError: The native update does not support the optimizer or a parameter's type.
+
+    Attributes:
+        pairs: Each parameter on the device and on the host.
+        gradients: By host copy: host gradients of this step, from the start of their D2H copies to its end.
+        update_all: Makes the native updates of a step; `LockFreeOptimizer` sets it, and the next two.
+        sync: Finishes all updates, before state is read or loaded.
+        is_delayed: Returns True if the weights on the device lack an update.
     """
 
     def __init__(
@@ -104,29 +111,27 @@ class HostOptimizer:
         if resident:
             _refuse_parts(context.optimizer)
         self._resident = set(resident)
-        self._native = None if update == "user" else NativeUpdate(context.optimizer, moments)
+        self.native = None if update == "user" else NativeUpdate(context.optimizer, moments)
         self._master = update == "master"
-        self._optimizer = context.optimizer
+        self.optimizer = context.optimizer
         self._device = context.device
-        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (on the device, on the host)
-        # By host copy: host gradients of this step, from the start of their D2H copies to the end of the
-        # step.
-        self._gradients: dict[nn.Parameter, Tensor] = {}
-        for group in self._optimizer.param_groups:
+        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self.gradients: dict[nn.Parameter, Tensor] = {}
+        for group in self.optimizer.param_groups:
             # The group objects remain: schedulers hold references to them.
             group["params"] = [
                 p if p in self._resident else self._host_copy(context, p) for p in group["params"]
             ]
         # The order of the model, as in the pass; a user's groups may have another one.
         place = model_order(context)
-        self._pairs.sort(key=lambda pair: place.get(pair[0], len(place)))
+        self.pairs.sort(key=lambda pair: place.get(pair[0], len(place)))
         # Copied by a parameter offloader, and by this optimizer.
         self._with_offloader: list[tuple[nn.Parameter, nn.Parameter]] = []
-        self._copied = list(self._pairs)
-        self._dtypes = {parameter: parameter.dtype for parameter, _ in self._pairs}
-        self._known = self._resident.union(host for _, host in self._pairs)
-        self._updated_by_user = [*self._resident, *(host for _, host in self._pairs)]
-        self._has_narrow = any(host.dtype is not parameter.dtype for parameter, host in self._pairs)
+        self._copied = list(self.pairs)
+        self._dtypes = {parameter: parameter.dtype for parameter, _ in self.pairs}
+        self._known = self._resident.union(host for _, host in self.pairs)
+        self._updated_by_user = [*self._resident, *(host for _, host in self.pairs)]
+        self._has_narrow = any(host.dtype is not parameter.dtype for parameter, host in self.pairs)
         self._state_ids: list[int] = []
         self._updated: set[nn.Parameter] = set()  # host copies updated before `step`
         self._running: list[Future[None]] = []  # delayed updates
@@ -138,16 +143,18 @@ class HostOptimizer:
         self._delayed: dict[nn.Parameter, Tensor] | None = None  # gradients of the last step's delayed update
         self._delayed_began = False
         self._deferred: DeferredUpdates | None = None
+        self.update_all, self.sync = self._update_in_step, self._finish_updates
+        self.is_delayed: Callable[[], bool] = lambda: bool(self._delayed)
         # A shard's gradient is also set on its full parameter, and must be freed in both.
         self._full_parameter = {shard: full for full, shard in placement.optimizer_params.items()}
-        placement.optimizer_params.update(self._pairs)
+        placement.optimizer_params.update(self.pairs)
         self._versions_before_step: list[int] | None = None
         """Versions of all that the step updates, from before its first update until the weights are on the
         device.
         """
         self._host_tier = ExitStack()  # open while the optimizer computes, closed even if its step raises
         self._install(context)
-        self._writes = ExternalWrites(context, (device for device, _ in self._pairs))
+        self._writes = ExternalWrites(context, (device for device, _ in self.pairs))
 
     def _install(self, context: Context) -> None:
         """Subscribe to loads and clears, and replace the optimizer's step."""
@@ -155,28 +162,28 @@ class HostOptimizer:
         context.events.grads_cleared.subscribe(self._on_grads_cleared)
         watch_loads(
             context,
-            {device for device, _ in self._pairs},
+            {device for device, _ in self.pairs},
             self._copy_to_host,
             before=self._finish_before_load,
         )
         # The state dict has host weights of offloaded blocks, which running updates write.
         context.model.register_state_dict_pre_hook(UncopiedHook(self._join))
         # After `_on_weights_loaded`, which may raise: the step then remains partial.
-        self._partial_step = PartialStep(context)
+        self.partial_step = PartialStep(context)
         # A native step runs the step hooks itself (`with_hooks`); the user's own `step` is wrapped by torch
         # already.
-        own = self._optimizer.step if self._native is None else with_hooks(self._optimizer, self._native_step)
-        replace_step(self._optimizer, self._with_cleanup(own))
+        own = self.optimizer.step if self.native is None else with_hooks(self.optimizer, self._native_step)
+        replace_step(self.optimizer, self._with_cleanup(own))
         # `last`: checks and reductions that were registered before must see the gradients on the device.
-        before_step(self._optimizer, self._offload_gradients, last=True)
+        before_step(self.optimizer, self._offload_gradients, last=True)
         # `after_step` puts it before the hooks registered so far, such as ZeRO's all-gather of new weights.
-        after_step(self._optimizer, self._copy_weights_to_device)
+        after_step(self.optimizer, self._copy_weights_to_device)
         if self._delay_after is not None:
-            self._sync_before_checkpoints(context)
+            self.sync_before_checkpoints(context)
 
     def _room_bytes(self, context: Context) -> int:
         """Return the bound of gradients that wait for overlapped updates, by the trained blocks."""
-        hosts = {device: host for device, host in self._pairs if host.requires_grad}
+        hosts = {device: host for device, host in self.pairs if host.requires_grad}
         block_of: dict[nn.Parameter, int] = {}
         for index, name in enumerate(context.blocks):
             for parameter in context.model.get_submodule(name).parameters():
@@ -185,12 +192,12 @@ class HostOptimizer:
             [host.nbytes for host in hosts.values()], [block_of.get(each, -1) for each in hosts]
         )
 
-    def _sync_before_checkpoints(self, context: Context) -> None:
+    def sync_before_checkpoints(self, context: Context) -> None:
         """Finish deferred and delayed updates before any state dict is read or loaded."""
-        context.model.register_state_dict_pre_hook(UncopiedHook(self._sync))
-        context.model.register_load_state_dict_pre_hook(UncopiedHook(self._sync))
-        self._optimizer.register_state_dict_pre_hook(lambda _: self._sync())
-        self._optimizer.register_load_state_dict_pre_hook(lambda *_: self._sync())
+        context.model.register_state_dict_pre_hook(UncopiedHook(lambda: self.sync()))
+        context.model.register_load_state_dict_pre_hook(UncopiedHook(lambda: self.sync()))
+        self.optimizer.register_state_dict_pre_hook(lambda _: self.sync())
+        self.optimizer.register_load_state_dict_pre_hook(lambda *_: self.sync())
 
     def _with_cleanup(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return `step` with the host tier closed after it, and a partial update detected if it raises."""
@@ -202,7 +209,7 @@ class HostOptimizer:
                 except BaseException:
                     # False if the error is a user's post-step hook's: `_copy_weights_to_device` has run by
                     # then.
-                    self._partial_step.is_it |= self._has_updated()
+                    self.partial_step.is_it |= self._has_updated()
                     raise
                 finally:
                     self._versions_before_step = None
@@ -211,7 +218,7 @@ class HostOptimizer:
 
     def _update_versions(self) -> list[int]:
         """Return the versions of all tensors, host and device, that the optimizer's own step updates."""
-        if self._native is not None:
+        if self.native is not None:
             return []
         return [each._version for each in self._updated_by_user]
 
@@ -221,17 +228,17 @@ class HostOptimizer:
         Native updates leave versions unchanged, so they always count.
         """
         return self._versions_before_step is not None and (
-            self._native is not None or self._update_versions() != self._versions_before_step
+            self.native is not None or self._update_versions() != self._versions_before_step
         )
 
     @torch.no_grad()
     def _native_step(self) -> None:
-        with without_sync(self._optimizer):
-            self._update_all(self._optimizer)
+        with without_sync(self.optimizer):
+            self.update_all()
 
-    def _update_all(self, optimizer: Optimizer) -> None:
+    def _update_in_step(self) -> None:
         """Run this step's native updates, except those made early, deferred or delayed."""
-        native = self._native
+        native, optimizer = self.native, self.optimizer
         assert native is not None
         # One-step delayed update (ZeRO-Offload, section 5.2): off in the first steps, whose gradients change
         # rapidly.
@@ -239,7 +246,7 @@ class HostOptimizer:
             self.start_deferred()
             self._join()
             # The weights copied to the device next are those of the last step's gradients; this step's wait.
-            self._delayed, self._gradients = self._gradients, self._delayed or {}
+            self._delayed, self.gradients = self.gradients, self._delayed or {}
             self._delayed_began = False
             # State exists from the first step on, as in torch, though its update comes later.
             native.make_state(optimizer, self._delayed.get)
@@ -247,8 +254,8 @@ class HostOptimizer:
             # Overlapped updates of this step end before the others, so that at most one thread writes
             # weights.
             self._join()
-            deferred = {} if self._deferred is None else self._deferred.take(self._gradients)
-            gradients, updated = self._gradients, self._updated
+            deferred = {} if self._deferred is None else self._deferred.take(self.gradients)
+            gradients, updated = self.gradients, self._updated
             native.step(
                 optimizer,
                 (lambda host: None if host in updated else gradients.get(host)) if updated else gradients.get,
@@ -263,29 +270,29 @@ class HostOptimizer:
     def _host_copy(self, context: Context, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter that the optimizer gets instead of `parameter`; move its state to the host."""
         host = host_values(context, parameter)
-        if self._native is not None:
+        if self.native is not None:
             host = master_of(host, self._master)
         copy = optimizer_parameter(parameter, host)
         mark(copy, HOST)
-        state = self._optimizer.state.pop(parameter, None)
+        state = self.optimizer.state.pop(parameter, None)
         if state is not None:
-            self._optimizer.state[copy] = {name: state_to_host(value) for name, value in state.items()}
-        self._pairs.append((parameter, copy))
+            self.optimizer.state[copy] = {name: state_to_host(value) for name, value in state.items()}
+        self.pairs.append((parameter, copy))
         return copy
 
     def _offload_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Copy the gradients that are still on the device to the host, one group at a time; pre-step hook."""
-        self._partial_step.refuse()
+        self.partial_step.refuse()
         refuse_added_parameters(optimizer, self._known)
         self._adopt_external_writes()
         here: list[tuple[nn.Parameter, nn.Parameter]] = []
-        for pair in self._pairs:
+        for pair in self.pairs:
             host = pair[1]
             if own_grad(pair[0]) is not None:
                 here.append(pair)
             elif (gradient := own_grad(host)) is not None:  # offloaded during backward
-                self._gradients[host] = gradient
-                if self._native is not None:
+                self.gradients[host] = gradient
+                if self.native is not None:
                     # The native step reads `_gradients`; `host.grad` would be a second reference that
                     # outlives the update.
                     set_own_grad(host, None)
@@ -305,19 +312,19 @@ class HostOptimizer:
     def _start_copies(self, pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
         """Start the D2H copies of the gradients of `pairs`."""
         for (_, host), gradient in zip(pairs, to_host_together(_own_gradients(pairs)), strict=True):
-            self._gradients[host] = gradient
-            if self._native is None:
+            self.gradients[host] = gradient
+            if self.native is None:
                 set_own_grad(host, gradient)
 
     def _update_on_device(self) -> None:
         """Run the optimizer's own step over the resident parameters; the others have no gradient."""
-        waiting = [(host, host.grad) for _, host in self._pairs]
+        waiting = [(host, host.grad) for _, host in self.pairs]
         for host, _ in waiting:
             # Without a gradient torch's optimizers skip a parameter, which leaves the host's for the step
             # proper.
             set_own_grad(host, None)
         # The unwrapped step: its hooks run once, around the whole step, and must not run for this part.
-        type(self._optimizer).step.__wrapped__(self._optimizer)  # type: ignore[attr-defined]
+        type(self.optimizer).step.__wrapped__(self.optimizer)  # type: ignore[attr-defined]
         for host, gradient in waiting:
             set_own_grad(host, gradient)
         for parameter in self._resident:
@@ -345,10 +352,10 @@ class HostOptimizer:
                 `step`, which copies the weights to the device. Waiting gradients are bounded by
                 `PendingUpdates`: earlier updates finish first where these would exceed the bound.
         """
-        native, wanted = self._native, set(parameters)
+        native, wanted = self.native, set(parameters)
         assert native is not None
         gradients = {
-            host: host.grad for device, host in self._pairs if device in wanted and host.grad is not None
+            host: host.grad for device, host in self.pairs if device in wanted and host.grad is not None
         }
         self._updated.update(gradients)
         if at_once:
@@ -363,8 +370,8 @@ class HostOptimizer:
         used_gradients = []
         for host, gradient in gradients.items():
             if gradient.dtype is not host.dtype:
-                # bfloat16: the update writes the new weight into it, which `_copy_weights` reads.
-                self._gradients[host] = gradient
+                # bfloat16: the update writes the new weight into it, which `copy_weights` reads.
+                self.gradients[host] = gradient
             else:
                 used_gradients.append(gradient)
         n_bytes = sum(gradient.nbytes for gradient in used_gradients)
@@ -381,14 +388,14 @@ class HostOptimizer:
                 each.result()
 
     def _run_updates(self, gradients: dict[nn.Parameter, Tensor], futures: list[Future[None]] | None) -> None:
-        assert self._native is not None
+        assert self.native is not None
         with (
             tier(HOST),
             torch.no_grad(),
-            without_sync(self._optimizer),
+            without_sync(self.optimizer),
             nullcontext() if futures is None else on_update_thread(futures),
         ):
-            self._native.step(self._optimizer, gradients.get)
+            self.native.step(self.optimizer, gradients.get)
 
     def defer(self, context: Context, blocks: dict[int, list[nn.Parameter]]) -> DeferredUpdates:
         """Defer the updates of `blocks`: they start when `step` ends and overlap with the next forward.
@@ -400,17 +407,19 @@ class HostOptimizer:
             context: Its model and optimizer; hooks for checkpoints are registered.
             blocks: Parameters by block, in the order of use.
         """
+        if not blocks:
+            return DeferredUpdates({})
         # Fake tensors have no thread to wait for: a recorder runs the updates in line.
-        host_of = dict(self._pairs)
+        host_of = dict(self.pairs)
         fake = any(isinstance(host.data, FakeTensor) for host in host_of.values())
         hosts = {
             block: [host_of[each] for each in mine if each in host_of]
             for block, mine in sorted(blocks.items())
         }
         self._deferred = DeferredUpdates(hosts, is_fake=fake)
-        self._sync_before_checkpoints(context)
+        self.sync_before_checkpoints(context)
         if not fake:
-            sync_reads(self._optimizer, self._sync)
+            sync_reads(self.optimizer, self._finish_updates)
         return self._deferred
 
     def start_deferred(self) -> None:
@@ -429,7 +438,7 @@ class HostOptimizer:
         while self._running:
             self._running.pop(0).result()
 
-    def _sync(self) -> None:
+    def _finish_updates(self) -> None:
         """Finish all deferred and delayed updates and copy their weights to the device."""
         # `start` before `finish_all`: deferred updates that no micro-batch has started yet would otherwise be
         # lost.
@@ -439,14 +448,13 @@ class HostOptimizer:
         if self._delayed:
             self.start_deferred()
             self._join()
-            # Set to None first: `_hosts_with_new_weights` and `_is_delayed` must not see an update that is
-            # done.
+            # Set to None first: `is_delayed` must not see an update that is done.
             delayed, self._delayed, self._delayed_began = self._delayed, None, False
-            self._copy_weights(delayed, set(delayed))
+            self.copy_weights(delayed, set(delayed))
 
     def _finish_copies(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
         """Wait for the D2H copies into the gradients of `pairs`, then free their sources on the device."""
-        transfer.finish_all(self._gradients[host] for _, host in pairs)
+        transfer.finish_all(self.gradients[host] for _, host in pairs)
         for parameter, _ in pairs:
             set_own_grad(parameter, None)
         for parameter, _ in pairs if self._full_parameter else ():
@@ -457,8 +465,8 @@ class HostOptimizer:
         """Copy all new weights to the device and free the host gradients; post-step hook."""
         self._host_tier.close()
         # If updates are delayed, the new weights are those of the last step's gradients.
-        self._copy_weights(self._gradients, None if self._delayed is None else set(self._gradients))
-        self._gradients = {}
+        self.copy_weights(self.gradients, None if self._delayed is None else set(self.gradients))
+        self.gradients = {}
         self._updated.clear()
         self._versions_before_step = None
         self._mark_state()
@@ -477,7 +485,7 @@ class HostOptimizer:
                     mark(value, HOST)
 
     @torch.no_grad()
-    def _copy_weights(self, gradients: dict[nn.Parameter, Tensor], hosts: set[nn.Parameter] | None) -> None:
+    def copy_weights(self, gradients: dict[nn.Parameter, Tensor], hosts: set[nn.Parameter] | None) -> None:
         """Copy the new weights of `hosts` (None: of all) to the device; free `gradients` group by group.
 
         A bfloat16 weight is in the memory of its gradient.
@@ -510,23 +518,23 @@ class HostOptimizer:
 
     def _on_grads_cleared(self, parameters: Iterable[nn.Parameter]) -> None:
         """Drop the gradients that a step took before it raised; those of early updates are in use."""
-        for each in parameters if self._gradients else ():
-            if each in self._gradients and each not in self._updated:
-                del self._gradients[each]
+        for each in parameters if self.gradients else ():
+            if each in self.gradients and each not in self._updated:
+                del self.gradients[each]
 
     def _on_weights_loaded(self) -> None:
         """Copy loaded weights and state to the host; they replace early updates."""
         # In this order: an update that still runs would write into the loaded values.
         self._join()
         self._updated.clear()
-        self._gradients.clear()
-        self._copy_to_host([parameter for parameter, _ in self._pairs])
+        self.gradients.clear()
+        self._copy_to_host([parameter for parameter, _ in self.pairs])
         for state in self._state_dicts():
             state.update({name: state_to_host(value) for name, value in state.items()})
 
     def _finish_before_load(self) -> None:
         """Finish running updates before a load, which they would overwrite."""
-        self._sync()
+        self.sync()
         self._join()
 
     @torch.no_grad()
@@ -543,7 +551,7 @@ class HostOptimizer:
             host.copy_(to_host_now(local(parameter)))
             if host in self._updated:
                 # The loaded weight replaces the early update's bfloat16 weight, which must not be copied.
-                self._gradients.pop(host, None)
+                self.gradients.pop(host, None)
         self._writes.note_writes(list(parameters))
 
     def _adopt_external_writes(self) -> None:
@@ -554,20 +562,17 @@ class HostOptimizer:
         """
         written = set(self._writes.take_external())
         if written and (
-            self._is_delayed()
-            or any(host in self._updated for device, host in self._pairs if device in written)
+            self.is_delayed()
+            or any(host in self._updated for device, host in self.pairs if device in written)
         ):
             raise write_during_update_error(len(written))
         if written:
             self._copy_to_host(written)
 
-    def _is_delayed(self) -> bool:
-        return bool(self._delayed)
-
     def _state_dicts(self) -> list[dict[str, Any]]:
-        with without_sync(self._optimizer):
+        with without_sync(self.optimizer):
             return [
-                state for parameter, state in self._optimizer.state.items() if parameter not in self._resident
+                state for parameter, state in self.optimizer.state.items() if parameter not in self._resident
             ]
 
     def _state_tensors(self) -> list[Tensor]:
@@ -591,8 +596,8 @@ class HostOptimizer:
                 f"{len(strayed)} tensors of the optimizer's state are still on {self._device}.", code="MT309"
             )
         return {
-            "parameters": len(self._pairs),
-            "host_bytes": sum(host.nbytes for _, host in self._pairs) + sum(v.nbytes for v in values),
+            "parameters": len(self.pairs),
+            "host_bytes": sum(host.nbytes for _, host in self.pairs) + sum(v.nbytes for v in values),
         }
 
 

@@ -224,6 +224,13 @@ def unknown_optimizer(target: Target) -> Reason | None:
     return Reason(why, _OWN) if why else None
 
 
+def no_state_to_offload(step: Step) -> Reason | None:
+    """Return the reason if no parameter is trained, or the optimizer has no state."""
+    is_trained = (columns_of(step.parameters).gradient >= 0).any()
+    has_state = is_trained and (step.storages.kind == Kind.OPTIMIZER).any()
+    return None if has_state else refusals.no_optimizer_state()
+
+
 def no_native_update(step: Step, update: Literal["native", "master"], target: Target) -> Reason | None:
     """Return why the host's native update does not apply: an unknown optimizer, or a parameter type.
 

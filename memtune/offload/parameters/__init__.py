@@ -7,6 +7,16 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
+    from memtune.offload.parameters.block_gradients import BlockGradients as BlockGradients
+    from memtune.offload.parameters.block_units import (
+        BlockUnits as BlockUnits,
+        OffloadedBlocks as OffloadedBlocks,
+        Prefetched as Prefetched,
+        bytes_of as bytes_of,
+        copy_together as copy_together,
+        host_copy as host_copy,
+        piece_of as piece_of,
+    )
     from memtune.offload.parameters.link_coordination import (
         Orchestrated as Orchestrated,
         place_of as place_of,
@@ -14,13 +24,9 @@ if TYPE_CHECKING:
     )
     from memtune.offload.parameters.moments_pass import Overlap as Overlap, in_blocks as in_blocks
     from memtune.offload.parameters.offloader import (
-        HostCopies as HostCopies,
+        BlockUpdates as BlockUpdates,
         ParameterOffloader as ParameterOffloader,
-        host_copy as host_copy,
-    )
-    from memtune.offload.parameters.overlapped_offloader import (
-        DeferredBlocks as DeferredBlocks,
-        OverlappedOffloader as OverlappedOffloader,
+        largest_block_bytes as largest_block_bytes,
     )
     from memtune.offload.parameters.parameter_offload_pass import (
         bytes_without_chunks as bytes_without_chunks,
@@ -33,6 +39,12 @@ if TYPE_CHECKING:
         stream_parameters as stream_parameters,
         stream_weights as stream_weights,
         streamed_parameters as streamed_parameters,
+    )
+    from memtune.offload.parameters.ssd_values import (
+        Mappings as Mappings,
+        SsdGradients as SsdGradients,
+        SsdValues as SsdValues,
+        on_ssd as on_ssd,
     )
 else:
     __getattr__ = open_door(__name__)

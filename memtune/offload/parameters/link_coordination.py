@@ -21,6 +21,8 @@ import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune.device import accelerator, streams
 from memtune.errors import ApplyError
 from memtune.offload.optimizer import HostOptimizer
+from memtune.offload.parameters.block_gradients import BlockGradients
+from memtune.offload.parameters.block_units import BlockUnits, OffloadedBlocks
 from memtune.offload.parameters.link_token import LinkToken
 from memtune.offload.parameters.offloader import ParameterOffloader
 from memtune.parallel.ranks import has_real_peers
@@ -66,15 +68,14 @@ class Orchestrated:
             context.undo.callback(self._token.close)
         self._device = context.device
         modules = [context.model.get_submodule(name) for name in context.blocks]
-        self._store = ParameterOffloader(
-            context,
-            window_residency(len(context.blocks), slots),
-            HostOptimizer(context),
-            early=False,
-            when_ready=False,
-            copy=self._copy if slot_bytes else None,
-            members=[list(each.parameters()) if i in self.blocks else [] for i, each in enumerate(modules)],
-        )
+        optimizer = HostOptimizer(context)
+        members = [list(each.parameters()) if i in self.blocks else [] for i, each in enumerate(modules)]
+        blocks = OffloadedBlocks(context, optimizer, members)
+        # DDP reduces the gradients, and would not know the accumulators of exchanged parameters.
+        units = BlockUnits(context, blocks, copy=self._copy if slot_bytes else None, keeps=True)
+        gradients = BlockGradients(context, blocks, when_ready=False)
+        residency = window_residency(len(context.blocks), slots)
+        self._store = ParameterOffloader(context, residency, blocks, units, gradients, None, optimizer.check)
 
     def _copy(self, there: Tensor, host: Tensor) -> None:
         """Copy in pieces, each while this rank holds the token; `host` must be complete."""

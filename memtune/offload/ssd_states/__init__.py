@@ -8,10 +8,7 @@ from memtune._door import open_door
 
 if TYPE_CHECKING:
     from memtune.offload.ssd_states.ssd_lock_free import LockFreeOnSsd as LockFreeOnSsd
-    from memtune.offload.ssd_states.ssd_optimizer import (
-        HostPieces as HostPieces,
-        SsdOptimizer as SsdOptimizer,
-    )
+    from memtune.offload.ssd_states.ssd_optimizer import SsdOptimizer as SsdOptimizer
     from memtune.offload.ssd_states.ssd_optimizer_pass import (
         OffloadedParameters as OffloadedParameters,
         gradients_on_ssd as gradients_on_ssd,
@@ -25,10 +22,6 @@ if TYPE_CHECKING:
     from memtune.offload.ssd_states.ssd_overlapped_pass import (
         not_overlappable as not_overlappable,
         optimizer_on_ssd_overlapped as optimizer_on_ssd_overlapped,
-    )
-    from memtune.offload.ssd_states.ssd_parameters import (
-        StepEndUpdates as StepEndUpdates,
-        TieredOffloader as TieredOffloader,
     )
 else:
     __getattr__ = open_door(__name__)

@@ -1,6 +1,6 @@
 """The pass of `offload.ssd_states.ssd_optimizer`: state is read, updated and written record by record.
 
-It covers records on the host as well (`HostPieces`), where only gradients and new weights may be on SSD.
+It covers records on the host as well (`on_host`), where only gradients and new weights may be on SSD.
 """
 
 from __future__ import annotations
@@ -314,11 +314,11 @@ class _UpdateOps(NamedTuple):
     """True if records are read and written."""
 
     def in_order(self, read_ahead: int) -> list[tuple[int, int]]:
-        """Return (kind, parameter) of each op in the order of `SsdOptimizer._stream`."""
+        """Return (kind, parameter) of each op in the order of `SsdOptimizer.stream`."""
         count = len(self.here)
         read, write = ([_READ], [_WRITE]) if self.streams else ([], [])
         reads = [[*read, *([_READ_GRADIENT] if kept else [])] for kept in self.kept.tolist()]
-        # The reads that `_stream` starts before its loop.
+        # The reads that `stream` starts before its loop.
         found = [(kind, i) for i in range(min(read_ahead, count)) for kind in reads[i]]
         for i, (down, new) in enumerate(zip(self.here.tolist(), self.up.tolist(), strict=True)):
             # Without read-ahead each record is read when its turn comes.
@@ -466,7 +466,7 @@ def gradients_on_ssd(step: Step, offloaded: OffloadedParameters) -> tuple[Step, 
     """Return `step` with offloaded parameters' gradients on SSD until the optimizer reads them, and their
     storages.
 
-    The pass of `ssd_parameters.SsdGradients`.
+    The pass of `offload.parameters.SsdGradients`.
 
     Args:
         step: A step that `offload.parameters.parameter_offload_pass` wrote, with updates by the optimizer.

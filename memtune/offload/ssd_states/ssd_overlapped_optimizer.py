@@ -22,7 +22,7 @@ Rule 5. Loading state between backward and `step` waits for running updates and 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -32,14 +32,13 @@ from torch import Tensor, nn
 import memtune.ssd.ssd_tensors  # noqa: F401  (defines torch.ops.memtune, to_ssd and from_ssd there too)
 from memtune.errors import ApplyError
 from memtune.offload.optimizer import on_update_thread, write_during_update_error
-from memtune.offload.ssd_states.ssd_optimizer import SsdOptimizer
+from memtune.offload.ssd_states.ssd_optimizer import SsdOptimizer, new_weight
 from memtune.runtime import HOST, Context, local, tier, transfer
 from memtune.ssd import Piece
 
 
-class SsdOverlappedOptimizer(SsdOptimizer):
-    """Moves an optimizer's weights and state to SSD, and updates there the gradients that `GradientOffload`
-    delivers.
+class SsdOverlappedOptimizer:
+    """Updates an optimizer's weights and state on SSD from the gradients that `GradientOffload` delivers.
 
     Args:
         context: Its model and optimizer; the optimizer is rebound in place.
@@ -52,8 +51,9 @@ class SsdOverlappedOptimizer(SsdOptimizer):
     """
 
     def __init__(self, context: Context, *, master: bool, keep: bool = False) -> None:
-        super().__init__(context, master=master, read_ahead=0, keep=keep)
-        self._piece_of = {piece.device: (seed, piece) for seed, piece in enumerate(self._pieces)}
+        self._on_ssd = on_ssd = SsdOptimizer(context, master=master, read_ahead=0, keep=keep)
+        on_ssd.update_all, on_ssd.settle, on_ssd.drop = self._update_all, self._settle, self._drop
+        self._piece_of = {piece.device: (seed, piece) for seed, piece in enumerate(on_ssd.pieces)}
         self._reading: dict[nn.Parameter, Tensor] = {}
         self._updating: list[tuple[Piece, Tensor, Tensor]] = []  # (record, its values on the host, gradient)
         self._futures: list[Future[None]] = []
@@ -64,7 +64,7 @@ class SsdOverlappedOptimizer(SsdOptimizer):
         """Adopt external writes: no update is deferred here, and updates in backward start from what the user
         wrote.
         """
-        self._adopt_external_writes()
+        self._on_ssd.stale.update(self._on_ssd.writes.take_external())
 
     def expect(self, parameters: Iterable[nn.Parameter]) -> None:
         """Start reading the records of `parameters`, whose gradients are about to be offloaded."""
@@ -72,7 +72,7 @@ class SsdOverlappedOptimizer(SsdOptimizer):
             if (left := self._reading.pop(parameter, None)) is not None:  # of a backward that raised
                 transfer.abandon(left)
                 del left
-            self._reading[parameter] = torch.ops.memtune.from_ssd(self._piece_of[parameter][1].ssd)
+            self._reading[parameter] = self._on_ssd.load(self._piece_of[parameter][1])
 
     @torch.no_grad()
     def update(self, parameters: Iterable[nn.Parameter], *, at_once: bool) -> None:
@@ -98,42 +98,37 @@ class SsdOverlappedOptimizer(SsdOptimizer):
                 # one.
                 host, gradient, piece.held.grad = self._reading.pop(parameter), piece.held.grad, None
                 self._updating.append((piece, host, gradient))
-                self._on_host(piece, host, gradient, seed)
+                self._on_ssd.update(piece, host, gradient, seed)
 
-    def verify(self, only: Container[nn.Parameter] | None = None) -> None:
-        """Check state on SSD as `SsdOptimizer.verify` does, after running updates are written."""
-        self._settle()
-        super().verify(only)
+    def _wait(self) -> None:
+        while self._futures:
+            self._futures.pop(0).result()
 
     @torch.no_grad()
     def _settle(self) -> None:
         """Wait for running updates; copy their weights to the device and start writing their records."""
-        while self._futures:
-            self._futures.pop(0).result()
+        self._wait()
         while self._updating:
             piece, host, gradient = self._updating.pop(0)
-            up = piece.parts(host)[0] if gradient.dtype is torch.float32 else gradient
+            up = new_weight(piece, host, gradient)
             torch.ops.memtune.copy_to_device_(local(piece.device), up)
-            self._writes.note_write(piece.device)
+            self._on_ssd.writes.note_write(piece.device)
             # Freed before the write starts: the memory of a bucket shrinks record by record.
             del gradient, up
-            self._write(piece, host)
+            self._on_ssd.write(piece, host)
 
     @torch.no_grad()
-    def _reload(self) -> None:
-        """Drop running updates and write what was loaded (Rule 5)."""
-        while self._futures:
-            self._futures.pop(0).result()
+    def _drop(self) -> None:
+        """Drop running updates, before what was loaded is written (Rule 5)."""
+        self._wait()
         # Awaited, not dropped: reads in flight still write this memory.
         left = [host for _, host, _ in self._updating] + list(self._reading.values())
         self._updating.clear()
         self._reading.clear()
         while left:
             transfer.abandon(left.pop())
-        while self._writing:
-            self._finish_oldest()
+        self._on_ssd.finish_writes()
         self._used.clear()
-        super()._reload()
 
     def _update_all(self) -> None:
         """Finish the updates of backward and run the others (Rule 4).
@@ -142,14 +137,14 @@ class SsdOverlappedOptimizer(SsdOptimizer):
             ApplyError: User code has written a weight after its update.
         """
         # Before the last updates reach the device, where they would replace the write.
-        written = self._writes.take_external()
+        written = self._on_ssd.writes.take_external()
         if not self._used.isdisjoint(written):
             raise write_during_update_error(len(written))
-        self._stale.update(written)
+        self._on_ssd.stale.update(written)
         self._settle()
         self.n_early = len(self._used)
         self._used.clear()
-        super()._update_all()
+        self._on_ssd.update_in_step()
 
     def check(self) -> dict[str, Any]:
         """Return bytes on SSD and the number of parameters that the last backward updated, for the audit.
@@ -157,7 +152,7 @@ class SsdOverlappedOptimizer(SsdOptimizer):
         Raises:
             ApplyError: Some state is not on SSD.
         """
-        return {**super().check(), "updated_in_backward": self.n_early}
+        return self._on_ssd.check() | {"updated_in_backward": self.n_early}
 
 
 def _ready_twice_error(name: str) -> ApplyError:

@@ -8,6 +8,7 @@ from memtune._door import open_door
 
 if TYPE_CHECKING:
     from memtune.offload.tiles.tiled_weights import (
+        TileStore as TileStore,
         install as install,
         linear_layers as linear_layers,
         sharded_tiles as sharded_tiles,

@@ -30,18 +30,15 @@ from memtune.offload.tiles.tile_ops_pass import split_rows
 from memtune.runtime import Context, transfer
 
 
-class TileStore(Protocol):
+class TileStore(NamedTuple):
     """Holds tiled weights on the host and takes their gradients."""
 
-    @property
-    def device(self) -> torch.device:
-        """Return the device that computes."""
-
-    def host_of(self, weight: nn.Parameter) -> Tensor:
-        """Return this rank's rows of the weight, in host memory."""
-
-    def on_tile_grad_ready(self, weight: nn.Parameter, rows: slice, gradient: Tensor) -> None:
-        """Offload rows of the weight's averaged gradient; those of a backward are given in order."""
+    device: torch.device
+    """The device that computes."""
+    host_of: Callable[[nn.Parameter], Tensor]
+    """Returns this rank's rows of a weight, in host memory."""
+    offload_rows: Callable[[nn.Parameter, slice, Tensor], None]
+    """Offloads rows of a weight's averaged gradient; those of a backward are given in order."""
 
 
 class Tiles(Protocol):
@@ -263,9 +260,9 @@ class _Tiled(torch.autograd.Function):
             of_tile = weight.tiles.averaged(of_tile)
             # The last tile is offloaded after the bias has its gradient, as the pass predicts.
             if rows.stop < weight.tiles.height(weight.parameter):
-                weight.store.on_tile_grad_ready(weight.parameter, rows, of_tile)
+                weight.store.offload_rows(weight.parameter, rows, of_tile)
         of_bias = given.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        weight.store.on_tile_grad_ready(weight.parameter, rows, of_tile)
+        weight.store.offload_rows(weight.parameter, rows, of_tile)
         # None for the weight: `store` has its gradient, and autograd must not accumulate another.
         return None if of_x is None else of_x.view_as(x), None, of_bias, None, None
 

@@ -6,15 +6,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from memtune import refusals
 from memtune.effects import GRADIENTS_AT_END, Effects
-from memtune.offload.optimizer import UPDATES, GradientOffload, no_native_update
+from memtune.offload.optimizer import UPDATES, GradientOffload, no_native_update, no_state_to_offload
 from memtune.offload.ssd_states import (
     SsdOverlappedOptimizer,
     not_overlappable,
     optimizer_on_ssd_overlapped,
 )
-from memtune.program import Kind, Program
+from memtune.program import Program
 from memtune.runtime import Context
 from memtune.search_spaces.offload.states._common.grad_offload_technique import (
     cannot_offload_on_grad_ready,
@@ -87,11 +86,8 @@ class Lohan(Technique):
         ) is not None:
             return reason
         step = program.step
-        if (
-            not any(each.gradient >= 0 for each in step.parameters)
-            or not (step.storages.kind == Kind.OPTIMIZER).any()
-        ):
-            return refusals.no_optimizer_state()
+        if (reason := no_state_to_offload(step)) is not None:
+            return reason
         if (reason := no_native_update(step, self.update, target)) is not None:
             return reason
         why_not = not_overlappable(step, _reducing_ranks(program, target))

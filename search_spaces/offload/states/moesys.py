@@ -10,13 +10,15 @@ from memtune import refusals
 from memtune.effects import Effects
 from memtune.offload.core import is_gathered
 from memtune.offload.experts import (
-    ExpertOffloader,
     ExpertOffloadSpec,
     ExpertOptimizer,
+    ExpertUnits,
+    blocks_of_experts,
     experts_on_ssd,
     hide_dense_parameters,
     used_in,
 )
+from memtune.offload.parameters import BlockGradients, BlockUpdates, ParameterOffloader
 from memtune.program import Program, Rule, gathers_of, window_residency
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
@@ -163,7 +165,11 @@ class Moesys(Technique):
             raise refusals.error_of(refusals.no_experts())
         optimizer = ExpertOptimizer(context, experts, self.cache, self.eviction, self.on_device)
         residency = window_residency(blocks, min(self.on_device, blocks), gathered=is_gathered(context.model))
-        store = ExpertOffloader(context, experts, residency, optimizer, self.read_prefetch)
+        members = blocks_of_experts(context, optimizer)
+        units = ExpertUnits(context, experts, members, optimizer, self.read_prefetch)
+        gradients = BlockGradients(context, members, before_use=optimizer.average_gradients)
+        updates = BlockUpdates(context, optimizer, members, gradients)
+        store = ParameterOffloader(context, residency, members, units, gradients, updates, optimizer.check)
         context.checks["offload.states"] = store.check
 
     def record(self, target: Target) -> dict[str, Any]:

@@ -6,11 +6,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from memtune import refusals
 from memtune.effects import GRADIENTS_AT_END, NO_EFFECTS, Effects
 from memtune.offload.near_storage import Updaters, UpdatersSpec, optimizer_on_updaters
-from memtune.offload.optimizer import UPDATES, GradientOffload, no_native_update, not_contiguous
-from memtune.program import Kind, Program
+from memtune.offload.optimizer import (
+    UPDATES,
+    GradientOffload,
+    no_native_update,
+    no_state_to_offload,
+    not_contiguous,
+)
+from memtune.program import Program
 from memtune.runtime import Context
 from memtune.search_spaces.offload.states._common.grad_offload_technique import (
     cannot_offload_on_grad_ready,
@@ -107,11 +112,8 @@ class SmartInfinity(Technique):
         if (reason := no_directory(target) or self.refuses(Facts.of(program, target))) is not None:
             return reason
         step = program.step
-        if (
-            not any(each.gradient >= 0 for each in step.parameters)
-            or not (step.storages.kind == Kind.OPTIMIZER).any()
-        ):
-            return refusals.no_optimizer_state()
+        if (reason := no_state_to_offload(step)) is not None:
+            return reason
         if self._in_backward and (reason := cannot_offload_on_grad_ready(self, program, target)) is not None:
             return reason
         if program.ranks == 1 and target.ranks == 1 and (reason := not_contiguous(step)) is not None:

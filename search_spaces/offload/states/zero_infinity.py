@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -11,18 +13,33 @@ from memtune import refusals
 from memtune.effects import Effects
 from memtune.errors import ApplyError
 from memtune.offload.core import is_gathered
-from memtune.offload.optimizer import UPDATES, HostOptimizer, Native, no_native_update, optimizer_on_host
-from memtune.offload.parameters import stream_parameters
+from memtune.offload.optimizer import (
+    UPDATES,
+    HostOptimizer,
+    Native,
+    no_native_update,
+    no_state_to_offload,
+    optimizer_on_host,
+)
+from memtune.offload.parameters import (
+    BlockGradients,
+    BlockUnits,
+    OffloadedBlocks,
+    ParameterOffloader,
+    SsdGradients,
+    SsdValues,
+    on_ssd,
+    stream_parameters,
+)
 from memtune.offload.ssd_states import (
-    HostPieces,
     OffloadedParameters,
     SsdOptimizer,
-    TieredOffloader,
     gradients_on_ssd,
     optimizer_in_host_pieces,
     optimizer_on_ssd,
 )
 from memtune.offload.tiles import (
+    TileStore,
     install,
     linear_layers,
     sharded_tiles,
@@ -32,7 +49,7 @@ from memtune.offload.tiles import (
     tileable_rows,
     weights_before_biases,
 )
-from memtune.program import Kind, Program, gathers_of, is_in_expert, window_residency
+from memtune.program import Program, gathers_of, is_in_expert, window_residency
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
 from memtune.search_spaces.offload.states._common.layer_offload import (
@@ -166,11 +183,8 @@ class ZeroInfinity(Technique):
         if (reason := self.refuses(Facts.of(program, target))) is not None:
             return reason
         step = program.step
-        if (
-            not any(each.gradient >= 0 for each in step.parameters)
-            or not (step.storages.kind == Kind.OPTIMIZER).any()
-        ):
-            return refusals.no_optimizer_state()
+        if (reason := no_state_to_offload(step)) is not None:
+            return reason
         if (reason := no_native_update(step, self.update, target)) is not None or self.parameters == "device":
             return reason
         return cannot_run_on_ranks(self, program, target, natively=False) or self._no_tiles(program, target)
@@ -281,25 +295,36 @@ class ZeroInfinity(Technique):
         moved = self._moved(context)
         context.checks["offload.states"] = moved.check
         if self.parameters != "device":
-            where = self.parameters, self.gradients or "host"
-            blocks, gathered = len(context.blocks), is_gathered(context.model)
-            residency = window_residency(blocks, min(self.on_device, blocks), gathered=gathered)
-            kept = TieredOffloader(context, residency, moved, self.parameter_prefetch, *where, tiled)
-            install(
-                context,
-                tiled,
-                self.tiles,
-                kept,
-                sharded_tiles(context, tiled) if tiled and gathered else None,
-            )
-            context.checks["offload.states"] = kept.check
+            context.checks["offload.states"] = self._offload_parameters(context, moved, tiled)
+
+    def _offload_parameters(
+        self, context: Context, optimizer: SsdOptimizer, tiled: dict[nn.Parameter, nn.Linear]
+    ) -> Callable[[], dict[str, Any]]:
+        """Offload the blocks' parameters; return the check."""
+        is_on_ssd = self.parameters == "ssd"
+        n_blocks, gathered = len(context.blocks), is_gathered(context.model)
+        residency = window_residency(n_blocks, min(self.on_device, n_blocks), gathered=gathered)
+        blocks = OffloadedBlocks(context, None, host_of=on_ssd(context) if is_on_ssd else None)
+        values = SsdValues(residency, self.parameter_prefetch) if is_on_ssd else None
+        units = BlockUnits(context, blocks, values=values, tiled=tiled)
+        sums = SsdGradients(context, blocks.trained) if self.gradients == "ssd" else None
+        gradients = BlockGradients(context, blocks, sums=sums, tiled=tiled)
+        # Records are updated in `step`, in the order of their reads.
+        store = ParameterOffloader(context, residency, blocks, units, gradients, None, optimizer.check)
+        optimizer.write_weights_to(blocks.hosts)
+        host_of = blocks.hosts.__getitem__ if values is None else lambda p: values.tiled(blocks.hosts[p])
+        tiles = sharded_tiles(context, tiled) if tiled and gathered else None
+        install(context, tiled, self.tiles, TileStore(context.device, host_of, gradients.offload_rows), tiles)
+        return partial(_check, store, self.parameters, values, sums)
 
     def _moved(self, context: Context) -> SsdOptimizer:
         is_master = self.update == "master"
-        if self.optimizer == "host":
-            return HostPieces(context, master=is_master, read_ahead=self.optimizer_prefetch)
         return SsdOptimizer(
-            context, master=is_master, read_ahead=self.optimizer_prefetch, keep=self.effects.keeps_steps
+            context,
+            master=is_master,
+            read_ahead=self.optimizer_prefetch,
+            keep=self.effects.keeps_steps,
+            on_host=self.optimizer == "host",
         )
 
     def _tiled(self, context: Context, plan: ZeroInfinityPlan) -> dict[nn.Parameter, nn.Linear]:
@@ -354,3 +379,11 @@ class ZeroInfinity(Technique):
         optimizer.
         """
         return Exactness.LOSSY if self.update == "master" else Exactness.REORDERED
+
+
+def _check(
+    store: ParameterOffloader, tier: str, values: SsdValues | None, sums: SsdGradients | None
+) -> dict[str, Any]:
+    facts = {"parameters_on": tier, "parameter_bytes_read": 0 if values is None else values.read_bytes}
+    written = {} if sums is None else {"gradient_bytes_written": sums.written_bytes}
+    return store.check() | facts | written

@@ -17,10 +17,11 @@ from memtune.offload.optimizer import (
     OffloadTiming,
     cannot_part,
     no_native_update,
+    no_state_to_offload,
     overlap_optimizer,
     overlap_optimizer_partly,
 )
-from memtune.program import Kind, Program, Step
+from memtune.program import Program, Step
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
 from memtune.search_spaces.offload.states._common.grad_offload_technique import (
@@ -117,11 +118,8 @@ class ZeroOffload(Technique):
         update.
         """
         step = program.step
-        if (
-            not any(each.gradient >= 0 for each in step.parameters)
-            or not (step.storages.kind == Kind.OPTIMIZER).any()
-        ):
-            return refusals.no_optimizer_state()
+        if (reason := no_state_to_offload(step)) is not None:
+            return reason
         if self.ratio != 1.0 and (why_not := self._cannot_part(step, target)):
             return Reason(why_not, "ratio: 1.0")
         reason = cannot_offload_on_grad_ready(self, program, target, self.ratio or 1.0)

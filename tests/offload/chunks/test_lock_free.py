@@ -25,14 +25,13 @@ from memtune.errors import ApplyError, EnvironmentFault
 from memtune.memory.ledger import Ledger
 from memtune.offload.optimizer import async_updates as sweeps
 from memtune.offload.optimizer.async_updates import Gradients, Sweeps
-from memtune.offload.ssd_states.ssd_lock_free import LockFreeOnSsd
+from memtune.offload.ssd_states.ssd_optimizer import SsdOptimizer
 from memtune.program.step import Kind, Phase, Resource, Step, Tier
 from memtune.runtime import transfer
 from memtune.runtime.memory_tiers import HOST, tier
 from memtune.runtime.training_step import accumulate
 from memtune.search_spaces.offload.states.angel_ptm import AngelPtm
 from memtune.ssd import ssd_tensors
-from memtune.ssd.last_step import Piece
 from memtune.technique import Exactness
 from memtune.testing import rewritten
 from memtune.testing.drift_check import drift
@@ -299,7 +298,7 @@ def test_damaged_file_raises_with_the_name_of_the_tensor() -> None:
 
 def test_tensors_dropped_during_a_sweep_are_freed_when_it_ends() -> None:
     gate = threading.Event()
-    with patch.object(LockFreeOnSsd, "_settings_of", _slowly(gate)):
+    with patch.object(SsdOptimizer, "update", _slowly(gate)):
         _run(2, *begun())
         gc.collect()
         assert ssd_tensors.current().used_bytes > 0
@@ -309,14 +308,14 @@ def test_tensors_dropped_during_a_sweep_are_freed_when_it_ends() -> None:
     assert ssd_tensors.current().used_bytes == 0
 
 
-def _slowly(gate: threading.Event) -> Callable[[LockFreeOnSsd, Piece], dict[str, Any]]:
-    found = LockFreeOnSsd._settings_of
+def _slowly(gate: threading.Event) -> Callable[..., None]:
+    found = SsdOptimizer.update
 
-    def settings_of(self: LockFreeOnSsd, piece: Piece) -> dict[str, Any]:
+    def update(*args: Any) -> None:
         assert gate.wait(60)
-        return found(self, piece)
+        found(*args)
 
-    return settings_of
+    return update
 
 
 def test_last_step_is_not_kept_while_updates_run() -> None:

@@ -16,8 +16,8 @@ from memtune.activations.recompute.activation_table import ActivationTable
 from memtune.autotune.record_parallel.fake_process_group import fake_ranks
 from memtune.errors import ApplyError, MemtuneError
 from memtune.offload.optimizer.host_optimizer import HostOptimizer
-from memtune.offload.parameters.offloader import ParameterOffloader
-from memtune.program.residency import window_residency
+from memtune.offload.parameters.block_gradients import BlockGradients
+from memtune.offload.parameters.block_units import OffloadedBlocks
 from memtune.runtime.context import Context
 from memtune.testing.training import build
 from memtune.workload.repeated_blocks import find_blocks
@@ -76,4 +76,4 @@ def test_offload_of_gradients_without_averaging_is_refused() -> None:
             model, optimizer, blocks, next(model.parameters()).device, ActivationTable(model, blocks)
         )
         with pytest.raises(ApplyError, match="would not be averaged among ranks"):
-            ParameterOffloader(context, window_residency(len(blocks), 1), HostOptimizer(context, "native"))
+            BlockGradients(context, OffloadedBlocks(context, HostOptimizer(context, "native")))

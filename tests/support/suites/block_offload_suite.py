@@ -101,5 +101,5 @@ class LayersSuite(TechniqueSuite):
     def sabotage(self, tuned: Tuned) -> bool:
         check: Any = tuned._context.checks["offload.states"]
         store: Any = check.args[0] if isinstance(check, partial) else check.__self__
-        allocate_together(store._units[0])
+        allocate_together(store.units.pieces[0])
         return True

@@ -15,11 +15,14 @@ from pydantic import Field
 from memtune import refusals
 from memtune.effects import Effects
 from memtune.errors import ApplyError
-from memtune.offload.chunks import ChunkPlan, GradientsInPlace, as_few_as_used, chunk_sizes
+from memtune.offload.chunks import ChunkPlan, GradientPlaces, as_few_as_used, chunk_sizes
 from memtune.offload.core import bytes_in_chunks, is_gathered, move_to_device, pack
 from memtune.offload.gradients import average_on_device
 from memtune.offload.optimizer import HostOptimizer, optimizer_on_host, updated_first
 from memtune.offload.parameters import (
+    BlockGradients,
+    BlockUnits,
+    OffloadedBlocks,
     ParameterOffloader,
     bytes_without_chunks,
     in_blocks,
@@ -202,27 +205,26 @@ def apply_chunks(context: Context, kind: str, plan: ChunksPlan, rule: Rule, pref
         residency = cache_residency(how.chunks.uses(prefetch), how.slots, rule)
     except ValueError as wrong:
         raise wrong_model_error(context, kind, plan) from wrong
-    blocks = [list(context.model.get_submodule(name).parameters()) for name in context.blocks]
-    resident = set([each for block in blocks for each in block][: how.resident_parameters])
-    members = [[each for each in block if each not in resident] for block in blocks] if resident else None
+    every = [list(context.model.get_submodule(name).parameters()) for name in context.blocks]
+    resident = set([each for block in every for each in block][: how.resident_parameters])
+    members = [[each for each in block if each not in resident] for block in every] if resident else None
     if how.in_place and is_gathered(context.model):
         # FSDP2 reduces gradients at a time when the chunk of their rows may be evicted.
         raise wrong_model_error(context, kind, plan)
     move_to_device(context, resident)
     optimizer = HostOptimizer(context, "user", resident=resident)
-    store: ParameterOffloader
-    if how.in_place:
-        store = GradientsInPlace(context, residency, optimizer, chunks=how.chunks, members=members)
-    else:
-        store = ParameterOffloader(
-            context, residency, optimizer, chunks=how.chunks, early=False, members=members
-        )
-    context.checks["offload.states"] = functools.partial(_check, store, how)
+    blocks = OffloadedBlocks(context, optimizer, members)
+    units = BlockUnits(context, blocks, how.chunks)
+    gradients = BlockGradients(context, blocks)
+    places = GradientPlaces(blocks, units, gradients) if how.in_place else None
+    store = ParameterOffloader(context, residency, blocks, units, gradients, None, optimizer.check)
+    context.checks["offload.states"] = functools.partial(_check, store, how, places)
 
 
-def _check(store: ParameterOffloader, how: ChunkPlan) -> dict[str, Any]:
-    return store.check() | {
+def _check(store: ParameterOffloader, how: ChunkPlan, places: GradientPlaces | None) -> dict[str, Any]:
+    facts = {
         "chunks": how.chunks.count,
         "chunk_bytes": how.chunks.chunk_bytes,
         "resident_parameters": how.resident_parameters,
     }
+    return store.check() | facts | ({} if places is None else {"placed_bytes": places.placed_bytes})

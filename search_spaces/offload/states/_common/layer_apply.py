@@ -5,13 +5,15 @@ from __future__ import annotations
 from memtune.offload.core import is_gathered
 from memtune.offload.optimizer import HostOptimizer
 from memtune.offload.parameters import (
+    BlockGradients,
+    BlockUnits,
+    BlockUpdates,
+    OffloadedBlocks,
     Overlap,
-    OverlappedOffloader,
     ParameterOffloader,
+    largest_block_bytes,
 )
-from memtune.program import (
-    window_residency,
-)
+from memtune.program import window_residency
 from memtune.runtime import Context
 
 
@@ -25,8 +27,11 @@ def apply_layers(context: Context, slots: int, overlap: Overlap | None = None) -
     """
     residency = window_residency(len(context.blocks), slots, gathered=is_gathered(context.model))
     optimizer = HostOptimizer(context, "native")
-    if overlap is None:
-        store = ParameterOffloader(context, residency, optimizer)
-    else:
-        store = OverlappedOffloader(context, residency, optimizer, overlap.deferred, at_end=overlap.at_end)
+    blocks = OffloadedBlocks(context, optimizer)
+    units = BlockUnits(context, blocks)
+    # Overlapped, the copies of a block's gradients overlap with the next block.
+    room_bytes = 0 if overlap is None else largest_block_bytes(context, blocks)
+    gradients = BlockGradients(context, blocks, room_bytes=room_bytes)
+    updates = BlockUpdates(context, optimizer, blocks, gradients, overlap, units)
+    store = ParameterOffloader(context, residency, blocks, units, gradients, updates, optimizer.check)
     context.checks["offload.states"] = store.check

@@ -14,7 +14,7 @@ from pydantic import Field
 from memtune.hardware import Hardware
 from memtune.offload.chunks import (
     LockFreeOptimizer,
-    PagedOffloader,
+    PagedUnits,
     PagePlan,
     count_pages,
     in_frames,
@@ -22,12 +22,19 @@ from memtune.offload.chunks import (
 )
 from memtune.offload.core import ALIGNMENT, Pages, is_gathered, move_to_device, paged, timeline
 from memtune.offload.optimizer import HostOptimizer, cannot_part, optimizer_on_host
-from memtune.offload.parameters import in_blocks, sizes_in_blocks, state_bytes, stream_parameters
+from memtune.offload.parameters import (
+    BlockGradients,
+    OffloadedBlocks,
+    ParameterOffloader,
+    in_blocks,
+    sizes_in_blocks,
+    state_bytes,
+    stream_parameters,
+)
 from memtune.offload.ssd_states import (
     LockFreeOnSsd,
     OffloadedParameters,
     SsdOptimizer,
-    StepEndUpdates,
     optimizer_on_ssd,
     swept_from_ssd,
 )
@@ -201,35 +208,33 @@ def apply_pages(
             raise ValueError("no component averages gradients of cached parameters")
     except ValueError as wrong:
         raise wrong_model_error(context, kind, plan) from wrong
-    resident = [p for name in context.blocks for p in context.model.get_submodule(name).parameters()][
-        : how.cached
-    ]
+    every = [list(context.model.get_submodule(name).parameters()) for name in context.blocks]
+    resident = [each for block in every for each in block][: how.cached]
     move_to_device(context, resident)
-    if on_ssd is not None:
-        moved = (
-            SsdOptimizer(context, master=False, read_ahead=on_ssd.prefetch, keep=on_ssd.keeps_steps)
-            if max_staleness is None
+    optimizer: HostOptimizer | LockFreeOptimizer | SsdOptimizer | LockFreeOnSsd
+    if max_staleness is not None:
+        optimizer = (
+            LockFreeOptimizer(context, max_staleness)
+            if on_ssd is None
             else LockFreeOnSsd(context, read_ahead=on_ssd.prefetch, max_staleness=max_staleness)
         )
-        store = PagedOffloader(context, residency, StepEndUpdates(moved), how.pages)
-        if isinstance(moved, LockFreeOnSsd):
-            moved.publish_to(store)
-        else:
-            moved.write_weights_to(store.hosts)
-        context.checks["offload.states"] = functools.partial(_check, store, how)
-        return
-    optimizer = (
-        HostOptimizer(context, resident=resident)
-        if max_staleness is None
-        else LockFreeOptimizer(context, max_staleness)
-    )
-    store = PagedOffloader(context, residency, optimizer, how.pages, set(resident))
-    if isinstance(optimizer, LockFreeOptimizer):
-        optimizer.publish_to(store)
+    elif on_ssd is not None:
+        optimizer = SsdOptimizer(context, master=False, read_ahead=on_ssd.prefetch, keep=on_ssd.keeps_steps)
+    else:
+        optimizer = HostOptimizer(context, resident=resident)
+    members = [[each for each in block if each not in set(resident)] for block in every]
+    host = optimizer.on_host if isinstance(optimizer, LockFreeOptimizer) else optimizer
+    blocks = OffloadedBlocks(context, host if isinstance(host, HostOptimizer) else None, members)
+    units, gradients = PagedUnits(context, blocks, how.pages), BlockGradients(context, blocks)
+    store = ParameterOffloader(context, residency, blocks, units, gradients, None, optimizer.check)
+    if isinstance(optimizer, LockFreeOptimizer | LockFreeOnSsd):
+        optimizer.publish_to(units)
+    elif isinstance(optimizer, SsdOptimizer):
+        optimizer.write_weights_to(blocks.hosts)
     context.checks["offload.states"] = functools.partial(_check, store, how)
 
 
-def _check(store: PagedOffloader, how: PagePlan) -> dict[str, Any]:
+def _check(store: ParameterOffloader, how: PagePlan) -> dict[str, Any]:
     pages = how.pages
     facts = {
         "pages": pages.count,

@@ -24,8 +24,9 @@ from memtune.autotune.predict.simulation import simulate
 from memtune.errors import ApplyError
 from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
-from memtune.offload.experts.expert_offload import ExpertOffloader, ExpertOptimizer
+from memtune.offload.experts.expert_offload import ExpertOptimizer
 from memtune.offload.experts.expert_offload_pass import used_in
+from memtune.offload.parameters.offloader import ParameterOffloader
 from memtune.program.parameter_columns import columns_of
 from memtune.program.step import Kind, Resource, Step, Tier
 from memtune.runtime.memory_tiers import DEVICE, HOST, mark, tier
@@ -207,17 +208,18 @@ class TestMoesys(TechniqueSuite):
         when it begins.
         """
         most: list[int] = []
-        begin = ExpertOffloader._begin_moment
+        begin = ParameterOffloader._begin_moment
 
-        def watched(self: ExpertOffloader, moment: int) -> None:
+        def watched(self: ParameterOffloader, moment: int) -> None:
             begin(self, moment)
-            most.append(len({self._experts[each].block for each in self._on_device}))
+            units: Any = self.units
+            most.append(len({units.experts[each].block for each in units.on_device}))
 
         for on_device in (1, 2):
             *_, tuned = tuned_with(FEW.model_copy(update={"on_device": on_device}))
             tuned.step([of_task(2)])
             most.clear()
-            with patch.object(ExpertOffloader, "_begin_moment", watched):
+            with patch.object(ParameterOffloader, "_begin_moment", watched):
                 tuned.step([of_task(2)])
             assert max(most) == on_device
 

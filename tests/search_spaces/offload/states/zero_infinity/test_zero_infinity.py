@@ -17,7 +17,7 @@ from support.zoo_paths import ZOO
 
 from memtune.api import Tuned, apply
 from memtune.errors import EnvironmentFault
-from memtune.offload.ssd_states.ssd_parameters import ParameterTier
+from memtune.offload.parameters.ssd_values import ParameterTier
 from memtune.program.step import Kind, Phase, Resource, Step, Tier
 from memtune.runtime.memory_tiers import DEVICE, SSD, mark, tier_of
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
