@@ -77,8 +77,10 @@ OF_OWN_LOOP = {
 NOT_UNDER = {
     # Its shards have the gradients after a step, and the model's own parameters none to be kept.
     **dict.fromkeys(("zero1", "zero2"), ("keep_grads",)),
+    # FSDP2 computes with other parameters than those that have the hooks.
+    **dict.fromkeys(("fsdp", "zero3", "mics", "paro", "amsp"), ("grad_hooks",)),
     # torch's DistributedDataParallel cannot go on after these.
-    "ddp": ("raise_in_block", "raise_in_backward", "freeze"),
+    "ddp": ("raise_in_block", "raise_in_backward", "freeze", "backward_twice"),
 }
 """Kind → behaviours that are no cases under it."""
 

@@ -51,6 +51,7 @@ OF_THE_LOOP = {
     "MT364": OF_OWN_LOOP - {"closure", "keep_grads"},
     **{code: {"backward_twice"} for code in ("MT326", "MT331", "MT367", "torch")},
     "MT346": {"freeze"},
+    "MT313": {"module_hooks", "raise_in_block", "raise_in_backward"},
     "MT368": {"raise_in_backward"},
     "MT318": {"decay_weights"},
     "MT311": {"own loop", "evaluate", "raise", "raise_in_block", "raise_in_backward"},
@@ -305,7 +306,8 @@ def trained(case: Case, path: Path, config: dict[str, Any] | None) -> dict[str, 
         tuned.audit()
     state = tuned.state_dict()["model"] if tuned is not None else model.state_dict()
     found |= {name: value.detach().clone() for name, value in state.items()}
-    found |= loop.seen
+    if case.ranks == 1:  # ranks have parts of the batch and of the model
+        found |= loop.seen
     streams.synchronize(device)
     if device.type == "sim" and (unordered := races()):
         raise RuntimeError("\n".join(unordered))
@@ -362,6 +364,10 @@ class _Loop:
 
     def step(self, step: int, batches: list[Any]) -> Tensor:
         """Run one step with what the user does around it; return its loss."""
+        # First: after an evaluation FSDP2 shows parameters that are not the optimizer's.
+        if "freeze" in self._does:
+            for parameter in self._trained[::3]:
+                parameter.requires_grad_(step != 1)
         if "raise" in self._does and step == 1:
             self._interrupted(batches)
         if "raise_in_block" in self._does and step == 1:
@@ -370,9 +376,6 @@ class _Loop:
             self._interrupted_in_backward(batches[0])
         if "evaluate" in self._does and step == 1:
             self._evaluated(batches[0])
-        if "freeze" in self._does:
-            for parameter in self._trained[::3]:
-                parameter.requires_grad_(step != 1)
         loss = self._own(batches) if self._case.loops else self._by_step(batches)
         if self._scheduler is not None:
             self._scheduler.step()
