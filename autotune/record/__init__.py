@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         batch_is_lossless as batch_is_lossless,
         coupled_samples as coupled_samples,
         parameter_bytes as parameter_bytes,
+        repeated_blocks as repeated_blocks,
     )
     from memtune.autotune.record.compiled import CompiledRecordings as CompiledRecordings
     from memtune.autotune.record.mixed_precision import (

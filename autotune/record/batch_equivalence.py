@@ -7,9 +7,9 @@ effect. The check runs in float64 if the model allows it. The tolerance is half 
 a sum of n terms in another order differs by about √n roundings, which reaches half of the digits only at n
 = 1/u terms (u: one rounding).
 
-A large model is compared with two blocks of each class: the other blocks run the same code. Its parameters
-are drawn here, so that the time and the memory of the whole model are not needed. Where even that takes too
-long, only ops that are known to couple samples are looked for; trials compare losses.
+A model whose comparison takes long is compared with two blocks of each sort: the other blocks run the same
+ops. Its parameters are drawn here, so that the time and the memory of the whole model are not needed. Where
+even that takes too long, only ops that are known to couple samples are looked for; trials compare losses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from memtune.errors import MemtuneError
 from memtune.hardware import cpu_threads
 from memtune.offload.optimizer import available_bytes
-from memtune.program import Kind, Recording
+from memtune.program import Kind, Phase, Recording, Step
 from memtune.runtime import no_dropout
 from memtune.technique import Reason
 from memtune.units import format_bytes
@@ -39,8 +39,11 @@ SAMPLES = 4
 _COPIES = 6  # parameters and three gradients, in a dtype up to twice as wide, at the least
 _ACTIVATION_COPIES = 3  # saved tensors in a dtype up to twice as wide, and the kernels' own buffers
 _LARGE_BYTES = 1 << 28
-"""Parameters above which blocks that repeat are left out."""
-_OF_A_CLASS = 2
+_LARGE_FLOPS = 1e10
+"""Parameters, and FLOPs of a batch with its halves (half a second on a core), above which blocks that repeat
+are left out.
+"""
+_OF_A_SORT = 2
 _MOST_FLOPS = 4e12
 """FLOPs of a comparison, about a minute on two cores in float64."""
 _SPREAD = 0.02
@@ -54,7 +57,7 @@ def batch_is_lossless(
     *,
     parameter_bytes: int = 0,
     activation_bytes: int = 0,
-    blocks: Sequence[str] = (),
+    without: Sequence[str] = (),
     threads: int | None = None,
     draws: int = 2,
 ) -> Reason | None:
@@ -65,16 +68,16 @@ def batch_is_lossless(
         parameter_bytes: Of the model, to check first whether the comparison fits into host memory; 0 skips
             that.
         activation_bytes: Of a comparison (`activation_bytes`), checked likewise.
-        blocks: Qualified names of the blocks that repeat; a large model is compared with two of each class.
+        without: Qualified names of blocks that the comparison leaves out (`repeated_blocks`).
         threads: CPU threads to use; None for torch's number. On a busy machine, many threads wait for each
             other.
         draws: Batches to compare. A loss that is a mean over selected tokens passes with one whose halves
             select equally many.
     """
     with torch.random.fork_rng(devices=[]), cpu_threads(threads):
-        if blocks and parameter_bytes > _LARGE_BYTES:
+        if without:
             try:
-                return _check(workload, _short_model(workload, blocks), draws, activation_bytes)
+                return _check(workload, _short_model(workload, without), draws, activation_bytes)
             except (MemtuneError, RuntimeError, TypeError, NotImplementedError, LookupError):
                 pass  # its code needs every block, or parameters with the values that it gave them
         if (room := _no_room(parameter_bytes, activation_bytes)) is not None:
@@ -83,33 +86,52 @@ def batch_is_lossless(
         return _check(workload, workload.build_model(), draws, activation_bytes)
 
 
-def affordable_draws(recording: Recording) -> int:
-    """Return how many batches, at most two, a search or plan has time to compare gradients of."""
+def repeated_blocks(recording: Recording) -> tuple[str, ...]:
+    """Return the blocks that a comparison leaves out: none, or, where it takes long, all but two of those
+    that run the same ops in one container.
+    """
     step = recording.step
-    compared = _compared_blocks(recording)
-    per_sample = float(step.ops.flops[compared[step.ops.block]].sum()) / recording.small
-    return min(int(_MOST_FLOPS / max(2 * SAMPLES * per_sample, 1.0)), 2)
+    if parameter_bytes(recording) <= _LARGE_BYTES and _draw_flops(recording) <= _LARGE_FLOPS:
+        return ()
+    forward = step.ops.phase == Phase.FORWARD
+    seen: Counter[tuple[str, bytes]] = Counter()
+    found = []
+    for i, name in enumerate(step.blocks):
+        # Blocks of one class may differ by their settings: the ops that run show which couple samples alike.
+        sort = name.rpartition(".")[0], np.unique(step.ops.name[forward & (step.ops.block == i)]).tobytes()
+        seen[sort] += 1
+        if seen[sort] > _OF_A_SORT:
+            found.append(name)
+    return tuple(found)
 
 
-def activation_bytes(recording: Recording) -> int:
+def affordable_draws(recording: Recording, without: Collection[str]) -> int:
+    """Return how many batches, at most two, a search or plan has time to compare gradients of."""
+    return min(int(_MOST_FLOPS / max(_draw_flops(recording, without), 1.0)), 2)
+
+
+def _draw_flops(recording: Recording, without: Collection[str] = ()) -> float:
+    """Return FLOPs of a batch and its halves."""
+    step = recording.step
+    return (
+        2
+        * SAMPLES
+        * float(step.ops.flops[_is_compared(step, without)[step.ops.block]].sum())
+        / recording.small
+    )
+
+
+def activation_bytes(recording: Recording, without: Collection[str]) -> int:
     """Return the bytes that a comparison allocates in addition to parameters and gradients."""
     step = recording.step
-    saved = np.unique(step.saves.storage[_compared_blocks(recording)[step.saves.block]])
+    saved = np.unique(step.saves.storage[_is_compared(step, without)[step.saves.block]])
     saved = saved[step.storages.producer[saved] >= 0]
     return int(step.storages.bytes[saved].sum() * _ACTIVATION_COPIES * SAMPLES / recording.small)
 
 
-def _compared_blocks(recording: Recording) -> NDArray[np.bool_]:
+def _is_compared(step: Step, without: Collection[str]) -> NDArray[np.bool_]:
     """Return which blocks are compared, by number; the last entry is for ops outside of the blocks."""
-    step = recording.step
-    is_short = parameter_bytes(recording) > _LARGE_BYTES
-    seen: Counter[str] = Counter()
-    compared = np.ones(len(step.blocks) + 1, bool)
-    for i, name in enumerate(step.blocks):
-        parent = name.rpartition(".")[0]
-        seen[parent] += 1
-        compared[i] = not is_short or seen[parent] <= _OF_A_CLASS
-    return compared
+    return np.array([*(name not in without for name in step.blocks), True])
 
 
 def coupled_samples(recording: Recording) -> Reason | None:
@@ -147,18 +169,22 @@ def _check(workload: Workload, model: nn.Module, draws_count: int, activation_by
     return _compare(model, workload.loss, draws)
 
 
-def _short_model(workload: Workload, blocks: Sequence[str]) -> nn.Module:
-    """Return the user's model with two of its blocks of each class and with parameters drawn here."""
+def _short_model(workload: Workload, without: Sequence[str]) -> nn.Module:
+    """Return the user's model with the blocks of `without` removed from lists of modules, and with parameters
+    drawn here.
+    """
     with _parameters_on_meta():
         model = workload.build_model()
     children = defaultdict(set)
-    for name in blocks:
+    for name in without:
         parent, _, child = name.rpartition(".")
         children[parent].add(child)
     for parent, names in children.items():
         container = model.get_submodule(parent)
         if isinstance(container, nn.ModuleList | nn.Sequential):
-            _shorten(container, names)
+            places = [i for i, (name, _) in enumerate(container.named_children()) if name in names]
+            for place in reversed(places):
+                del container[place]
     torch.manual_seed(0)
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -168,18 +194,6 @@ def _short_model(workload: Workload, blocks: Sequence[str]) -> nn.Module:
                     memo[id(parameter)] = _drawn(parameter)
                 module._parameters[name] = memo[id(parameter)]
     return model
-
-
-def _shorten(container: nn.ModuleList | nn.Sequential, blocks: set[str]) -> None:
-    """Remove all but the first two blocks of each class."""
-    seen: Counter[type] = Counter()
-    extra = []
-    for place, (name, module) in enumerate(container.named_children()):
-        seen[type(module)] += name in blocks
-        if name in blocks and seen[type(module)] > _OF_A_CLASS:
-            extra.append(place)
-    for place in reversed(extra):
-        del container[place]
 
 
 def _drawn(parameter: nn.Parameter) -> nn.Parameter:

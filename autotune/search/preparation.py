@@ -25,6 +25,7 @@ from memtune.autotune.record import (
     most_casts_of_a_parameter,
     parameter_bytes,
     record,
+    repeated_blocks,
     start_session,
 )
 from memtune.autotune.record_parallel import ShardedRecordings
@@ -294,7 +295,8 @@ def _check_batch(
         `recording`; why the search may not split the batch, or None; whether gradients were compared and add
         up.
     """
-    draws = affordable_draws(recorded)
+    without = repeated_blocks(recorded)
+    draws = affordable_draws(recorded, without)
     if not draws:
         # The recorded ops show batch norm, the usual coupling of samples, without a comparison.
         coupled = coupled_samples(recorded)
@@ -305,8 +307,8 @@ def _check_batch(
     frozen = batch_is_lossless(
         workload,
         parameter_bytes=parameter_bytes(recording),
-        activation_bytes=activation_bytes(recorded),
-        blocks=recording.step.blocks,
+        activation_bytes=activation_bytes(recorded, without),
+        without=without,
         threads=_threads(ranks),
         draws=draws,
     )

@@ -12,7 +12,6 @@ from support import zoo_paths
 from memtune.autotune.record import batch_equivalence
 from memtune.autotune.record.batch_equivalence import batch_is_lossless
 from memtune.memory.dispatch_ledger import ModeLedger
-from memtune.program import Kind
 from memtune.testing.drift_check import recording_of
 from memtune.workload.batches import map_tensors
 from memtune.workload.workload import Workload
@@ -168,7 +167,7 @@ def test_activation_bytes_exceed_what_a_comparison_allocates(name: str):
     )
     with ModeLedger() as ledger:
         workload.loss(model, batch).backward()
-    needed = batch_equivalence.activation_bytes(recording_of(zoo_paths.ZOO[name]))
+    needed = batch_equivalence.activation_bytes(recording_of(zoo_paths.ZOO[name]), ())
     gradients = sum(each.nbytes for each in model.parameters())
     assert ledger.peak_bytes() - gradients <= needed <= 4 * ledger.peak_bytes()
 
@@ -214,8 +213,8 @@ def large(tmp_path: Path, norm: str, order: str = "self.blocks") -> Workload:
     return Workload.load(path)
 
 
-def test_large_model_is_compared_with_two_blocks_of_a_class(tmp_path: Path):
-    short = batch_equivalence._short_model(large(tmp_path, "nn.LayerNorm(8)"), NAMES)
+def test_short_model_has_two_of_the_blocks(tmp_path: Path):
+    short = batch_equivalence._short_model(large(tmp_path, "nn.LayerNorm(8)"), NAMES[2:])
     assert len(short.blocks) == 2
     assert short.again.weight is short.head.weight
     assert not any(each.is_meta for each in short.parameters())
@@ -224,34 +223,50 @@ def test_large_model_is_compared_with_two_blocks_of_a_class(tmp_path: Path):
 
 @pytest.mark.parametrize("order", ["self.blocks", "[self.blocks[i] for i in range(5)]"])
 @pytest.mark.parametrize(("norm", "adds_up"), [("nn.LayerNorm(8)", True), ("nn.BatchNorm1d(8)", False)])
-def test_large_model_gets_the_verdict_of_all_its_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, norm: str, adds_up: bool, order: str
-):
-    monkeypatch.setattr(batch_equivalence, "_LARGE_BYTES", 0)
-    found = batch_is_lossless(large(tmp_path, norm, order), parameter_bytes=1, blocks=NAMES)
+def test_short_model_gets_the_verdict_of_all_blocks(tmp_path: Path, norm: str, adds_up: bool, order: str):
+    found = batch_is_lossless(large(tmp_path, norm, order), parameter_bytes=1, without=NAMES[2:])
     assert (found is None) is adds_up
 
 
-def test_large_model_needs_no_memory_for_all_its_blocks(tmp_path: Path):
+def test_short_model_needs_no_memory_for_all_blocks(tmp_path: Path):
     workload = large(tmp_path, "nn.LayerNorm(8)")
-    assert batch_is_lossless(workload, parameter_bytes=2**50, blocks=NAMES) is None
+    assert batch_is_lossless(workload, parameter_bytes=2**50, without=NAMES[2:]) is None
+
+
+@pytest.mark.parametrize(
+    ("norm", "skipped"),
+    [
+        ("nn.LayerNorm(8)", NAMES[2:]),
+        (
+            "nn.BatchNorm1d(8) if made.append(0) or len(made) % 5 == 4 else nn.LayerNorm(8)",
+            NAMES[2:3] + NAMES[4:],
+        ),
+    ],
+)
+def test_repeated_blocks_are_those_that_run_the_ops_of_two_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, norm: str, skipped: list[str]
+):
+    """One of five blocks of a class has batch norm, so it is compared."""
+    (tmp_path / "model.py").write_text(
+        "made = []\n" + HEAD + BLOCKS.format(norm=norm, order="self.blocks") + MEAN
+    )
+    recording = recording_of(tmp_path / "model.py")
+    assert batch_equivalence.repeated_blocks(recording) == ()
+    monkeypatch.setattr(batch_equivalence, "_LARGE_FLOPS", 0.0)
+    assert batch_equivalence.repeated_blocks(recording) == tuple(skipped)
 
 
 @pytest.mark.parametrize(("dim", "layers", "draws"), [(8, 4, 2), (4096, 2, 0), (1024, 400, 1)])
 def test_affordable_draws_follow_the_flops_of_two_blocks(dim: int, layers: int, draws: int):
     """By 2048 tokens a sample: two blocks of 4096 take too long, two of 400 of 1024 do not."""
     flops = 6.0 * 12 * dim**2 * 2048
+    blocks = tuple(f"blocks.{i}" for i in range(layers))
     step = SimpleNamespace(
-        blocks=tuple(f"blocks.{i}" for i in range(layers)),
+        blocks=blocks,
         ops=SimpleNamespace(block=np.arange(-1, layers), flops=np.full(layers + 1, flops)),
-        storages=SimpleNamespace(
-            bytes=np.array([12 * 4 * layers * dim**2]),
-            kind=np.array([Kind.PARAMETER]),
-            producer=np.array([-1]),
-        ),
     )
     recording: Any = SimpleNamespace(step=step, small=1)
-    assert batch_equivalence.affordable_draws(recording) == draws
+    assert batch_equivalence.affordable_draws(recording, blocks[2:]) == draws
 
 
 @pytest.mark.parametrize(("name", "couples"), [("cnn_bn", True), ("gpt", False)])
