@@ -51,12 +51,15 @@ def check_fit(program: Program, technique: Technique, target: Target, parts: int
     )
 
 
-def run_pass(program: Program, technique: Technique, target: Target, parts: int) -> tuple[Program, Plan]:
-    """Return `program` after the pass of `technique`, which fits, and its plan; `target` is that of all
-    ranks.
+def run_pass(
+    program: Program, technique: Technique, target: Target, parts: int, plan: Plan | None = None
+) -> tuple[Program, Plan]:
+    """Return `program` after the pass of `technique`, which fits, and its plan, solved unless it is given;
+    `target` is that of all ranks.
     """
     before, seen = program if parts == 1 else on_replicas(program, parts), visible_target(target, parts)
-    plan = technique.plan(before, seen)
+    if plan is None:
+        plan = technique.plan(before, seen)
     if technique.effects.among_copies and program.stages is not None:
         return program, plan  # rule 4: the states are sharded per stage later
     after = technique.rewrite(before, plan, seen)

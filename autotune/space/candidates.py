@@ -317,12 +317,13 @@ class Rewriter:
         def passed(node: Node, technique: Technique, stage: PassStage) -> Node:
             # Plans are solved in the first stage; later ones only carry them out.
             if stage is not PassStage.AXES:
-                return self._memory.use(self._later(node, technique, stage, technique.plan_in(plans), choice))
+                return self._later(node, technique, stage, technique.plan_in(plans), choice)
             # A tree: choices with equal first slots share nodes, and passes below are memoised per node.
             _, after, plan = self._next(node, technique, choice)
             if not plan.is_empty:
                 plans[technique.slot] = plan
-            return self._memory.use(after)
+            tracked = TrackedSlots(chosen)
+            return self._memory.use(after, lambda: self._rewritten(node, technique, choice, tracked, plan)[0])
 
         root = self._root(choice.execution, choice.partitioning, choice.precision)
         if (reason := self._refused(choice, root)) is not None:
@@ -348,20 +349,24 @@ class Rewriter:
 
     def _later(self, node: Node, technique: Technique, stage: PassStage, plan: Plan, choice: Choice) -> Node:
         """Return the node below `node` after the pass of `technique` in a stage after the first."""
-        known = node.made.setdefault((self._number(technique), stage), [])
-        same = find_pass([each for each in known if each.plan == plan], choice.chosen)
-        there = None if same is None else same.node
-        if there is None:
-            assert isinstance(node.result, Program)
-            watched = TrackedSlots(choice.chosen)
-            result = technique.passes()[stage](node.result, plan, self._seen_by(watched, choice))
-            n_rows = 0
+        assert isinstance(node.result, Program)
+        program, watched = node.result, TrackedSlots(choice.chosen)
+
+        def rewritten() -> Program | Reason:
+            result = technique.passes()[stage](program, plan, self._seen_by(watched, choice))
             if isinstance(result, Program):
                 self._check(result)
-                n_rows = sum(each.step.ops.n for each in result.rank_classes)
-            there = self._memory.count(Node(result, n_rows))
-            known.append(Pass(watched.seen, there, plan))
-        return there
+            return result
+
+        known = node.made.setdefault((self._number(technique), stage), [])
+        same = find_pass([each for each in known if each.plan == plan], choice.chosen)
+        if same is not None:
+            return self._memory.use(same.node, rewritten)
+        result = rewritten()
+        n_rows = sum(each.step.ops.n for each in result.rank_classes) if isinstance(result, Program) else 0
+        there = self._memory.count(Node(result, n_rows))
+        known.append(Pass(watched.seen, there, plan))
+        return self._memory.use(there, rewritten)
 
     def _root(
         self,
@@ -375,7 +380,7 @@ class Rewriter:
             plain = self._plain(execution, partitioning, precision)
             n_rows = 0 if isinstance(plain, Reason) else plain.step.ops.n
             root = self._memory.roots[key] = self._memory.count(Node(plain, n_rows))
-        return self._memory.use(root)
+        return self._memory.use(root, lambda: self._plain(execution, partitioning, precision))
 
     def _plain(
         self,
@@ -441,19 +446,32 @@ class Rewriter:
 
     def _run_pass(self, node: Node, technique: Technique, choice: Choice) -> Pass:
         """Run the pass of `technique`, which fits, and return it with its reads of other slots (rule 2)."""
-        assert isinstance(node.result, Program)
         watched = TrackedSlots(choice.chosen)
-        self.n_passes += 1
-        result, plan = _pass_pipeline.run_pass(
-            node.result, technique, self._seen_by(watched, choice), self._parts(technique, choice)
-        )
-        if result is not node.result:
-            self._check(result)
+        result, plan = self._rewritten(node, technique, choice, watched)
         # Two techniques may give the same program, whose further passes are then shared.
         there = node.after(technique.slot, result)
         if there is None:
             there = self._memory.count(Node(result, 0 if result is node.result else result.step.ops.n))
         return Pass(watched.seen, there, plan)
+
+    def _rewritten(
+        self,
+        node: Node,
+        technique: Technique,
+        choice: Choice,
+        watched: TrackedSlots,
+        plan: Plan | None = None,
+    ) -> tuple[Program, Plan]:
+        """Return the program of `node` after the pass of `technique`, which fits, and its plan; solved unless
+        given.
+        """
+        assert isinstance(node.result, Program)
+        self.n_passes += 1
+        seen, parts = self._seen_by(watched, choice), self._parts(technique, choice)
+        result, plan = _pass_pipeline.run_pass(node.result, technique, seen, parts, plan)
+        if result is not node.result:
+            self._check(result)
+        return result, plan
 
     def _check(self, program: Program) -> None:
         for each in program.rank_classes if self._validate else ():

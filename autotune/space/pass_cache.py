@@ -1,19 +1,21 @@
-"""Cache of the programs of a search: a tree of passes with least-recently-used eviction.
+"""Cache of the programs of a search: a tree of passes, whose programs are evicted least recently used first.
 
-Invariant: using a node uses its ancestors. So a node is never older than its descendants, and branches are
-evicted from their leaves.
+Invariants:
+
+1. Using a node uses its ancestors. So a node is never older than its descendants, and the programs of a
+  branch are evicted from its leaves.
+2. Verdicts and plans remain, which may have taken seconds to find: a walk rewrites evicted programs by them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 from memtune.program import Program
 from memtune.technique import NO_PLAN, Plan, Reason, Technique
 
-K = TypeVar("K", bound=Hashable)
 Seen: TypeAlias = Mapping[str, Technique | None]
 """Reads of other slots; None for absent ones."""
 
@@ -29,7 +31,8 @@ class Node:
     the same.
     """
 
-    result: Program | Reason
+    held: Program | Reason | None
+    """None: the program was evicted, until `ProgramCache.use`."""
     n_rows: int = 0
     """Of the program, unless it is that of the parent node."""
     used: int = 0
@@ -41,6 +44,12 @@ class Node:
     more.
     """
 
+    @property
+    def result(self) -> Program | Reason:
+        """Return the result of a node in use."""
+        assert self.held is not None
+        return self.held
+
     def after(self, slot: str, program: Program) -> Node | None:
         """Return the child with `program`, if a technique of `slot` made it from this node."""
         known = (
@@ -50,7 +59,7 @@ class Node:
             for each in passes
         )
         return next(
-            (each.node for each in known if each.node.result == program), None
+            (each.node for each in known if each.node.held == program), None
         )  # steps are equal where they are one
 
 
@@ -89,12 +98,15 @@ class ProgramCache:
     def begin(self) -> None:
         """Start a walk from a root; nodes used in it are the most recent."""
         if self._n_rows > MAX_ROWS:
-            self._forget_older_than(self._half())
+            self._evict_older_than(self._half())
         self._walks += 1
 
-    def use(self, node: Node) -> Node:
-        """Mark `node` as used; return it."""
+    def use(self, node: Node, rewritten: Callable[[], Program | Reason]) -> Node:
+        """Mark `node` as used; return it, with its program `rewritten` if that was evicted."""
         node.used = self._walks
+        if node.held is None:
+            node.held = rewritten()
+            self.count(node)
         return node
 
     def count(self, node: Node) -> Node:
@@ -110,19 +122,23 @@ class ProgramCache:
     def _half(self) -> int:
         """Return the walk such that nodes used before it are to be evicted."""
         n_rows = 0
-        for node in sorted(self._nodes(), key=lambda node: -node.used):
+        for node in sorted(self._held(), key=lambda node: -node.used):
             n_rows += node.n_rows
             if n_rows > MAX_ROWS // 2:
                 return node.used + 1
         return 0
 
-    def _forget_older_than(self, walk: int) -> None:
-        self.roots = {key: node for key, node in self.roots.items() if node.used >= walk}
+    def _evict_older_than(self, walk: int) -> None:
         self._n_rows = 0
-        for node in self._nodes():
-            self._n_rows += node.n_rows
-            node.below = _used_since(node.below, walk)
-            node.made = _used_since(node.made, walk)
+        for node in self._held():
+            if node.used < walk:
+                node.held = None
+            else:
+                self._n_rows += node.n_rows
+
+    def _held(self) -> Iterator[Node]:
+        """Yield the nodes with a program."""
+        return (node for node in self._nodes() if isinstance(node.held, Program))
 
     def _nodes(self) -> Iterator[Node]:
         """Yield all nodes, each once and before its descendants."""
@@ -139,15 +155,3 @@ class ProgramCache:
                     for known in table.values()
                     for _, each, _ in known
                 ]
-
-
-def _used_since(table: dict[K, list[Pass]], walk: int) -> dict[K, list[Pass]]:
-    """Return the passes used in `walk` or later, and every Reason.
-
-    It holds no program, and may have been expensive to find.
-    """
-    kept = {
-        key: [each for each in known if each.node.used >= walk or not each.node.n_rows]
-        for key, known in table.items()
-    }
-    return {key: known for key, known in kept.items() if known}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ def test_pass_cache_evicts_used_prefix_last(monkeypatch: pytest.MonkeyPatch) -> 
         assert isinstance(one, Program)
         assert isinstance(other, Program)
         np.testing.assert_array_equal(one.step.live_bytes(), other.step.live_bytes())
-    held = sum(node.n_rows for node in made._memory._nodes())
+    held = sum(node.n_rows for node in made._memory._held())
     assert held == made._memory._n_rows <= 18 * program.step.ops.n  # one path may come on top
 
 
@@ -55,6 +56,29 @@ def test_pass_cache_does_not_keep_path_over_limit(monkeypatch: pytest.MonkeyPatc
     assert isinstance(second, Program)
     assert first is not second
     np.testing.assert_array_equal(first.step.live_bytes(), second.step.live_bytes())
+
+
+def test_pass_cache_keeps_plans_and_verdicts_of_evicted_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    for verb in ("fits", "plan"):
+        monkeypatch.setattr(Planned, verb, _noting(asked, getattr(Planned, verb)))
+    monkeypatch.setattr(pass_cache, "MAX_ROWS", 1)
+    made, given = rewriter(), Choice.of(Execution(micro_batch=2), {"recompute": Planned(share=0.5)})
+    first, second = made.candidate(given), made.candidate(given)
+    assert isinstance(first, Candidate)
+    assert isinstance(second, Candidate)
+    assert first.program is not second.program
+    assert first.plans == second.plans
+    np.testing.assert_array_equal(first.program.step.live_bytes(), second.program.step.live_bytes())
+    assert asked == ["fits", "plan"]
+
+
+def _noting(asked: list[str], verb: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(*args: Any) -> Any:
+        asked.append(verb.__name__)
+        return verb(*args)
+
+    return noted
 
 
 def test_pass_cache_shares_suffix_of_equal_programs_with_own_plans() -> None:
