@@ -22,6 +22,7 @@ Id Lineage::add_tensor(Bytes bytes, Id base, Id op) {
     class_of_.push_back(-1);
     closure_.push_back(-1);
     mark_.push_back(0);
+    for (auto& way : spoilt_) way.push_back(0);
   }
   tensors.push_back({.storage = storage, .op = op, .view = base >= 0, .present = false, .refs = 0});
   storages[storage].tensors.push_back(tensor);
@@ -32,6 +33,9 @@ void Lineage::link(Id op) {
   const Op& made = ops[op];
   std::vector<Id> outs;
   for (Id out : made.outs) add_once(outs, tensors[out].storage);
+  // Edges to a storage that was there before may lead from what is spoilt to neighbourhoods that are not.
+  if (std::any_of(made.outs.begin(), made.outs.end(), [&](Id out) { return tensors[out].view; }))
+    for (auto& way : spoilt_) std::fill(way.begin(), way.end(), 0);
   for (Id out : outs) {
     storages[out].cost += made.cost;
     for (Id arg : made.args) {
@@ -59,15 +63,16 @@ void Lineage::evicted(Id storage) {
       mine = theirs;
     }
   }
-  spoil(storage, &Storage::parents);
-  spoil(storage, &Storage::children);
+  for (auto& way : spoilt_) way[storage] = 0;
+  spoil(storage, up);
+  spoil(storage, down);
 }
 
 void Lineage::restored(Id storage) {
   Storage& back = storages[storage];
   if (!back.evicted) return;
-  spoil(storage, &Storage::parents);
-  spoil(storage, &Storage::children);
+  spoil(storage, up);
+  spoil(storage, down);
   back.evicted = false;
   closure_[storage] = -1;
   classes_[find(class_of_[storage])].cost -= back.cost;
@@ -76,13 +81,13 @@ void Lineage::restored(Id storage) {
 
 double Lineage::closure_cost(Id storage) {
   double& known = closure_[storage];
-  if (known < 0) known = walk(storage, &Storage::parents) + walk(storage, &Storage::children);
+  if (known < 0) known = walk(storage, up) + walk(storage, down);
   return known;
 }
 
 double Lineage::ancestors_cost(Id storage) {
   double& known = closure_[storage];
-  if (known < 0) known = walk(storage, &Storage::parents);
+  if (known < 0) known = walk(storage, up);
   return known;
 }
 
@@ -101,7 +106,7 @@ double Lineage::classes_cost(Id storage) {
   return sum;
 }
 
-double Lineage::walk(Id from, std::vector<Id> Storage::* next) {
+double Lineage::walk(Id from, Way way) {
   const std::uint32_t mark = fresh_mark();
   double sum = 0;
   stack_.assign(1, from);
@@ -109,10 +114,11 @@ double Lineage::walk(Id from, std::vector<Id> Storage::* next) {
   while (!stack_.empty()) {
     const Id at = stack_.back();
     stack_.pop_back();
-    steps += static_cast<std::int64_t>((storages[at].*next).size());
-    for (Id other : storages[at].*next) {
+    steps += static_cast<std::int64_t>(next(at, way).size());
+    for (Id other : next(at, way)) {
       if (mark_[other] == mark || !storages[other].evicted) continue;
       mark_[other] = mark;
+      spoilt_[way == up ? down : up][other] = 0;  // `from` is reached from it, and counted now
       sum += storages[other].cost;
       stack_.push_back(other);
     }
@@ -121,20 +127,21 @@ double Lineage::walk(Id from, std::vector<Id> Storage::* next) {
 }
 
 // The neighbourhoods that `from` belongs to must be counted again: those of what is reached through evicted storages.
-void Lineage::spoil(Id from, std::vector<Id> Storage::* next) {
-  if (!keeps_walks) return;
-  const std::uint32_t mark = fresh_mark();
+void Lineage::spoil(Id from, Way way) {
+  if (!keeps_walks || spoilt_[way][from]) return;
   stack_.assign(1, from);
-  mark_[from] = mark;
+  spoilt_[way][from] = 1;
   while (!stack_.empty()) {
     const Id at = stack_.back();
     stack_.pop_back();
-    steps += static_cast<std::int64_t>((storages[at].*next).size());
-    for (Id other : storages[at].*next) {
-      if (mark_[other] == mark) continue;
-      mark_[other] = mark;
-      if (storages[other].evicted) stack_.push_back(other);
-      else closure_[other] = -1;
+    steps += static_cast<std::int64_t>(next(at, way).size());
+    for (Id other : next(at, way)) {
+      if (!storages[other].evicted) {
+        closure_[other] = -1;
+      } else if (!spoilt_[way][other]) {
+        spoilt_[way][other] = 1;
+        stack_.push_back(other);
+      }
     }
   }
 }

@@ -64,8 +64,10 @@ class Lineage {
   double classes_cost(Id storage);    // of the distinct classes next to it
 
  private:
-  double walk(Id from, std::vector<Id> Storage::* next);
-  void spoil(Id from, std::vector<Id> Storage::* next);
+  enum Way { up, down };  // to parents, to children
+  const std::vector<Id>& next(Id storage, Way way) const { return way == up ? storages[storage].parents : storages[storage].children; }
+  double walk(Id from, Way way);
+  void spoil(Id from, Way way);
   Id find(Id node);
   std::uint32_t fresh_mark();
 
@@ -76,6 +78,8 @@ class Lineage {
   std::vector<Class> classes_;      // union-find
   std::vector<Id> class_of_;        // by storage, -1 for what is not evicted
   std::vector<double> closure_;     // by storage, negative where it must be counted again
+  // By way and evicted storage: all that is reached from it through evicted storages must be counted again already.
+  std::vector<char> spoilt_[2];
   std::vector<std::uint32_t> mark_; // by storage: seen in the walk of this number
   std::uint32_t walk_ = 0;
   std::vector<Id> stack_;

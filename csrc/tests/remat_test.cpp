@@ -1,4 +1,7 @@
 #include <cmath>
+#include <random>
+#include <set>
+#include <vector>
 
 #include "check.h"
 #include "remat/arena.h"
@@ -52,6 +55,65 @@ void neighbourhoods() {
   CHECK(lineage.classes_cost(1) == 0 && lineage.classes_cost(4) == 4);
 }
 
+// The cost of all that is evicted and reached from `from` through evicted storages.
+double counted_again(const Lineage& lineage, Id from, std::vector<Id> Storage::* next) {
+  std::set<Id> seen;
+  std::vector<Id> stack{from};
+  double sum = 0;
+  while (!stack.empty()) {
+    const Id at = stack.back();
+    stack.pop_back();
+    for (Id other : lineage.storages[at].*next)
+      if (lineage.storages[other].evicted && seen.insert(other).second) {
+        sum += lineage.storages[other].cost;
+        stack.push_back(other);
+      }
+  }
+  return sum;
+}
+
+// Makes a storage, or a view of `base`, out of `args`.
+Id link(Lineage& lineage, double cost, std::vector<Id> args, Id base = -1) {
+  const Id op = static_cast<Id>(lineage.ops.size());
+  lineage.ops.push_back({.cost = cost, .args = std::move(args), .outs = {}});
+  const Id out = lineage.add_tensor(1, base, op);
+  lineage.ops[op].outs = {out};
+  lineage.link(op);
+  return out;
+}
+
+void kept_neighbourhoods_are_those_counted_again() {
+  std::mt19937 random(0);
+  const auto draw = [&](std::size_t below) { return static_cast<Id>(random() % below); };
+  for (int round = 0; round < 200; ++round) {
+    Lineage lineage;
+    lineage.add_tensor(1, -1, -1);
+    for (int change = 0; change < 60; ++change) {
+      const auto count = lineage.storages.size();
+      const Id storage = draw(count);
+      const bool evicted = lineage.storages[storage].evicted;
+      switch (draw(4)) {
+        case 0: link(lineage, 1.0 + draw(9), {draw(count), draw(count)}); break;
+        case 1: evicted ? lineage.restored(storage) : lineage.evicted(storage); break;
+        default:
+          if (evicted) break;
+          CHECK(lineage.closure_cost(storage) == counted_again(lineage, storage, &Storage::parents) + counted_again(lineage, storage, &Storage::children));
+      }
+    }
+  }
+}
+
+void view_joins_neighbourhoods() {
+  Lineage lineage;
+  const Id given = lineage.add_tensor(1, -1, -1);
+  const Id first = link(lineage, 1, {given}), second = link(lineage, 2, {first}), other = link(lineage, 4, {given});
+  lineage.evicted(second);
+  CHECK(lineage.closure_cost(other) == 0);
+  link(lineage, 8, {second, other}, other);
+  lineage.evicted(first);
+  CHECK(lineage.closure_cost(other) == 3);
+}
+
 void overwriting_op_reuses_unshared_memory() {
   Settings settings;
   settings.arena = {.capacity = 4, .addressed = true};
@@ -73,6 +135,8 @@ int main() {
   holes_merge_and_both_ends_are_served();
   small_pieces_live_apart_while_their_area_lasts();
   neighbourhoods();
+  kept_neighbourhoods_are_those_counted_again();
+  view_joins_neighbourhoods();
   overwriting_op_reuses_unshared_memory();
   return 0;
 }
