@@ -284,7 +284,7 @@ void Rematerializer::execute(const Frame& frame) {
     for (Id out : op.outs) cache.lineage.storages[cache.lineage.tensors[out].storage].last_access = cache.clock;
   else
     ++replays;
-  if (settings_.cost_limit > 0 && first_cost + replay_cost > settings_.cost_limit) throw Thrashing();
+  if (settings_.cost_limit > 0 && std::max(first_cost, all_first_cost) + replay_cost > settings_.cost_limit) throw Thrashing();
   if (settings_.work_limit > 0 && work() > settings_.work_limit) throw Thrashing();
 }
 

@@ -22,7 +22,7 @@ struct Settings {
   bool forget = false;         // storages that can never be needed again are freed and leave all neighbourhoods
   bool in_place = false;       // an operator that overwrites an argument may use its place
   int parts = 1;               // more: an operator by elements and makers of its missing arguments may run together, part by part
-  double cost_limit = 0;       // ends the run where the costs of all runs exceed it; 0: no limit
+  double cost_limit = 0;       // ends the run where the costs of all runs exceed it, or are known to do so at its end; 0: no limit
   std::int64_t work_limit = 0; // the same for candidates looked at and steps of walks, which bounds the time of a simulation
 };
 
@@ -72,6 +72,7 @@ class Rematerializer {
   Cache cache;
   std::vector<Entry> journal;
   double first_cost = 0, replay_cost = 0;
+  double all_first_cost = 0;  // of all first runs to come, where that is known: a run over its limit of costs ends at once
   std::int64_t replays = 0, calls = 0;
   Bytes peak = 0;  // with what was asked for by `make_room` and as scratch
 

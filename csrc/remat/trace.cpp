@@ -1,6 +1,7 @@
 #include "remat/trace.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace memtune::remat {
 
@@ -22,6 +23,7 @@ class Player {
  public:
   Player(const Trace& trace, const Settings& settings) : trace_(trace), books_(settings), foresight_(settings.rule.foresight) {
     if (foresight_) books_.cache.next_uses = uses_of(trace);
+    books_.all_first_cost = std::accumulate(trace.op_cost.begin(), trace.op_cost.end(), 0.0);
   }
 
   void play(std::size_t event) {

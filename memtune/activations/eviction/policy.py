@@ -355,7 +355,7 @@ def replay(
         policy: The eviction policy.
         budget_bytes: Limit of resident bytes; None: no limit.
         settle: Make everything that is still referenced resident at the end, all together.
-        cost_limit: The run ends as `thrashing` above this sum of costs; 0 for no limit.
+        cost_limit: The run ends as `thrashing` as soon as its costs must exceed this sum; 0 for no limit.
         work_limit: The same for `Replay.work`.
         journal: Return the journal, entry by entry.
     """

@@ -43,9 +43,9 @@ def solve_policy(
     fail too.
     """
     online = fits_online is not None
-    traces = [
-        partial(_trace, place.step, place.hardware, online, keep_written) for keep_written in (False, True)
-    ]
+    # Where nothing is written in place, both traces are the same, and so are their plays.
+    alternatives = (False, True) if any(place.region.graph.writes) else (False,)
+    traces = [partial(_trace, place.step, place.hardware, online, each) for each in alternatives]
 
     def accepts(policy: Policy) -> bool:
         return fits_online is None or len(options) == 1 or fits_online(place, policy, budget_bytes)

@@ -263,6 +263,9 @@ def test_infeasible_budget_reports_held_bytes() -> None:
 def test_cost_limit_ends_a_replay(policy: Policy) -> None:
     done = replay(chain(100), policy, 5, cost_limit=400)
     assert done.outcome == "thrashing"
+    spare = 400 - float(chain(100).op_cost.sum())
+    # At once: the first runs that are left will cost the rest.
+    assert spare < done.replay_cost <= spare + 1
 
 
 def test_work_limit_ends_a_replay() -> None:

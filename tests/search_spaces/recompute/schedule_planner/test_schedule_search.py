@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import math
 from itertools import accumulate
+from typing import Any
 
 import pytest
 from support.zoo_paths import ZOO
 
 from memtune import hardware
+from memtune.activations.eviction import policy_schedule_planner
+from memtune.activations.eviction.policy import Policy, Replay, Trace, replay
 from memtune.program.step import Program, RankClass
 from memtune.search_spaces.recompute._schedule_planner import schedule_search
 from memtune.search_spaces.recompute._schedule_planner.region_placement import placement_of
@@ -65,3 +68,20 @@ def test_fastest_schedule_is_searched_below_the_seconds_only(monkeypatch: pytest
     monkeypatch.setattr(schedule_search, "_evaluate", counted)
     assert fastest_schedule(program, target, budget, 0.0) is None
     assert len(evaluated) <= 2, "those of the integer program and of no value freed"
+
+
+def test_policies_play_a_region_without_writes_in_place_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Program((RankClass(1, recording_of(ZOO["hf_llama"]).at(4)),), 4)
+    target = Target(hardware.find("h100-80g"), 1, None)
+    place = placement_of(program, target)
+    assert not any(place.region.graph.writes)
+    played: list[tuple[Policy, int]] = []
+
+    def noted(trace: Trace, policy: Policy, budget_bytes: int, **limits: Any) -> Replay:
+        played.append((policy, budget_bytes))
+        return replay(trace, policy, budget_bytes, **limits)
+
+    monkeypatch.setattr(policy_schedule_planner, "replay", noted)
+    fastest_schedule(program, target, int(0.8 * place.plain_bytes))
+    assert played
+    assert len(played) == len(set(played))
