@@ -81,6 +81,16 @@ class OpGraph:
         return tuple(op for op, made in enumerate(self.makes) for _ in made)
 
     @cached_property
+    def runs(self) -> tuple[ScheduleStep, ...]:
+        """(n,) the plain run of each op; planners build hundreds of schedules of the same steps."""
+        return tuple(ScheduleStep(Action.COMPUTE, op) for op in range(self.n_ops))
+
+    @cached_property
+    def frees(self) -> tuple[ScheduleStep, ...]:
+        """(m,) the free of each value."""
+        return tuple(ScheduleStep(Action.FREE, value) for value in range(len(self.maker)))
+
+    @cached_property
     def sha256(self) -> str:
         """Hash of the ops and their data dependences, without sizes, so that it is equal for all batches."""
         # Sizes are left out on purpose: the same schedule serves every micro-batch.
@@ -174,7 +184,7 @@ def build_schedule(
     starts a new version of the value, to which ops write in place.
     """
     forward, backward = (
-        [each if isinstance(each, ScheduleStep) else ScheduleStep(Action.COMPUTE, each) for each in part]
+        [each if isinstance(each, ScheduleStep) else graph.runs[each] for each in part]
         for part in (forward, backward)
     )
     order = [*forward, *backward]
@@ -191,7 +201,7 @@ def build_schedule(
     for value, position in last.items():
         free_after[position].append(value)
     steps = [
-        (compute, *(ScheduleStep(Action.FREE, value) for value in sorted(free)))
+        (compute, *(graph.frees[value] for value in sorted(free)))
         for compute, free in zip(order, free_after, strict=True)
     ]
     first, second = (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +54,15 @@ class Region:
 
     bytes: I64
     """(m,) of each value."""
+
+    @cached_property
+    def reads_of_row(self) -> Mapping[int, tuple[int, ...]]:
+        """Row of the step → storages of the values that its op reads."""
+        storages = self.storages.tolist()
+        return {
+            row: tuple(storages[value] for value in values)
+            for row, values in zip(self.rows.tolist(), self.graph.reads, strict=True)
+        }
 
 
 @lru_cache(maxsize=4)

@@ -137,7 +137,6 @@ def _storages(
     frees: dict[int, list[int]] = {}
     for value, row in freed_after_row:
         frees.setdefault(row, []).append(int(region.storages[value]))
-    reads = {int(row): values for row, values in zip(region.rows, region.graph.reads, strict=True)}
     end: dict[int, int] = {}
     pieces, part_bytes = PartStorages(step, region, parts), {}
     for new, row in enumerate(order.tolist()):
@@ -151,10 +150,9 @@ def _storages(
             for storage in frees.get(new, ()):
                 end[now.get(storage, storage)] = new
             continue
-        if row in reads:
-            changed = {s: now[s] for s in (int(region.storages[v]) for v in reads[row]) if s in now}
-            if changed:
-                patches[new] = changed
+        changed = {s: now[s] for s in region.reads_of_row.get(row, ()) if s in now}
+        if changed:
+            patches[new] = changed
         if again[new]:
             for storage in made_by.get(row, ()):
                 now[storage] = step.storages.n + len(more)
