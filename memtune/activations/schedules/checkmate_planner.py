@@ -15,13 +15,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 Flags = npt.NDArray[np.bool_]
+F64 = npt.NDArray[np.float64]
 
 THRESHOLDS = (0.05, 0.15, 0.25, 0.35, 0.5, 0.65, 0.75, 0.85, 0.95)
 """Thresholds on the relaxed S above which a node is kept; the cheapest schedule within the budget is
@@ -291,20 +292,22 @@ def _repetitions(problem: Problem, solution: Solution) -> list[tuple[float, int,
 # -- the integer program -------------------------------------------------------------------------------------
 
 
-class _Model:
-    """Variables R[t, i], S[t, i], FREE[t, i, k], U[t, k] in one vector, and sparse constraints."""
+class _Structure:
+    """Variables R[t, i], S[t, i], FREE[t, i, k], U[t, k] in one vector, and sparse constraints: all of the
+    program that no budget changes.
+    """
 
     def __init__(self, problem: Problem) -> None:
-        self.problem, n = problem, problem.n
+        self._problem, n = problem, problem.n
         self._at: dict[tuple[Any, ...], int] = {}
-        self._rows: list[tuple[list[int], list[float]]] = []
-        self._upper: list[float] = []
-        self._lower: list[float] = []
-        # HiGHS' tolerances are absolute: bytes of 1e10 in a row with flags of 1 would lose digits.
-        scale = math.gcd(*problem.bytes, *problem.scratch_bytes, *problem.budget_bytes) or 1
-        self._unit = max(scale, max(problem.budget_bytes, default=1) // 10**6, 1)
-        self._stage_of: dict[int, int] = {}
-        """Stage by row that bounds its memory: only these bounds depend on epsilon."""
+        self._columns: list[int] = []
+        self._factors: list[int] = []
+        self._in_bytes: list[bool] = []
+        self._sizes: list[int] = []
+        self.upper: list[float] = []
+        self.lower: list[float] = []
+        self.stage_of: dict[int, int] = {}
+        """Stage by row that bounds its memory: only these bounds depend on the budget."""
         for stage in range(n):
             for node in range(stage + 1):
                 self._variable("R", stage, node)
@@ -314,18 +317,45 @@ class _Model:
         self._users = problem.users()
         for stage in range(n):
             self._stage(stage)
+        # Relative costs: seconds near 1e-6 would vanish in the solver's optimality tolerance.
+        self.cost, self.low, self.high = (np.full(len(self._at), each) for each in (0.0, 0.0, 1.0))
+        largest = max(problem.cost_s) or 1.0
+        for key, at in self._at.items():
+            if key[0] == "R":
+                _, stage, node = key
+                self.cost[at] = problem.cost_s[node] / largest
+                # Stage t runs node t for the first time; a node that must not repeat runs in no other stage.
+                self.low[at] = stage == node
+                self.high[at] = stage == node or node not in problem.once
+            elif key[0] == "U":
+                self.high[at] = np.inf
+        self.kept_at = [(key[1:], at) for key, at in self._at.items() if key[0] == "S"]
+        self.places = np.repeat(np.arange(len(self._sizes)), self._sizes), np.asarray(self._columns, np.int64)
+        self._values = np.asarray(self._factors, np.float64), np.asarray(self._in_bytes, bool)
+
+    def values(self, unit: int) -> F64:
+        """Return the entries of the matrix, with bytes in `unit`s."""
+        factors, in_bytes = self._values
+        found: F64 = np.where(in_bytes, factors / unit, factors)
+        return found
 
     def _variable(self, *key: Any) -> int:
         return self._at.setdefault(key, len(self._at))
 
-    def _row(self, terms: list[tuple[tuple[Any, ...], float]], lower: float, upper: float) -> None:
-        known = [(self._at[key], factor) for key, factor in terms if key in self._at]
-        self._rows.append(([at for at, _ in known], [factor for _, factor in known]))
-        self._lower.append(lower)
-        self._upper.append(upper)
+    def _row(self, flags: _Terms, lower: float, upper: float, *, n_bytes: _Terms = ()) -> None:
+        """Add a row of terms in flags and in bytes, without variables that do not exist."""
+        known = [(self._at[key], each, False) for key, each in flags if key in self._at]
+        known += [(self._at[key], each, True) for key, each in n_bytes if key in self._at]
+        for at, factor, in_bytes in known:
+            self._columns.append(at)
+            self._factors.append(factor)
+            self._in_bytes.append(in_bytes)
+        self._sizes.append(len(known))
+        self.lower.append(lower)
+        self.upper.append(upper)
 
     def _stage(self, t: int) -> None:
-        problem, inf = self.problem, math.inf
+        problem, inf = self._problem, math.inf
         for i in range(t + 1):
             for j in problem.reads[i]:  # a node's inputs are computed or kept
                 self._row([(("R", t, i), 1), (("R", t, j), -1), (("S", t, j), -1)], -inf, 0)
@@ -335,18 +365,16 @@ class _Model:
             # relaxation.
             if i < t:
                 self._row([(("S", t, i), 1), (("R", t, i), 1)], -inf, 1)
-        before: list[tuple[tuple[Any, ...], float]] = [
-            (("S", t, i), problem.bytes[i] / self._unit) for i in range(t)
-        ]
+        before: _Terms = ()
+        freed: _Terms = [(("S", t, i), -problem.bytes[i]) for i in range(t)]
         for k in range(t + 1):
             self._variable("U", t, k)
             # The paper's recurrence of U: memory after the previous node, plus this output.
-            made = (("R", t, k), problem.bytes[k] / self._unit)
-            self._row([(("U", t, k), 1), *((key, -factor) for key, factor in (*before, made))], 0, 0)
-            scratch = problem.scratch(k) / self._unit
-            self._stage_of[len(self._rows)] = t
-            self._row([(("U", t, k), 1), (("R", t, k), scratch)], -inf, inf)
-            before = [(("U", t, k), 1)]
+            made = (("R", t, k), -problem.bytes[k])
+            self._row([(("U", t, k), 1), *before], 0, 0, n_bytes=[*freed, made])
+            self.stage_of[len(self._sizes)] = t
+            self._row([(("U", t, k), 1)], -inf, inf, n_bytes=[(("R", t, k), problem.scratch(k))])
+            before, freed = [(("U", t, k), -1)], []
             for i in (*problem.reads[k], k):
                 free = ("FREE", t, i, k)
                 self._variable(*free)
@@ -358,57 +386,64 @@ class _Model:
                 for j in self._users[i]:
                     if k < j <= t:
                         self._row([(free, 1), (("R", t, j), 1)], -inf, 1)
-                before.append((free, -problem.bytes[i] / self._unit))
+                freed.append((free, problem.bytes[i]))
 
-    def kept(self, x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+
+_Terms: TypeAlias = Sequence[tuple[tuple[Any, ...], int]]
+
+
+@functools.lru_cache(maxsize=4)
+def _structure_of(graph: Problem) -> _Structure:
+    """Return the part of the program that is equal for the budgets that one search tries; `graph` has
+    none.
+    """
+    return _Structure(graph)
+
+
+class _Model:
+    """The integer program of a problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.structure = problem, _structure_of(replace(problem, budget_bytes=()))
+        # HiGHS' tolerances are absolute: bytes of 1e10 in a row with flags of 1 would lose digits.
+        scale = math.gcd(*problem.bytes, *problem.scratch_bytes, *problem.budget_bytes) or 1
+        self._unit = max(scale, max(problem.budget_bytes, default=1) // 10**6, 1)
+
+    def kept(self, x: F64) -> F64:
         """Return (n, n) the values of S."""
         found = np.zeros((self.problem.n, self.problem.n))
-        for key, at in self._at.items():
-            if key[0] == "S":
-                found[key[1], key[2]] = x[at]
+        for place, at in self.structure.kept_at:
+            found[place] = x[at]
         return found
 
     def upper(self, epsilon: float) -> list[float]:
         """Return the upper bounds of rows if `epsilon` of the budget is left free."""
-        found = list(self._upper)
-        for row, stage in self._stage_of.items():
+        found = list(self.structure.upper)
+        for row, stage in self.structure.stage_of.items():
             found[row] = self.problem.budget_bytes[stage] * (1 - epsilon) / self._unit
         return found
 
     @functools.cached_property
-    def arrays(self) -> tuple[Any, ...]:
-        """Costs, the matrix in coordinates, lower bounds of rows, bounds of variables."""
-        count = len(self._at)
-        cost, low, high = np.zeros(count), np.zeros(count), np.ones(count)
-        for key, at in self._at.items():
-            if key[0] == "R":
-                _, stage, node = key
-                # Relative costs: seconds near 1e-6 would vanish in the solver's optimality tolerance.
-                cost[at] = self.problem.cost_s[node] / (max(self.problem.cost_s) or 1.0)
-                # Stage t runs node t for the first time; a node that must not repeat runs in no other stage.
-                low[at] = stage == node
-                high[at] = stage == node or node not in self.problem.once
-            elif key[0] == "U":
-                high[at] = np.inf
-        columns = np.concatenate([np.asarray(row, np.int64) for row, _ in self._rows])
-        values = np.concatenate([np.asarray(factors, np.float64) for _, factors in self._rows])
-        rows = np.repeat(np.arange(len(self._rows)), [len(row) for row, _ in self._rows])
-        return cost, (values, (rows, columns)), self._lower, (low, high)
+    def matrix(self) -> Any:
+        """The constraints' coefficients."""
+        from scipy.sparse import csr_array
+
+        structure = self.structure
+        shape = len(structure.lower), len(structure.cost)
+        return csr_array((structure.values(self._unit), structure.places), shape=shape)
 
 
 def _solved(model: _Model, epsilon: float, *, integer: bool, time_limit_s: float, gap: float = 0.0) -> Any:
     """Return the result of HiGHS, which stops within the relative `gap` of the optimum."""
     from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import csr_array
 
-    cost, matrix, lower, (low, high) = model.arrays
-    integrality = np.zeros(len(cost))
+    structure = model.structure
+    integrality = np.zeros(len(structure.cost))
     # Only R and S: FREE takes its bound, 0 or 1, once they are integer.
-    integrality[: model.n_integer] = integer
-    constraint = LinearConstraint(
-        csr_array(matrix, shape=(len(lower), len(cost))), lower, model.upper(epsilon)
-    )
+    integrality[: structure.n_integer] = integer
+    constraint = LinearConstraint(model.matrix, structure.lower, model.upper(epsilon))
     options = {"time_limit": time_limit_s, "mip_rel_gap": gap}
+    bounds = Bounds(structure.low, structure.high)
     return milp(
-        cost, integrality=integrality, bounds=Bounds(low, high), constraints=constraint, options=options
+        structure.cost, integrality=integrality, bounds=bounds, constraints=constraint, options=options
     )
