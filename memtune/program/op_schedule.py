@@ -81,6 +81,18 @@ class OpGraph:
         return tuple(op for op, made in enumerate(self.makes) for _ in made)
 
     @cached_property
+    def versions(self) -> Mapping[tuple[int, int], int]:
+        """(op, value it reads) → number of writes to the value before the op in the plain order."""
+        seen: dict[int, int] = {}
+        found = {}
+        for op in range(self.n_ops):
+            for value in self.reads[op]:
+                found[op, value] = seen.get(value, 0)
+            for value in self.writes[op]:
+                seen[value] = seen.get(value, 0) + 1
+        return found
+
+    @cached_property
     def runs(self) -> tuple[ScheduleStep, ...]:
         """(n,) the plain run of each op; planners build hundreds of schedules of the same steps."""
         return tuple(ScheduleStep(Action.COMPUTE, op) for op in range(self.n_ops))
@@ -233,7 +245,7 @@ def find_schedule_error(graph: OpGraph, schedule: Schedule) -> str:
     """
     if schedule.graph != graph.sha256:
         return "it is for another region"
-    wanted = _versions(graph)
+    wanted = graph.versions
     version: dict[int, int] = {}  # live value → number of writes to it
     on_host: dict[int, int] = {}
     ran = [0] * graph.n_ops
@@ -303,15 +315,3 @@ def _read_error(
                     f" {'is not live' if value not in version else 'has more or fewer writes than it should'}"
                 )
     return ""
-
-
-def _versions(graph: OpGraph) -> dict[tuple[int, int], int]:
-    """Return (op, value it reads) → number of writes to the value before the op in the plain order."""
-    seen: dict[int, int] = {}
-    found = {}
-    for op in range(graph.n_ops):
-        for value in graph.reads[op]:
-            found[op, value] = seen.get(value, 0)
-        for value in graph.writes[op]:
-            seen[value] = seen.get(value, 0) + 1
-    return found
