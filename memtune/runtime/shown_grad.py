@@ -59,7 +59,7 @@ class ShowsGrad(Tensor):
         own, shown = _GRAD.__get__(self), self._shown
         if own is None:
             self._require_unspent()
-        if own is not None or shown is None:
+        if own is not None or shown is None or _in_backward():
             return own  # type: ignore[no-any-return]
         gradient: Tensor | None = _GRAD.__get__(shown.held)
         if gradient is None or not isinstance(self, DTensor) or isinstance(gradient, DTensor):
@@ -74,7 +74,7 @@ class ShowsGrad(Tensor):
         shown, own = self._shown, _GRAD.__get__(self)
         if own is None:
             self._require_unspent()
-        if shown is None or own is not None:
+        if shown is None or own is not None or _in_backward():
             _GRAD.__set__(self, gradient)
             return
         held = shown.held
@@ -110,6 +110,11 @@ class _ShowingShard(ShowsGrad, DTensor):
 _SHOWING: Final[dict[type, type]] = {nn.Parameter: _ShowingParameter, DTensor: _ShowingShard}
 _OWN_NAMES: Final = ("_shown", "_shard", "_spent", "_kept", "_assigned", "_earlier")
 """Attributes of a weight that copies and pickles do not have."""
+
+
+def _in_backward() -> bool:
+    # FSDP2 adds a gradient to an earlier one itself, on the device: in a second backward through one forward.
+    return torch._C._current_graph_task_id() != -1  # type: ignore[no-any-return]
 
 
 _spent_as_none = 0

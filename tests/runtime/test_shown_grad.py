@@ -110,3 +110,25 @@ def test_copy_and_pickle_of_a_weight_show_no_gradient_of_another() -> None:
         assert type(copied) is nn.Parameter
         assert copied.grad is None
     assert shows_grad(weight)
+
+
+def test_backward_accumulates_in_the_own_gradient_of_a_weight_that_shows_one() -> None:
+    """FSDP2 reads and assigns `grad` itself, inside backward; the shown one may be on another device."""
+    weight, held, x = (
+        nn.Parameter(torch.ones(2)),
+        held_like(torch.empty(2)),
+        torch.ones(2, requires_grad=True),
+    )
+    show_grad_of(weight, held)
+    seen: list[Tensor | None] = []
+
+    def reduced(gradient: Tensor) -> None:
+        seen.append(weight.grad)
+        weight.grad = gradient * 3
+
+    x.register_hook(reduced)
+    x.sum().backward()  # type: ignore[no-untyped-call]
+    assert seen == [None]
+    assert torch.equal(held.grad, torch.ones(2))  # type: ignore[arg-type]
+    assert torch.equal(weight.grad, torch.full((2,), 3.0))  # type: ignore[arg-type]
+    hide_grad_of(weight)
