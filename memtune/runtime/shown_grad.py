@@ -114,7 +114,7 @@ _OWN_NAMES: Final = ("_shown", "_shard", "_spent", "_kept", "_assigned", "_earli
 
 def _in_backward() -> bool:
     # FSDP2 adds a gradient to an earlier one itself, on the device: in a second backward through one forward.
-    return torch._C._current_graph_task_id() != -1  # type: ignore[no-any-return]
+    return torch._C._current_graph_task_id() != -1
 
 
 _spent_as_none = 0
