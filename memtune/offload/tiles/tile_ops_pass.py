@@ -177,7 +177,7 @@ class TileGroup:
         names, resource, flops, traffic, in_module, group, stream, prefetch = zip(
             *self.tile_ops.ops, strict=True
         )
-        size, ids = len(names), {each: edit.name_id(each) for each in set(names)}
+        size, ids = len(names), {each: edit.name_id(each) for each in dict.fromkeys(names)}
 
         def of_all(column: Sequence[float], dtype: type) -> Any:
             return np.tile(np.asarray(column, dtype), count)

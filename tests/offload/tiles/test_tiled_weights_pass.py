@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, strategies as st
 from support.zoo_paths import ZOO
 
-from memtune.offload.tiles.tile_ops_pass import split_rows
+from memtune.offload.tiles.tile_ops_pass import TileGroup, split_rows
 from memtune.offload.tiles.tiled_weights_pass import tileable
+from memtune.program.edit import Edit
 from memtune.program.parameter_columns import columns_of
 from memtune.program.step import Kind, Resource, Step, Tier
 from memtune.search_spaces.offload.states.zero_infinity import ZeroInfinity
 from memtune.testing import drift, rewritten
-from memtune.testing.drift_check import plain_program
+from memtune.testing.drift_check import fresh_programs, plain_program
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.usefixtures("ssd")]
 TILED = ZeroInfinity(kind="zero_infinity", parameters="host", tiles=4)
@@ -28,6 +29,27 @@ def test_split_rows_covers_every_row_once(count: int, parts: int) -> None:
     sizes = [each.stop - each.start for each in rows]
     assert max(sizes) - min(sizes) <= 1
     assert len(rows) == min(parts, count)
+
+
+def test_tiled_weights_pass_numbers_names_in_the_order_of_its_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a step depends on the seed of Python's hashes."""
+    asked: list[str] = []
+    name_id, put = Edit.name_id, TileGroup.put
+
+    def asks(edit: Edit, name: str) -> int:
+        asked.append(name)
+        return name_id(edit, name)
+
+    def puts(tiles: TileGroup, step: Step, edit: Edit) -> None:
+        asked.clear()
+        put(tiles, step, edit)
+        assert asked == list(dict.fromkeys(name for name, *_ in tiles.tile_ops.ops))
+
+    monkeypatch.setattr(Edit, "name_id", asks)
+    monkeypatch.setattr(TileGroup, "put", puts)
+    with fresh_programs():
+        rewritten(ZOO["tied"], TILED)
+    assert asked
 
 
 def peaks_of(step: Step, parameter: int) -> tuple[int, int]:
