@@ -102,7 +102,7 @@ class KernelFusion:
             self._becomes(first, kernel.backward, backward, grads, kernel.backward_flops)
             self._traffic(first, reads, grads, kernel.made_bytes)
             reads = reads[reads != mask].astype(np.int32)  # it reads what is packed
-            self.later.append(lambda edit: edit.add_uses(np.full(len(reads), first, np.int32), reads))
+            self.later.append(lambda edit: edit.add_uses(first, reads))
             self.add_scratch(first, kernel.backward_scratch)
         # The kernel's own saves, added in `_save`, replace CPU's.
         self.dropped_saves[saves] = True
@@ -196,16 +196,16 @@ class KernelFusion:
                 module=int(self.step.ops.module[op]),
                 call=int(self.step.ops.call[op]),
                 traffic_bytes=2 * kernel.padded_mask_bytes,
+                reads=np.asarray([mask], np.int32),
             )
             padded = edit.add_storages(
                 np.asarray([kernel.padded_mask_bytes], np.int64),
                 producer=row,
                 float_bytes=self.step.storages.float_bytes[mask],
             )
-            edit.add_uses(row, np.asarray([mask], np.int32))
             self.padded[mask, op] = int(padded[0])
             inputs = np.append(inputs[inputs != mask], padded).astype(np.int32)
-        edit.add_uses(np.full(len(inputs), op, np.int32), inputs)
+        edit.add_uses(op, inputs)
 
     def _save(
         self,

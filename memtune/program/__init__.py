@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     )
     from memtune.program.edit import (
         Edit as Edit,
+        PlacedOps as PlacedOps,
         accumulate_gradients as accumulate_gradients,
         held_in_backward as held_in_backward,
         hold_prefetched_copies as hold_prefetched_copies,
@@ -113,7 +114,6 @@ if TYPE_CHECKING:
         Shards as Shards,
         add_storages as add_storages,
         adding_ops as adding_ops,
-        column as column,
         complete_after as complete_after,
         gathers_of as gathers_of,
         members_of_units as members_of_units,

@@ -6,13 +6,15 @@ keep the order of the calls; rows inserted after an op come before rows inserted
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from memtune import _native
+from memtune.program.new_rows import NEW_OP
 from memtune.program.parameter_columns import columns_of
 from memtune.program.step import (
     F64,
@@ -49,6 +51,22 @@ def held_in_backward(step: Step, last: int, end: int) -> npt.NDArray[np.bool_]:
     is_leaf = (step.storages.kind == Kind.TEMPORARY) & ~is_read & (step.storages.owner < 0)
     found: npt.NDArray[np.bool_] = held & (step.storages.producer >= 0) & (is_forward | is_leaf)
     return found
+
+
+class PlacedOps(NamedTuple):
+    """Ops of one kind among the ops of one insertion: their places in it, and their columns of `Ops`."""
+
+    places: npt.NDArray[np.integer[Any]]
+    name: str
+    resource: Resource = Resource.COMPUTE
+    traffic_bytes: I64 | int = 0
+    group: I64 | I32 | int = 0
+    stream: int = 0
+    prefetch: int = 0
+    phase: Phase | None = None
+    """Unless it is that of the insertion."""
+    anchor: I32 | None = None
+    """Unless all anchors are given."""
 
 
 class Edit:
@@ -100,11 +118,14 @@ class Edit:
         group: I32 | int = 0,
         stream: U8 | int = 0,
         prefetch: U8 | int = 0,
+        reads: I32 | None = None,
+        writes: I32 | None = None,
     ) -> I32:
         """Insert one op per anchor in `before` or `after` (original rows); return the new rows.
 
         `before` = n_ops of the original step appends at the end. `name` is an op name, or an array of
-        `name_id`s to insert several ops at once. All other arguments are columns of `Ops`.
+        `name_id`s to insert several ops at once. `reads[i]` and `writes[i]` are a storage that op `i` uses.
+        All other arguments are columns of `Ops`.
         """
         anchor = before if before is not None else after
         assert anchor is not None
@@ -113,38 +134,68 @@ class Edit:
         self._anchors.append(anchor)
         self._after.append(before is None)
         names = self.name_id(name) if isinstance(name, str) else name
-        self._new_ops.append(
-            {
-                "name": names,
-                "module": module,
-                "call": call,
-                "phase": phase,
-                "resource": resource,
-                "flops": flops,
-                "traffic_bytes": traffic_bytes,
-                "rng": 0,
-                "group": group,
-                "sequence_nr": -1,
-                "copy_of": -1,
-                "stream": stream,
-                "prefetch": prefetch,
-                "match": 0,
-                "elementwise_bytes": 0,
-                "precision": 0,
-            }
-        )
+        given: dict[str, Any] = {
+            "name": names,
+            "module": module,
+            "call": call,
+            "phase": phase,
+            "resource": resource,
+        }
+        given |= {"flops": flops, "traffic_bytes": traffic_bytes, "group": group}
+        self._new_ops.append(NEW_OP | given | {"stream": stream, "prefetch": prefetch})
         self.n_ops += count
+        self.add_uses(rows, reads, writes=writes)
         return rows
+
+    def add_placed_ops(
+        self,
+        parts: Sequence[PlacedOps],
+        *,
+        phase: Phase,
+        before: I32 | None = None,
+        after: I32 | None = None,
+    ) -> I32:
+        """Insert ops of several kinds, each kind at its places; return all rows in order."""
+        parts = [each for each in parts if len(each.places)]
+        count = sum(len(each.places) for each in parts)
+
+        def column(values: Iterable[Any], dtype: type = np.uint8) -> npt.NDArray[Any]:
+            made: npt.NDArray[Any] = np.zeros(count, dtype)
+            for each, value in zip(parts, values, strict=True):
+                made[each.places] = value
+            return made
+
+        if before is None and after is None:
+            before = column((each.anchor for each in parts), np.int32)
+        return self.add_ops(
+            column((self.name_id(each.name) for each in parts), np.int32),
+            before=before,
+            after=after,
+            phase=column(phase if each.phase is None else each.phase for each in parts),
+            resource=column(each.resource for each in parts),
+            traffic_bytes=column((each.traffic_bytes for each in parts), np.int64),
+            group=column((each.group for each in parts), np.int32),
+            stream=column(each.stream for each in parts),
+            prefetch=column(each.prefetch for each in parts),
+        )
+
+    def add_kinds(
+        self, kinds: Sequence[tuple[str, Resource]], kind: npt.NDArray[np.integer[Any]], **columns: Any
+    ) -> I32:
+        """Insert ops by number of their kind, which gives name and resource; `columns` as for `add_ops`."""
+        names = np.asarray([self.name_id(name) for name, _ in kinds], np.int32)
+        resources = np.asarray([resource for _, resource in kinds], np.uint8)
+        return self.add_ops(names[kind], resource=resources[kind], **columns)
 
     def add_storages(
         self,
         n_bytes: I64,
         *,
-        producer: I32,
+        producer: I32 | int = -1,
         tier: Tier | U8 = Tier.DEVICE,
         kind: Kind | U8 = Kind.TEMPORARY,
-        held_until: I32 | None = None,
-        owner: I32 | None = None,
+        held_until: I32 | int = -1,
+        owner: I32 | int = -1,
         float_bytes: U8 | int = 0,
     ) -> I32:
         """Add storages made by the ops `producer` (-1: they exist before the step); return their rows."""
@@ -156,8 +207,8 @@ class Edit:
                 "tier": tier,
                 "kind": kind,
                 "producer": producer,
-                "owner": -1 if owner is None else owner,
-                "held_until": -1 if held_until is None else held_until,
+                "owner": owner,
+                "held_until": held_until,
                 "grad_ready_after": -1,
                 "float_bytes": float_bytes,
             }
@@ -166,17 +217,22 @@ class Edit:
         return rows
 
     def add_persistent(
-        self, n_bytes: I64, kind: Kind, tier: Tier = Tier.DEVICE, owner: I32 | None = None
+        self, n_bytes: I64, kind: Kind, tier: Tier = Tier.DEVICE, owner: I32 | int = -1
     ) -> I32:
         """Add storages that exist before the step and after it; return their rows."""
-        nowhere, forever = np.full(len(n_bytes), -1, np.int32), np.full(len(n_bytes), FOREVER, np.int32)
-        return self.add_storages(
-            n_bytes, producer=nowhere, tier=tier, kind=kind, held_until=forever, owner=owner
-        )
+        return self.add_storages(n_bytes, tier=tier, kind=kind, held_until=int(FOREVER), owner=owner)
 
-    def add_uses(self, ops: I32, storages: I32, *, mode: int = READS) -> None:
-        """Add a use of storage `storages[i]` by op `ops[i]`: READS, WRITES or DONATES."""
-        self._more_uses.append((ops, storages, int(mode)))
+    def add_uses(
+        self, ops: I32 | int, storages: I32 | None = None, *, mode: int = READS, writes: I32 | None = None
+    ) -> None:
+        """Add a use of storage `storages[i]` by op `ops[i]`, or the one op: READS, WRITES or DONATES.
+
+        `writes` are storages that the ops write as well.
+        """
+        if storages is not None:
+            self._more_uses.append((_rows(ops, storages), storages, int(mode)))
+        if writes is not None:
+            self._more_uses.append((_rows(ops, writes), writes, WRITES))
 
     def add_saves(
         self,
@@ -279,15 +335,10 @@ class Edit:
 
     def _allocation_only(self, columns: dict[str, Any], empty: npt.NDArray[np.bool_]) -> dict[str, Any]:
         """Return the columns in which copies that only allocate differ from their originals."""
-        nothing: dict[str, Any] = {
-            "name": self.name_id("aten.empty_strided.default"),
-            "resource": Resource.NOTHING,
-            "flops": 0.0,
-            "traffic_bytes": 0,
-            "rng": 0,
-            "elementwise_bytes": 0,
-            "precision": 0,
-        }
+        nothing = {name: NEW_OP[name] for name in ("flops", "traffic_bytes", "rng")}
+        nothing |= {name: NEW_OP[name] for name in ("elementwise_bytes", "precision")}
+        nothing["name"] = self.name_id("aten.empty_strided.default")
+        nothing["resource"] = Resource.NOTHING
         now = {name: np.broadcast_to(np.asarray(columns[name]), empty.shape) for name in nothing}
         return {
             name: np.where(empty, value, now[name]).astype(now[name].dtype) for name, value in nothing.items()
@@ -311,13 +362,13 @@ class Edit:
         """Replace `columns` of the saved tensors."""
         self.saves = replace(self.saves, **columns)
 
-    def release_before(self, storages: I32, ops: I32) -> None:
-        """Let Python free `storages[i]` just before op `ops[i]` runs; never earlier than it did."""
-        self._releases.append((storages, ops))
+    def release_before(self, storages: I32, ops: I32 | int) -> None:
+        """Let Python free `storages[i]` just before op `ops[i]`, or the one op; never earlier than it did."""
+        self._releases.append((storages, _rows(ops, storages)))
 
-    def hold_through(self, storages: I32, ops: I32) -> None:
-        """Hold `storages[i]` by Python at least until op `ops[i]`, an original or new one, has run."""
-        self._holds.append((storages, ops))
+    def hold_through(self, storages: I32, ops: I32 | int) -> None:
+        """Hold `storages[i]` by Python at least until op `ops[i]`, or the one op, has run; it may be new."""
+        self._holds.append((storages, _rows(ops, storages)))
 
     def hold_to_the_end_of_backward(self, op: int) -> None:
         """Hold tensors that live until backward returns through the new op `op`.
@@ -327,7 +378,7 @@ class Edit:
         last = self._step.backward_end
         mine = held_in_backward(self._step, last, last)
         storages = np.flatnonzero(mine).astype(np.int32)
-        self.hold_through(storages, np.full(len(storages), op, np.int32))
+        self.hold_through(storages, op)
 
     def hold_to_the_end_of_step(self, op: int, *, gradients: bool = False) -> None:
         """Hold forward tensors that live until the step ends (the loss) through the new op `op`.
@@ -343,7 +394,7 @@ class Edit:
             & (step.ops.phase[step.storages.producer] == Phase.FORWARD)
         )
         storages = np.flatnonzero(mine & (gradients | (step.storages.kind != Kind.GRADIENT))).astype(np.int32)
-        self.hold_through(storages, np.full(len(storages), op, np.int32))
+        self.hold_through(storages, op)
 
     def drop_ops(self, rows: npt.NDArray[np.bool_] | npt.NDArray[np.integer[Any]]) -> None:
         """Remove original ops, given as a mask or by number, with all their uses; storages they made must
@@ -464,6 +515,11 @@ class Edit:
         return replace(self.saves, **columns)
 
 
+def _rows(ops: I32 | int, storages: I32) -> I32:
+    """Return the op of each of `storages`."""
+    return np.full(len(storages), ops, np.int32) if np.ndim(ops) == 0 else np.asarray(ops)
+
+
 def _stacked(table: Table, parts: list[dict[str, Any]], sizes: list[int]) -> dict[str, Any]:
     """Return the columns of `table` with the new rows appended."""
     columns = table.columns()
@@ -533,10 +589,10 @@ def accumulate_gradients(step: Step, *, kept: bool = False) -> Step:
         phase=Phase.BACKWARD,
         traffic_bytes=3 * step.storages.bytes[gradients],
         call=step.ops.call[made_at],
+        reads=gradients,
     )
     sums = edit.add_storages(
         step.storages.bytes[gradients],
-        producer=np.full(len(gradients), -1, np.int32),
         kind=Kind.GRADIENT,
         held_until=np.full_like(gradients, FOREVER) if kept else step.storages.held_until[gradients],
         owner=step.storages.owner[gradients],
@@ -545,8 +601,7 @@ def accumulate_gradients(step: Step, *, kept: bool = False) -> Step:
     moved = np.full(step.storages.n, -1, np.int32)
     moved[gradients] = sums
     edit.set_uses(storage=np.where(later, moved[edit.uses.storage], edit.uses.storage).astype(np.int32))
-    edit.add_uses(adds, gradients)
-    edit.add_uses(adds, sums, mode=WRITES)
+    edit.add_uses(adds, writes=sums)
     edit.hold_to_the_end_of_backward(int(adds[-1]))
     # A gradient that is added to a sum is a temporary and dies in the addition.
     edit.storages.held_until[gradients] = -1

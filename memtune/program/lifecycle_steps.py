@@ -164,8 +164,8 @@ def checkpoint(step: Step, *, parameters: int, optimizer: int, stages_messages: 
         resource=Resource.INTRA_LINK,
         traffic_bytes=whole,
         group=int(max(parameters, optimizer)),
+        reads=shards,
     )
-    edit.add_uses(gathers, shards)
     held = np.full(len(shards), FOREVER, np.int32)
     edit.add_storages(whole, producer=gathers, kind=step.storages.kind[shards], held_until=held)
     if stages_messages:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from memtune.program.new_rows import EMPTY_ROWS, NEW_OP, sorted_uses, step_of_rows
 from memtune.program.parameter_columns import columns_of
 from memtune.program.step import (
     DONATES,
@@ -24,15 +25,13 @@ from memtune.program.step import (
     Phase,
     Resource,
     Step,
-    Storages,
     Tier,
-    Uses,
 )
 
 Key = tuple[Hashable, int]
 """A stage (or "upload") and a micro-batch."""
 _BODY = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)
-_EMPTY = np.empty(0, np.int32)
+_EMPTY = EMPTY_ROWS
 _STORAGE_COLUMNS = ("bytes", "tier", "kind", "owner", "float_bytes")
 
 
@@ -256,26 +255,9 @@ class UnrolledRows:
         """Append one new op, whose `uses` are (number, mode) pairs; return its row."""
         if name not in self._names:
             self._names.append(name)
-        self._ops.append(
-            {
-                "name": [self._names.index(name)],
-                "module": [0],
-                "call": [-1],
-                "phase": [phase],
-                "resource": [resource],
-                "flops": [0.0],
-                "traffic_bytes": [traffic_bytes],
-                "rng": [0],
-                "group": [group],
-                "sequence_nr": [-1],
-                "copy_of": [-1],
-                "stream": [stream],
-                "prefetch": [prefetch],
-                "match": [0],
-                "elementwise_bytes": [0],
-                "precision": [0],
-            }
-        )
+        given = {"name": self._names.index(name), "phase": phase, "resource": resource, "group": group}
+        given |= {"traffic_bytes": traffic_bytes, "stream": stream, "prefetch": prefetch}
+        self._ops.append({column: [value] for column, value in (NEW_OP | given).items()})
         if uses:
             storages, modes = zip(*uses, strict=True)
             self._uses.append(
@@ -423,34 +405,19 @@ class UnrolledRows:
         storages = _joined(self._storages, {name: getattr(step.storages, name) for name in _STORAGE_COLUMNS})
         saves = _joined(list(self._saves()), step.saves.columns())
         use_op, use_storage, modes = (np.concatenate(column) for column in zip(*self._uses, strict=True))
-        by_op = np.argsort(use_op, kind="stable")
         nothing = np.zeros(len(step.blocks) + 1, np.int32)
         parameters, index = self._parameters()
-        storages["owner"] = index[storages["owner"]]
-        return replace(
+        storages |= {"owner": index[storages["owner"]], "producer": producer, "held_until": held}
+        return step_of_rows(
             step,
+            ops,
+            storages,
+            sorted_uses(use_op, use_storage, modes),
             names=tuple(self._names),
             parameters=parameters,
-            ops=replace(step.ops, **ops),
-            storages=Storages(
-                producer=producer,
-                held_until=held,
-                grad_ready_after=np.full(self._n_storages, -1, np.int32),
-                **storages,
-            ),
-            uses=Uses(
-                op=use_op[by_op].astype(np.int32),
-                storage=use_storage[by_op].astype(np.int32),
-                mode=modes[by_op].astype(np.uint8),
-            ),
             saves=replace(step.saves, **saves),
-            calls=replace(step.calls, inputs=step.calls.inputs.rows(slice(0))),
             forward_starts=nothing,
             forward_ends=nothing,
-            grad_order=_EMPTY,
-            returned=_EMPTY,
-            partly_written=_EMPTY,
-            read_by_host=_EMPTY,
         )
 
     def _parameters(self) -> tuple[Any, I32]:

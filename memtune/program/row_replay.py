@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from memtune.program.new_rows import EMPTY_ROWS, sorted_uses, step_of_rows
 from memtune.program.parameter_columns import columns_of
 from memtune.program.step import (
     FOREVER,
@@ -26,14 +27,12 @@ from memtune.program.step import (
     Phase,
     Resource,
     Step,
-    Storages,
     Tier,
-    Uses,
 )
 
 RowIndex = npt.NDArray[np.intp]
 RowMask = npt.NDArray[np.bool_]
-_NONE = np.empty(0, np.int32)
+_NONE = EMPTY_ROWS
 _RECOMPUTE = np.uint8(Phase.RECOMPUTE)
 _NEW_OP_COLUMNS = ("name", "call", "resource", "traffic_bytes", "group", "stream", "prefetch")
 
@@ -454,21 +453,15 @@ class RowReplay:
         np.maximum.at(columns["held_until"], *self._holds.since())
         blocks = columns_of(step.parameters)
         known = self.first_number(blocks.storage)
-        columns["grad_ready_after"] = np.full(self.n_storages, -1, np.int32)
-        columns["float_bytes"] = np.zeros(self.n_storages, np.uint8)  # nothing is compressed in a replay
-        return replace(
+        return step_of_rows(  # nothing is compressed in a replay
             step,
+            ops,
+            columns,
+            sorted_uses(*self._op_uses.since()),
             names=tuple(self._names),
             parameters=replace(blocks, storage=known, gradient=gradient),
-            ops=replace(step.ops, **ops),
-            storages=Storages(**columns),
-            uses=self._uses_of_all(),
             saves=step.saves.rows(slice(0)),
-            calls=replace(step.calls, inputs=step.calls.inputs.rows(slice(0))),
             grad_order=grad_order,
-            returned=_NONE,
-            partly_written=_NONE,
-            read_by_host=_NONE,
             forward_starts=first_position[np.maximum(step.forward_starts, 0)],
             forward_ends=first_position[np.maximum(step.forward_ends, 0)],
         )
@@ -478,15 +471,6 @@ class RowReplay:
         order = np.cumsum(self.is_initial) - 1
         found: I32 = order[storages].astype(np.int32)
         return found
-
-    def _uses_of_all(self) -> Uses:
-        op, storage, mode = self._op_uses.since()
-        order = np.argsort(op, kind="stable")
-        return Uses(
-            op=op[order].astype(np.int32),
-            storage=storage[order].astype(np.int32),
-            mode=mode[order].astype(np.uint8),
-        )
 
 
 def _in_order(table: _Table) -> list[Any]:

@@ -569,7 +569,7 @@ def insert_ssd_spill(
         return host
     if not on_stages:
         last = host[-WRITES_IN_FLIGHT:]
-        edit.release_before(last, np.full(len(last), read[0], np.int32))
+        edit.release_before(last, read[0])
     edit.add_uses(read, spilled[asked])
     edit.hold_through(spilled[asked], back)
     again = host.copy()

@@ -18,7 +18,6 @@ from memtune.program import (
     FOREVER,
     I32,
     I64,
-    WRITES,
     Edit,
     Kind,
     OpAddresses,
@@ -335,9 +334,13 @@ def _copies_before(edit: Edit, step: Step, forward: Mask, until: I32) -> _Before
     first = rows[at][np.searchsorted(blocks, block)]
     n_bytes = step.storages.bytes[buffer]
     clones = edit.add_ops(
-        "aten.clone.default", before=first, phase=Phase.FORWARD, call=block, traffic_bytes=2 * n_bytes
+        "aten.clone.default",
+        before=first,
+        phase=Phase.FORWARD,
+        call=block,
+        traffic_bytes=2 * n_bytes,
+        reads=buffer,
     )
-    edit.add_uses(clones, buffer)
     copies = edit.add_storages(n_bytes, producer=clones)
     edit.hold_through(copies, until[block])
     return _Before(block, buffer, n_bytes, copies)
@@ -349,15 +352,15 @@ def _restore_buffers(edit: Edit, before: _Before, anchor: I32, active: Mask) -> 
     if not rows.any():
         return
     block, buffer = before.block[rows], before.buffer[rows]
-    ops = edit.add_ops(
+    edit.add_ops(
         "aten.copy_.default",
         before=anchor[block],
         phase=Phase.RECOMPUTE,
         call=block,
         traffic_bytes=2 * before.bytes[rows],
+        reads=before.copy[rows],
+        writes=buffer,
     )
-    edit.add_uses(ops, before.copy[rows])
-    edit.add_uses(ops, buffer, mode=WRITES)
 
 
 def _save_buffers(edit: Edit, step: Step, buffers: tuple[I32, I32], anchor: I32) -> tuple[I32, I32]:
@@ -371,8 +374,8 @@ def _save_buffers(edit: Edit, step: Step, buffers: tuple[I32, I32], anchor: I32)
         phase=Phase.RECOMPUTE,
         call=block,
         traffic_bytes=2 * step.storages.bytes[storage],
+        reads=storage,
     )
-    edit.add_uses(ops, storage)
     return ops, edit.add_storages(step.storages.bytes[storage], producer=ops)
 
 
@@ -386,8 +389,8 @@ def _put_back_buffers(edit: Edit, step: Step, buffers: tuple[I32, I32], copies: 
         phase=Phase.RECOMPUTE,
         call=block,
         traffic_bytes=2 * step.storages.bytes[storage],
+        writes=storage,
     )
-    edit.add_uses(ops, storage, mode=WRITES)
     last = np.asarray([ops[np.flatnonzero(block == b)[-1]] for b in block], np.int32)
     edit.add_uses(last, copies)  # the copies are freed together, after the last buffer is restored
 

@@ -70,7 +70,7 @@ def states_online(step: Step) -> Step:
     # A state that ends with its producer is one saved around a second run.
     there = np.flatnonzero(there & (step.storages.held_until > step.storages.producer)).astype(np.int32)
     edit = Edit(step)
-    edit.hold_through(there, np.full(len(there), last, np.int32))
+    edit.hold_through(there, int(last))
     own = draws[step.ops.rng[draws] == OWN_GENERATOR]  # keeps the user's generator state as well as torch's
     more = np.concatenate([np.setdiff1d(draws, step.storages.producer[there]), own, draws[:1]]).astype(
         np.int32

@@ -44,8 +44,8 @@ def sweep_in_next_step(step: Step) -> Step:
         resource=Resource.HOST_THREADS,
         traffic_bytes=traffic,
     )
-    nowhere, owner = np.full(len(mine), -1, np.int32), mine.astype(np.int32)
-    old = edit.add_storages(sizes[mine], producer=nowhere, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner)
+    owner = mine.astype(np.int32)
+    old = edit.add_storages(sizes[mine], tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner)
     edit.add_uses(ops[~is_copy], old)
     update_by(edit, step, native, mine, ops[~is_copy])
     front = np.flatnonzero(

@@ -18,7 +18,6 @@ from memtune.offload.parameters import first_ops, stream_parameters
 from memtune.program import (
     I32,
     I64,
-    WRITES,
     WRITES_IN_FLIGHT,
     Edit,
     Kind,
@@ -239,12 +238,11 @@ def _transfers(
     kind, expert, moment = np.asarray(moved_experts, np.int32).reshape(-1, 3).T
     phase = np.where(moment < len(step.blocks), Phase.FORWARD, Phase.BACKWARD)
     phase = np.where(moment == boundary, Phase.BOUNDARY, phase)
-    names = np.asarray([edit.name_id(f"memtune.{name}.default") for name, _ in _OPS], np.int32)
-    edit.add_ops(
-        names[kind],
+    edit.add_kinds(
+        [(f"memtune.{name}.default", resource) for name, resource in _OPS],
+        kind,
         before=begins[moment].astype(np.int32),
         phase=phase.astype(np.uint8),
-        resource=np.asarray([resource for _, resource in _OPS], np.uint8)[kind],
         traffic_bytes=n_bytes[expert],
     )
 
@@ -267,19 +265,22 @@ def _gradient_averages(edit: Edit, step: Step, mine: npt.NDArray[np.intp], ranks
         ranks,
     )
     n_bytes = columns.n_bytes[parameter]
-    names = ("memtune.to_device.default", "memtune.all_reduce_.default", "memtune.to_host.default")
-    resource = (Resource.HOST_TO_DEVICE, Resource.INTRA_LINK, Resource.DEVICE_TO_HOST)
-    rows = edit.add_ops(
-        np.tile(np.asarray([edit.name_id(name) for name in names], np.int32), len(updates)),
+    kinds = (
+        ("memtune.to_device.default", Resource.HOST_TO_DEVICE),
+        ("memtune.all_reduce_.default", Resource.INTRA_LINK),
+        ("memtune.to_host.default", Resource.DEVICE_TO_HOST),
+    )
+    rows = edit.add_kinds(
+        kinds,
+        np.tile(np.arange(3), len(updates)),
         before=np.repeat(updates, 3),
         phase=Phase.BOUNDARY,
-        resource=np.tile(np.asarray(resource, np.uint8), len(updates)),
         traffic_bytes=np.repeat(n_bytes, 3),
         group=np.tile(np.asarray([0, ranks, 0], np.int32), len(updates)),
     ).reshape(-1, 3)
     # Gradients are in host memory by then, and collectives work on the device.
     there = edit.add_storages(n_bytes, producer=rows[:, 0], kind=Kind.TEMPORARY)
-    edit.add_uses(rows[:, 1], there, mode=WRITES)
+    edit.add_uses(rows[:, 1], writes=there)
     edit.add_uses(rows[:, 2], there)
 
 
@@ -306,7 +307,7 @@ def _flags(edit: Edit, before: I32, n_bytes: I64, ranks: int) -> I32:
         )
     )
     flags = edit.add_storages(n_bytes, producer=make, kind=Kind.COMMUNICATION)
-    edit.add_uses(reduce, flags, mode=WRITES)
+    edit.add_uses(reduce, writes=flags)
     return reduce
 
 
@@ -333,8 +334,8 @@ def with_separate_gradients(step: Step, resident: Mask) -> Step:
         resource=Resource.COMPUTE,
         traffic_bytes=2 * mine.n_bytes,
         call=step.ops.call[mine.after],
+        reads=mine.raw,
     )
-    edit.add_uses(clones, mine.raw)
     made = edit.add_storages(
         mine.n_bytes,
         producer=clones,

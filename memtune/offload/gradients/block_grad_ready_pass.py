@@ -16,7 +16,6 @@ from memtune.program import (
     FOREVER,
     I32,
     I64,
-    WRITES,
     Edit,
     Kind,
     Mask,
@@ -144,8 +143,7 @@ def average_on_device(step: Step, resident: Mask, ranks: int) -> Step:
 def offload_in_place(edit: Edit, grads: BlockGradients, placed: I32, copies: I32, there: I32) -> None:
     """Free each gradient once it is copied to `there`, the place of its weight, and offload it from there."""
     grads.free_in(edit)
-    edit.add_uses(placed, grads.raw)
-    edit.add_uses(placed, there, mode=WRITES)
+    edit.add_uses(placed, grads.raw, writes=there)
     edit.add_uses(copies, there)
 
 
@@ -222,11 +220,11 @@ def average_in_buckets(
     # At one anchor: the bucket's memory, the copy that fills it, then its message.
     place = np.lexsort((what, row))
     row, what = row[place], what[place]
-    ops = edit.add_ops(
-        np.asarray([edit.name_id(each) for each, _ in _OPS], np.int32)[what],
+    ops = edit.add_kinds(
+        _OPS,
+        what,
         after=after[row],
         phase=Phase.BACKWARD,
-        resource=np.asarray([each for _, each in _OPS], np.uint8)[what],
         traffic_bytes=np.select([what == _COPY, what == _REDUCE], [2 * n_bytes[row], total[of[row]]], 0),
         call=step.ops.call[after[row]],
         group=np.where(what == _REDUCE, ranks, 0).astype(np.int32),
@@ -239,9 +237,8 @@ def average_in_buckets(
         total[shared], producer=allocates[first[shared]], kind=Kind.COMMUNICATION
     )
     storage[copied] = whole[of[copied]]
-    edit.add_uses(copies[copied], gradients[copied])
-    edit.add_uses(copies[copied], storage[copied], mode=WRITES)
-    edit.add_uses(reduces[last], storage[last], mode=WRITES)
+    edit.add_uses(copies[copied], gradients[copied], writes=storage[copied])
+    edit.add_uses(reduces[last], writes=storage[last])
     edit.storages.held_until[gradients[copied]] = -1
     edit.storages.kind[gradients[copied]] = Kind.TEMPORARY
     order = np.argsort(last[of], kind="stable").astype(np.int32)

@@ -109,14 +109,12 @@ def ready_or_reduced(
     index = index[index != watched].astype(np.int32)
     sizes, summed = columns.n_bytes[mine], columns.gradient[mine] != reduced.raw
     sums = np.full(len(index), -1, np.int32)
-    nowhere = np.full(int(summed[index].sum()), -1, np.int32)
     sums[summed[index]] = edit.add_storages(
         sizes[index][summed[index]],
-        producer=nowhere,
         tier=Tier.HOST,
         kind=Kind.GRADIENT,
         owner=mine[index][summed[index]].astype(np.int32),
-        held_until=np.full(len(nowhere), FOREVER if delayed else -1, np.int32),
+        held_until=int(FOREVER) if delayed else -1,
     )
     on_device = columns.gradient[mine][summed]
     edit.storages.bytes[on_device], edit.storages.held_until[on_device] = 0, -1
@@ -180,12 +178,12 @@ def own_storage(edit: Edit, step: Step, reduced: Reduced, index: int, n_bytes: i
         phase=step.ops.phase[after],
         traffic_bytes=(3 if summed else 2) * n_bytes,
         stream=step.ops.stream[after],
+        reads=raw,
     )
     producer = np.full(1, -1, np.int32) if summed else op
     alone = edit.add_storages(np.asarray([n_bytes]), producer=producer, kind=Kind.GRADIENT)
-    edit.add_uses(op, raw)
     if summed:
-        edit.add_uses(op, alone, mode=WRITES)
+        edit.add_uses(op, writes=alone)
     return int(alone[0])
 
 

@@ -43,7 +43,6 @@ from memtune.program import (
     FOREVER,
     I32,
     I64,
-    WRITES,
     Edit,
     Kind,
     Phase,
@@ -241,12 +240,11 @@ def _insert(edit: Edit, anchor: int, turned: I64) -> _InsertedOps:
     """Insert the ops before the op `anchor`."""
     *columns, n_bytes = turned.T
     action, domain, number, index, parameter = (column.astype(np.int32) for column in columns)
-    names = np.asarray([edit.name_id(_OPS[kind][0]) for kind in range(len(_OPS))], np.int32)
-    rows = edit.add_ops(
-        names[action],
+    rows = edit.add_kinds(
+        [_OPS[kind] for kind in range(len(_OPS))],
+        action,
         before=np.full(len(action), anchor, np.int32),
         phase=Phase.OPTIMIZER,
-        resource=np.asarray([_OPS[kind][1] for kind in range(len(_OPS))], np.uint8)[action],
         # Top-k reads residual and gradient, writes the residual and reads it; a host copy reads and writes.
         traffic_bytes=np.where(action == _TOPK, 4, np.where(action == _TO_SLOT, 2, 1)) * n_bytes,
         stream=(action == RELOAD).astype(np.uint8),  # the copy stream orders it before later use
@@ -292,7 +290,7 @@ def _uses_of_groups(edit: Edit, made: _InsertedOps, layout: Layout, spec: Update
 def _uses_of_parameters(edit: Edit, step: Step, made: _InsertedOps, trained: Trained, gradients: I32) -> None:
     columns = columns_of(step.parameters)
     up = made.action == RELOAD
-    edit.add_uses(made.rows[up], columns.storage[trained][made.parameter[up]].astype(np.int32), mode=WRITES)
+    edit.add_uses(made.rows[up], writes=columns.storage[trained][made.parameter[up]].astype(np.int32))
     first = np.isin(made.action, (_TOPK,) if (made.action == _TOPK).any() else (OFFLOAD, _TO_SLOT))
     edit.add_uses(made.rows[first], gradients[made.parameter[first]])
 
@@ -302,7 +300,7 @@ def _uses_of_sent(edit: Edit, step: Step, made: _InsertedOps, trained: Trained) 
     columns = columns_of(step.parameters)
     kept = edit.add_persistent(columns.n_bytes[trained], Kind.OPTIMIZER)
     largest, values, places = (np.flatnonzero(made.action == kind) for kind in (_TOPK, OFFLOAD, _PLACES))
-    edit.add_uses(made.rows[largest], kept[made.parameter[largest]], mode=WRITES)
+    edit.add_uses(made.rows[largest], writes=kept[made.parameter[largest]])
     for copies in (values, places):
         temporary = edit.add_storages(made.n_bytes[copies], producer=made.rows[largest])
         edit.add_uses(made.rows[copies], temporary)

@@ -175,7 +175,7 @@ def updates_at_gradients(step: Step, accumulate: int) -> Step:
     edit.hold_through(gradients, last)
     # The recorded step has two micro-batches; one in the middle holds sums through its whole backward.
     if accumulate > 2:
-        edit.hold_through(gradients, np.full(len(gradients), end, np.int32))
+        edit.hold_through(gradients, end)
     if len(last) and there.after[-1] == end:
         edit.hold_to_the_end_of_backward(int(last[-1]))
     # Results of backward that the optimizer's own ops were to read live until the last of the new ops.
@@ -186,7 +186,7 @@ def updates_at_gradients(step: Step, accumulate: int) -> Step:
     )
     resident[gradients] = False
     waits = np.flatnonzero(resident).astype(np.int32)
-    edit.hold_through(waits, np.full(len(waits), rows.max(), np.int32))
+    edit.hold_through(waits, rows.max())
     return edit.done()
 
 

@@ -33,7 +33,6 @@ from memtune.program import (
     FOREVER,
     I32,
     I64,
-    WRITES,
     Edit,
     Kind,
     Mask,
@@ -186,8 +185,8 @@ def _alone_on_device(edit: Edit, step: Step, mine: Rows, ops: int) -> None:
     edit.drop_uses(uses)
     for op, storage in zip(step.uses.op[uses].tolist(), step.uses.storage[uses].tolist(), strict=True):
         theirs = alone[gradient == storage]
-        edit.add_uses(np.full(len(theirs), op, np.int32), theirs)
-    edit.hold_through(alone, np.full(len(alone), first[-1], np.int32))
+        edit.add_uses(op, theirs)
+    edit.hold_through(alone, first[-1])
 
 
 def _inserted_ops(
@@ -278,7 +277,6 @@ def insert_ops(
         traffic_bytes: By kind of op, (mine,) bytes where they are not the gradient's.
     """
     what, row, anchor = inserted
-    names = np.asarray([edit.name_id(name) for name, _ in _OPS], np.int32)
     sizes = columns_of(step.parameters).n_bytes[mine]
     grad_index = np.append(grads.index, watched).astype(np.int32)  # the last: the sentinel
     # Copies and additions are rows of gradients, updates rows of parameters.
@@ -299,11 +297,11 @@ def insert_ops(
             else np.full(len(what), Phase.OPTIMIZER)
         )
         phase = np.where(at_start, Phase.BOUNDARY, np.where(at_end & (what == COPY), Phase.BOUNDARY, phase))
-        rows[part] = edit.add_ops(
-            names[what[part]],
+        rows[part] = edit.add_kinds(
+            _OPS,
+            what[part],
             **{where: np.maximum(anchor[part], 0)},
             phase=phase[part].astype(np.uint8),
-            resource=np.asarray([resource for _, resource in _OPS], np.uint8)[what[part]],
             traffic_bytes=traffic[part],
             call=step.ops.call[anchor[part]] if inside else -1,
             stream=(what[part] == UP).astype(np.uint8),  # H2D on the compute stream: complete in its order
@@ -348,22 +346,14 @@ def host_gradients(
     host_of = np.empty(len(sums), np.int32)
     host_of[source] = hosts
     adds = what == ADD
-    edit.add_uses(rows[adds], host_of[row[adds]])
-    edit.add_uses(rows[adds], sums[row[adds]], mode=WRITES)
+    edit.add_uses(rows[adds], host_of[row[adds]], writes=sums[row[adds]])
     edit.drop_ops(grads.adds)
     edit.storages.held_until[sums[(sums >= 0) & (sums < step.storages.n)]] = FOREVER if delayed else -1
     if not delayed:
         return gradients, gradients
-    nowhere = np.full(len(mine), -1, np.int32)
     # The last step's gradients exist before the step begins, so no op produces them.
-    old = edit.add_storages(
-        columns_of(step.parameters).n_bytes[mine],
-        producer=nowhere,
-        tier=Tier.HOST,
-        kind=Kind.GRADIENT,
-        owner=mine.astype(np.int32),
-    )
-    return gradients, old
+    sizes, owner = columns_of(step.parameters).n_bytes[mine], mine.astype(np.int32)
+    return gradients, edit.add_storages(sizes, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner)
 
 
 def _update(
@@ -383,11 +373,10 @@ def _update(
     updates, up = np.empty(count, np.int32), np.empty(count, np.int32)
     updates[row[what == UPDATE]], up[row[what == UP]] = rows[what == UPDATE], rows[what == UP]
     update_by(edit, step, native, mine, updates)
-    edit.add_uses(updates, weights, mode=WRITES)
-    edit.add_uses(updates, old, mode=WRITES)
+    edit.add_uses(updates, writes=weights)
+    edit.add_uses(updates, writes=old)
     narrow = columns.itemsize[mine] != 4
-    edit.add_uses(up, np.where(narrow, old, weights))
-    edit.add_uses(up, columns.storage[mine], mode=WRITES)
+    edit.add_uses(up, np.where(narrow, old, weights), writes=columns.storage[mine])
     # The host frees a gradient that backward's updates use by the rules of `PendingUpdates`, any other one
     # when the new weight is on the device. A bfloat16 gradient's memory has the new weight, so it counts as
     # the latter.
@@ -451,7 +440,7 @@ def free_buckets(edit: Edit, step: Step, grads: ReadyGradients, inserted: Insert
         )
         held &= step.ops.phase[step.storages.producer] == Phase.FORWARD
         storages = np.flatnonzero(held).astype(np.int32)
-        edit.hold_through(storages, np.full(len(storages), hung[-1], np.int32))
+        edit.hold_through(storages, hung[-1])
     edit.hold_to_the_end_of_step(int(rows[-1]))
 
 

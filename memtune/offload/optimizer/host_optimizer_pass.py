@@ -15,7 +15,6 @@ from memtune.program import (
     FOREVER,
     I32,
     I64,
-    WRITES,
     Edit,
     Kind,
     Mask,
@@ -122,17 +121,16 @@ def optimizer_on_host(
 
 def _weights_to_device(edit: Edit, weights: I32, held: I32, n_bytes: I64, last: np.int32) -> I32:
     """Insert the H2D copies of the new weights, from the host storages `held`, after the op `last`."""
-    up = edit.add_ops(
+    return edit.add_ops(
         "memtune.copy_to_device_.default",
         after=np.full(len(weights), last, np.int32),
         phase=Phase.OPTIMIZER,
         resource=Resource.HOST_TO_DEVICE,
         traffic_bytes=n_bytes,
         stream=1,  # on the compute stream: complete in its order
+        reads=held,
+        writes=weights,
     )
-    edit.add_uses(up, held)
-    edit.add_uses(up, weights, mode=WRITES)
-    return up
 
 
 def of_first_ops(step: Step, count: int) -> tuple[Mask, Mask]:
@@ -146,11 +144,15 @@ def of_first_ops(step: Step, count: int) -> tuple[Mask, Mask]:
 
 
 def _copies(edit: Edit, name: str, before: I32, storages: I32, sizes: I64, resource: Resource) -> I32:
-    ops = edit.add_ops(
-        name, before=before, phase=Phase.BOUNDARY, resource=resource, traffic_bytes=sizes, prefetch=1
+    return edit.add_ops(
+        name,
+        before=before,
+        phase=Phase.BOUNDARY,
+        resource=resource,
+        traffic_bytes=sizes,
+        prefetch=1,
+        reads=storages,
     )
-    edit.add_uses(ops, storages)
-    return ops
 
 
 def _one_pass(
@@ -166,8 +168,8 @@ def _one_pass(
         traffic_bytes=update_bytes(step, native, mine),
     )
     update_by(edit, step, native, mine, updates)
-    edit.add_uses(updates, weights, mode=WRITES)
-    edit.add_uses(updates, gradients, mode=WRITES)
+    for written in (weights, gradients):
+        edit.add_uses(updates, writes=written)
 
 
 def without_own_update(edit: Edit, step: Step, n_resident_ops: int = 0) -> npt.NDArray[np.intp]:
@@ -198,11 +200,11 @@ def update_by(edit: Edit, step: Step, native: Native, mine: npt.NDArray[np.intp]
     columns, (state, at) = columns_of(step.parameters), moments_of_parameters(step, mine)
     numel = columns.numel[mine]
     edit.storages.bytes[state] = native.moment_bytes * numel[at]
-    edit.add_uses(updates[at], state, mode=WRITES)
+    edit.add_uses(updates[at], writes=state)
     if native.block:
         scale_bytes = -(-numel[at] // native.block) * 4
         held = edit.add_persistent(scale_bytes, Kind.OPTIMIZER, Tier.HOST, step.storages.owner[state])
-        edit.add_uses(updates[at], held, mode=WRITES)
+        edit.add_uses(updates[at], writes=held)
 
 
 def on_host(edit: Edit, step: Step, optimizer: Mask, resident: Mask | None = None) -> None:

@@ -18,7 +18,6 @@ from memtune.offload.core import Chunks, Pages, PendingUpdates, runs, waiting_ro
 from memtune.program import (
     I32,
     I64,
-    WRITES,
     Edit,
     Kind,
     Mask,
@@ -176,7 +175,7 @@ def host_memory(edit: Edit, pieces: Pieces, frames: Frames | None, tier: Tier = 
     """Add the storage of each piece on the host, or on SSD."""
     n_bytes = pieces.n_bytes if frames is None else np.full(1, frames.host_bytes, np.int64)
     # All pages are one allocation on the host, so no parameter owns it.
-    rows = edit.add_persistent(n_bytes, Kind.PARAMETER, tier, pieces.owner if frames is None else None)
+    rows = edit.add_persistent(n_bytes, Kind.PARAMETER, tier, pieces.owner if frames is None else -1)
     return rows if frames is None else np.repeat(rows, len(pieces.n_bytes))
 
 
@@ -432,7 +431,7 @@ def hold_for_updates(
     resident = gradients[there & (gone < 0)]
     optimizer = int((step.ops.phase == Phase.OPTIMIZER).argmax())
     # The optimizer's own first op, which `optimizer_on_host` drops later; until then it marks the place.
-    edit.hold_through(resident, np.full(len(resident), optimizer, np.int32))
+    edit.hold_through(resident, optimizer)
 
 
 def update_outside_of_backward(
@@ -467,12 +466,12 @@ def update_outside_of_backward(
         phase=Phase.OPTIMIZER if at_end else Phase.PROLOGUE,
         resource=Resource.HOST_THREADS,
         traffic_bytes=traffic_bytes[mine],
+        writes=hosts,
     )
-    edit.add_uses(ops, hosts, mode=WRITES)
     op_of = np.full(len(step.parameters), -1, np.int32)
     op_of[mine] = ops
     state = state[op_of[step.storages.owner[state]] >= 0]
-    edit.add_uses(op_of[step.storages.owner[state]], state, mode=WRITES)
+    edit.add_uses(op_of[step.storages.owner[state]], writes=state)
     edit.add_uses(ops, gradients)
     if at_end:
         edit.hold_through(gradients, np.full(count, place, np.int32))

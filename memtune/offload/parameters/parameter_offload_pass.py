@@ -296,13 +296,16 @@ def _offload_gradients(
     row, source, what = row[order], source[order], what[order]
     is_copy, is_added = what == _DOWN, what == _ADD
     n_bytes = grads.n_bytes
-    names = ("aten.copy_.default", "aten.add_.Tensor", "memtune.to_host.default")
-    resources = np.asarray([Resource.COMPUTE, Resource.HOST_THREADS, Resource.DEVICE_TO_HOST], np.uint8)
-    ops = edit.add_ops(
-        np.asarray([edit.name_id(each) for each in names], np.int32)[what],
+    kinds = (
+        ("aten.copy_.default", Resource.COMPUTE),
+        ("aten.add_.Tensor", Resource.HOST_THREADS),
+        ("memtune.to_host.default", Resource.DEVICE_TO_HOST),
+    )
+    ops = edit.add_kinds(
+        kinds,
+        what,
         after=grads.after[row],
         phase=Phase.BACKWARD,
-        resource=resources[what],
         traffic_bytes=np.asarray([2, 3, 1])[what] * n_bytes[source],
         call=step.ops.call[grads.after[row]],
         prefetch=is_copy.astype(np.uint8),  # the side stream waits for the compute stream
@@ -322,8 +325,7 @@ def _offload_gradients(
     if not in_place:
         edit.add_uses(copies, grads.raw)
     sums = _sums_on_host(edit, step, grads, is_deferred)
-    edit.add_uses(ops[is_added], hosts[source[is_added]])
-    edit.add_uses(ops[is_added], sums[source[is_added]], mode=WRITES)
+    edit.add_uses(ops[is_added], hosts[source[is_added]], writes=sums[source[is_added]])
     return _OffloadedGrads(
         copies, hosts, first, sums, np.where(summed, sums, hosts).astype(np.int32), ops[what == _PLACE]
     )
@@ -348,15 +350,9 @@ def _sums_on_host(edit: Edit, step: Step, grads: BlockGradients, deferred: Mask)
         return grads.sums
     edit.storages.bytes[own] = 0
     sums, owner = grads.sums.copy(), grads.parameter[summed]
-    nowhere = np.full(len(owner), -1, np.int32)
     held = np.where(deferred[summed], FOREVER, -1).astype(np.int32)
     sums[summed] = edit.add_storages(
-        grads.n_bytes[summed],
-        producer=nowhere,
-        tier=Tier.HOST,
-        kind=Kind.GRADIENT,
-        owner=owner,
-        held_until=held,
+        grads.n_bytes[summed], tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner, held_until=held
     )
     return sums
 
@@ -364,7 +360,6 @@ def _sums_on_host(edit: Edit, step: Step, grads: BlockGradients, deferred: Mask)
 def insert(edit: Edit, step: Step, pieces: Pieces, inserted: MomentOps, begins: I32) -> I32:
     """Insert the ops of all moments; return their rows."""
     what, row, moment = inserted.what, inserted.row, inserted.moment
-    names = np.asarray([edit.name_id(name) for name, _ in OPS], np.int32)
     moves, updates = inserted.loads | inserted.reads, what == UPDATE
     traffic = np.zeros(len(what), np.int64)
     traffic[moves] = pieces.n_bytes[row[moves]]
@@ -374,11 +369,11 @@ def insert(edit: Edit, step: Step, pieces: Pieces, inserted: MomentOps, begins: 
     backward = (moment >= len(step.blocks)) & (what != UPDATE)
     # Updates are no part of backward: recompute and pipelines must not move them.
     phase = np.where(what == UPDATE, Phase.BOUNDARY, np.where(backward, Phase.BACKWARD, Phase.FORWARD))
-    rows = edit.add_ops(
-        names[what],
+    rows = edit.add_kinds(
+        OPS,
+        what,
         before=begins[moment],
         phase=phase.astype(np.uint8),
-        resource=np.asarray([resource for _, resource in OPS], np.uint8)[what],
         traffic_bytes=traffic,
         call=call,
         stream=(what == COPY).astype(np.uint8),  # loads used at once run on the compute stream
@@ -452,7 +447,7 @@ def load_storages(
     if frames is not None:
         edit.add_persistent(np.full(1, frames.n_bytes, np.int64), Kind.COMMUNICATION)
     else:
-        edit.add_uses(rows[inserted.loads], there, mode=WRITES)
+        edit.add_uses(rows[inserted.loads], writes=there)
     until = dropped_in(residency.drops, len(pieces.of_unit))
     # A load lives until the next moment whose residency drops its unit.
     edit.release_before(there, drop[until[pieces.unit[row], moment]])
@@ -503,8 +498,7 @@ def _use_hosts(
 ) -> None:
     """Add the reads of loads, from the host or from SSD to the host first, and the last addition."""
     row, trailing = inserted.row, inserted.what == ADD
-    edit.add_uses(rows[trailing], offloaded.hosts[row[trailing]])
-    edit.add_uses(rows[trailing], offloaded.sums[row[trailing]], mode=WRITES)
+    edit.add_uses(rows[trailing], offloaded.hosts[row[trailing]], writes=offloaded.sums[row[trailing]])
     loads, reads = np.flatnonzero(inserted.loads), np.flatnonzero(inserted.reads)
     source = hosts[row[loads]]
     if len(reads):
@@ -557,12 +551,12 @@ def _update(
     row, moment, updates = inserted.row, inserted.moment, inserted.what == UPDATE
     update_of = np.full(len(hosts), -1, np.int32)
     update_of[row[updates]] = rows[updates]
-    edit.add_uses(rows[updates], hosts[row[updates]], mode=WRITES)
+    edit.add_uses(rows[updates], writes=hosts[row[updates]])
     there = update_of[grads.parameter] >= 0
     edit.add_uses(update_of[grads.parameter[there]], offloaded.gradients[there])
     state = optimizer_moments(step)
     of_state = update_of[step.storages.owner[state]]
-    edit.add_uses(of_state[of_state >= 0], state[of_state >= 0], mode=WRITES)
+    edit.add_uses(of_state[of_state >= 0], writes=state[of_state >= 0])
     if overlap is None:
         last = np.full(int(moment.max()) + 1, -1, np.int32)
         last[moment[updates]] = rows[updates]

@@ -151,9 +151,8 @@ def _piece_by_piece(step: Step, read_ahead: int, slots: int, offloaded: Offloade
     queue = up[handed] >= 0 if slots else up[handed] == _WRITE_WEIGHT
     keeps = narrow[handed] & (up[handed] == _WRITE_WEIGHT)  # bfloat16: in the gradient's memory
     _hold_while_written(edit, gradients[handed[queue]], new[queue], keeps[queue], last)
-    edit.add_uses(rows[_UPDATE], gradients, mode=WRITES)
-    edit.add_uses(new, np.where(narrow, gradients, host)[handed])
-    edit.add_uses(new, weights[handed], mode=WRITES)
+    edit.add_uses(rows[_UPDATE], writes=gradients)
+    edit.add_uses(new, np.where(narrow, gradients, host)[handed], writes=weights[handed])
     edit.hold_to_the_end_of_step(last)
     return edit.done()
 
@@ -259,8 +258,8 @@ class Pieces:
 
     def update_in_place(self, edit: Edit, update: I32) -> I32:
         """Update each record where it is; return the master weights."""
-        edit.add_uses(update, self.masters, mode=WRITES)
-        edit.add_uses(update[self.at], self.state, mode=WRITES)
+        edit.add_uses(update, writes=self.masters)
+        edit.add_uses(update[self.at], writes=self.state)
         return self.masters
 
     def stream(
@@ -282,7 +281,7 @@ class Pieces:
         for ops, mutates in ((read, False), (write, True)):
             edit.add_uses(ops, self.masters, mode=mutates)
             edit.add_uses(ops[self.at], self.state, mode=mutates)
-        edit.add_uses(update, host, mode=WRITES)
+        edit.add_uses(update, writes=host)
         edit.add_uses(write, host)
         # Workers may write in another order than the records'.
         held, written = (host, write) if order is None else (host[order], write[order])
@@ -296,7 +295,7 @@ def _hold_in_queue(edit: Edit, held: I32, writes: I32) -> None:
     """
     edit.release_before(held[:-WRITES_IN_FLIGHT], writes[WRITES_IN_FLIGHT:])
     last = held[-WRITES_IN_FLIGHT:]
-    edit.hold_through(last, np.full(len(last), writes[-1], np.int32))
+    edit.hold_through(last, writes[-1])
 
 
 class _UpdateOps(NamedTuple):
@@ -365,9 +364,8 @@ def swept_from_ssd(step: Step, read_ahead: int, offloaded: OffloadedParameters) 
         Phase.BOUNDARY,
     )
     host = pieces.stream(edit, rows[_READ], rows[_UPDATE], rows[_WRITE])
-    nowhere = np.full(len(mine), -1, np.int32)
-    old = edit.add_storages(sizes, producer=nowhere, tier=Tier.HOST, kind=Kind.GRADIENT, owner=pieces.owner)
-    edit.add_uses(rows[_UPDATE], old, mode=WRITES)
+    old = edit.add_storages(sizes, tier=Tier.HOST, kind=Kind.GRADIENT, owner=pieces.owner)
+    edit.add_uses(rows[_UPDATE], writes=old)
     edit.add_uses(rows[_COPY_ON_HOST], host)
     # A sweep writes a second copy of the weights, so that training's does not change within a step.
     pages = (
@@ -389,7 +387,7 @@ def _delivered(edit: Edit, step: Step, mine: npt.NDArray[np.intp], published: I3
     """
     columns = columns_of(step.parameters)
     gradients, sizes = columns.gradient[mine], columns.n_bytes[mine]
-    at, forever = np.full(len(mine), anchor, np.int32), np.full(len(mine), FOREVER, np.int32)
+    at = np.full(len(mine), anchor, np.int32)
     found = {}
     for name, resource, stream in (
         ("to_host", Resource.DEVICE_TO_HOST, 0),
@@ -410,15 +408,14 @@ def _delivered(edit: Edit, step: Step, mine: npt.NDArray[np.intp], published: I3
         producer=down,
         tier=Tier.HOST,
         kind=Kind.GRADIENT,
-        held_until=forever,
+        held_until=int(FOREVER),
         owner=step.storages.owner[gradients],
     )
     edit.add_uses(down, gradients)
     freed = step.storages.held_until[gradients] != FOREVER  # DDP's buckets are not freed
     edit.storages.held_until[gradients[freed]] = -1
     edit.release_before(gradients[freed], np.append(down[1:], up[:1])[freed])
-    edit.add_uses(up, published)
-    edit.add_uses(up, columns.storage[mine], mode=WRITES)
+    edit.add_uses(up, published, writes=columns.storage[mine])
     edit.hold_to_the_end_of_step(int(up[-1]))
 
 
@@ -444,15 +441,11 @@ def _insert(
         (8, parameters) rows by kind, -1 for no op, and the last op.
     """
     kind, index = np.asarray(ways.in_order(read_ahead), np.int32).T
-    names = np.asarray(
-        [edit.name_id(f"{'aten' if name == 'copy_' else 'memtune'}.{name}.default") for name, _ in _OPS],
-        np.int32,
-    )
-    rows = edit.add_ops(
-        names[kind],
+    rows = edit.add_kinds(
+        [(f"{'aten' if name == 'copy_' else 'memtune'}.{name}.default", on) for name, on in _OPS],
+        kind,
         before=np.full(len(kind), anchor, np.int32),
         phase=phase,
-        resource=np.asarray([resource for _, resource in _OPS], np.uint8)[kind],
         traffic_bytes=np.stack([traffic[each] for each in range(len(_OPS))])[kind, index],
         stream=(kind == _COPY_TO_DEVICE).astype(np.uint8),  # the copy stream orders it before later use
         prefetch=(kind == _OFFLOAD).astype(np.uint8),
@@ -499,9 +492,9 @@ def gradients_on_ssd(step: Step, offloaded: OffloadedParameters) -> tuple[Step, 
         phase=Phase.BACKWARD,
         resource=Resource.SSD_WRITE,
         traffic_bytes=n_bytes,
+        reads=hosts,
+        writes=places,
     )
-    edit.add_uses(write, hosts)
-    edit.add_uses(write, places, mode=WRITES)
     # Units of FSDP2 are freed when a moment begins, after the writes that end the one before it.
     _release_after(edit, step, after, write, step.storages.kind == Kind.COMMUNICATION)
     if int(after[-1]) >= step.backward_end:
@@ -561,8 +554,8 @@ def _read_sums(edit: Edit, step: Step, sums: I32, hosts: I32, copies: I32, adds:
         resource=Resource.SSD_READ,
         traffic_bytes=n_bytes,
         prefetch=1,
+        reads=sums,
     )
-    edit.add_uses(read, sums)
     # Autograd holds the gradient until the hook, which starts the read, returns.
     _release_after(edit, step, copies, read, np.ones(step.storages.n, bool))
     so_far = edit.add_storages(

@@ -24,7 +24,7 @@ from memtune.offload.optimizer import (
     without_own_update,
 )
 from memtune.offload.ssd_states.ssd_optimizer_pass import Pieces
-from memtune.program import WRITES, Edit, Phase, Step, columns_of
+from memtune.program import Edit, Phase, Step, columns_of
 
 
 def not_overlappable(step: Step, ranks: int = 1) -> str:
@@ -66,9 +66,10 @@ def optimizer_on_ssd_overlapped(
     host = pieces.stream(
         edit, by_kind[READ], by_kind[UPDATE], by_kind[WRITE], row[what == WRITE].astype(np.intp)
     )
-    edit.add_uses(by_kind[UPDATE], gradients, mode=WRITES)
-    edit.add_uses(by_kind[UP], np.where(columns.itemsize[mine] == 4, host, gradients))
-    edit.add_uses(by_kind[UP], columns.storage[mine], mode=WRITES)
+    edit.add_uses(by_kind[UPDATE], writes=gradients)
+    edit.add_uses(
+        by_kind[UP], np.where(columns.itemsize[mine] == 4, host, gradients), writes=columns.storage[mine]
+    )
     early = ready.index
     edit.hold_through(gradients[early], by_kind[UP][early])
     free_buckets(edit, step, ready, in_order, rows)

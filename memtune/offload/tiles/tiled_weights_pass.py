@@ -221,9 +221,9 @@ def run_layers_in_tiles(sequences: OpSequences, layers: Sequence[TiledLayer]) ->
         traffic_bytes=np.asarray([each.bytes_of(each.rows[-1]) for each in layers], np.int64),
         call=step.ops.call[down],
         prefetch=1,
+        reads=np.asarray([each.last for each in layers], np.int32),
+        writes=np.asarray([each.sum for each in layers], np.int32),
     )
-    edit.add_uses(copies, np.asarray([each.last for each in layers], np.int32))
-    edit.add_uses(copies, np.asarray([each.sum for each in layers], np.int32), mode=WRITES)
     gone = np.asarray([each.freed_at for each in layers], np.int32)
     edit.release_before(
         np.asarray([each.last_but_one for each in layers], np.int32), np.where(gone < 0, copies, gone)

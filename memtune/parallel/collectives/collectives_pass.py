@@ -9,7 +9,7 @@ all-gather run on FSDP2's stream for gathers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,7 +184,7 @@ def _pairs(backward: Mask) -> tuple[I32, I32]:
 def _plain(
     edit: Edit, step: Step, found: Messages, mine: I32, degree: int, stream: int, phase: Phase
 ) -> None:
-    rows = edit.add_ops(
+    edit.add_ops(
         GATHER,
         before=found.ops[mine],
         phase=phase,
@@ -194,8 +194,9 @@ def _plain(
         traffic_bytes=step.storages.bytes[found.buffer[mine]],
         # FSDP2's prefetch belongs to the first op of the gather; the rest follows it on the stream.
         prefetch=step.ops.prefetch[found.ops[mine]],
+        reads=found.buffer[mine],
+        writes=found.buffer[mine],
     )
-    _reads_and_writes(edit, rows, found.buffer[mine], found.buffer[mine])
 
 
 def _by_node(
@@ -205,19 +206,19 @@ def _by_node(
     at, buffer, nodes = found.ops[mine], found.buffer[mine], degree // local
     whole = step.storages.bytes[buffer]
     parts = _allocate(edit, at, phase, whole // local)
-    gather = functools.partial(edit.add_ops, GATHER, before=at, phase=phase, stream=stream)
-    between = gather(
+    add = functools.partial(edit.add_ops, before=at, phase=phase, stream=stream)
+    between = add(
+        GATHER,
         resource=Resource.INTER_LINK,
         group=nodes,
         traffic_bytes=whole // local,
         prefetch=step.ops.prefetch[at],
+        reads=buffer,
     )
-    edit.add_uses(between, buffer)
-    _reads_and_writes(edit, between, parts, parts)
+    edit.add_uses(between, parts, writes=parts)
     # One gather per node: the shards of its ranks are contiguous in the buffer, so that each has its place.
     for _ in range(nodes):
-        inside = gather(resource=Resource.INTRA_LINK, group=local, traffic_bytes=whole // nodes)
-        _reads_and_writes(edit, inside, parts, buffer)
+        _message(add, GATHER, Resource.INTRA_LINK, local, whole // nodes, parts, buffer)
 
 
 def _rings(
@@ -235,18 +236,9 @@ def _rings(
         arriving = part
         if hop < nodes - 1:
             arriving = _allocate(edit, at, phase, whole // degree)
-            ring = add(
-                SEND_NEXT,
-                resource=Resource.INTER_LINK,
-                group=nodes,
-                stream=ring_stream,
-                traffic_bytes=whole // degree,
-            )
-            _reads_and_writes(edit, ring, part, arriving)
-        inside = add(
-            GATHER, resource=Resource.INTRA_LINK, group=local, stream=stream, traffic_bytes=whole // nodes
-        )
-        _reads_and_writes(edit, inside, part, buffer)
+            sent = whole // degree
+            _message(add, SEND_NEXT, Resource.INTER_LINK, nodes, sent, part, arriving, stream=ring_stream)
+        _message(add, GATHER, Resource.INTRA_LINK, local, whole // nodes, part, buffer, stream=stream)
         part = arriving
 
 
@@ -265,34 +257,20 @@ def _ring_reductions(edit: Edit, step: Step, degree: int, local: int, *, stages_
         mine = sums
         if hop < nodes - 1:
             mine = _allocate(edit, found.ops, Phase.BACKWARD, whole // degree)
-        inside = add(
-            REDUCE, resource=Resource.INTRA_LINK, group=local, stream=stream, traffic_bytes=whole // nodes
-        )
-        _reads_and_writes(edit, inside, found.buffer, mine)
+        n_bytes = whole // nodes
+        inside = _message(add, REDUCE, Resource.INTRA_LINK, local, n_bytes, found.buffer, mine, stream=stream)
         if stages_messages:
             # gloo's reduce-scatter copies its message.
             edit.add_storages(whole // nodes, producer=inside, kind=Kind.WORKSPACE)
         if arriving is not None:
-            _reads_and_writes(
-                edit,
-                # Two operands are read, and the sum is written.
-                add("aten.add_.Tensor", stream=stream, traffic_bytes=3 * whole // degree),
-                arriving,
-                mine,
-            )
+            # Two operands are read, and the sum is written.
+            n_bytes = 3 * whole // degree
+            add("aten.add_.Tensor", stream=stream, traffic_bytes=n_bytes, reads=arriving, writes=mine)
         if hop < nodes - 1:
             arriving = _allocate(edit, found.ops, Phase.BACKWARD, whole // degree)
-            ring = add(
-                SEND_NEXT,
-                resource=Resource.INTER_LINK,
-                group=nodes,
-                stream=ring_stream,
-                traffic_bytes=whole // degree,
-            )
-            _reads_and_writes(edit, ring, mine, arriving)
-    edit.add_uses(
-        add("aten.div_.Tensor", stream=stream, traffic_bytes=2 * whole // degree), sums, mode=WRITES
-    )
+            sent = whole // degree
+            _message(add, SEND_NEXT, Resource.INTER_LINK, nodes, sent, mine, arriving, stream=ring_stream)
+    add("aten.div_.Tensor", stream=stream, traffic_bytes=2 * whole // degree, writes=sums)
 
 
 def _quantised(
@@ -306,17 +284,17 @@ def _quantised(
     )
     received = _allocate(edit, at, phase, row * degree)
     add = functools.partial(edit.add_ops, before=at, phase=phase, stream=stream)
-    quantise = add(
+    add(
         "memtune.quantise_.default",
         prefetch=step.ops.prefetch[at],
         # Reads this rank's shard, writes its quantized form.
         traffic_bytes=whole // degree + row,
+        reads=buffer,
+        writes=received,
     )
-    gather = add(GATHER, resource=Resource.INTRA_LINK, group=degree, traffic_bytes=row * degree)
-    back = add("memtune.dequantise_.default", traffic_bytes=row * degree + whole)
-    _reads_and_writes(edit, quantise, buffer, received)
-    _reads_and_writes(edit, gather, received, received)
-    _reads_and_writes(edit, back, received, buffer)
+    sent = row * degree
+    _message(add, GATHER, Resource.INTRA_LINK, degree, sent, received, received)
+    add("memtune.dequantise_.default", traffic_bytes=sent + whole, reads=received, writes=buffer)
 
 
 def _secondary(
@@ -333,9 +311,10 @@ def _secondary(
         stream=stream,
         # Reads the part and writes its copy.
         traffic_bytes=2 * whole // local,
+        reads=found.buffer[kept],
     )
     parts = edit.add_storages(whole // local, producer=copy, kind=Kind.COMMUNICATION)
-    gather = edit.add_ops(
+    edit.add_ops(
         GATHER,
         before=found.ops[served],
         phase=Phase.BACKWARD,
@@ -344,9 +323,9 @@ def _secondary(
         stream=stream,
         traffic_bytes=whole,
         prefetch=step.ops.prefetch[found.ops[served]],
+        reads=parts,
+        writes=found.buffer[served],
     )
-    edit.add_uses(copy, found.buffer[kept])
-    _reads_and_writes(edit, gather, parts, found.buffer[served])
 
 
 def _exchanges(edit: Edit, step: Step, how: Communication, form: Form, degree: int) -> None:
@@ -367,7 +346,7 @@ def _exchanges(edit: Edit, step: Step, how: Communication, form: Form, degree: i
     if how.feedback:
         # The error of a step is added in the next one, so it is there before the first op and after the last.
         lost = edit.add_persistent(4 * degree * numel, Kind.COMMUNICATION)
-        edit.add_uses(pack, lost, mode=WRITES)
+        edit.add_uses(pack, writes=lost)
     between = _Hop(found.ops, stream, Resource.INTER_LINK, nodes)
     between.add(edit, (sums, 4 * nodes * numel), (out, whole // degree), row * nodes)
 
@@ -385,36 +364,33 @@ class _Hop:
         """Insert the ops from storages and their bytes to others, `n_bytes` sent and received each; return
         the quantizing ops.
         """
-        sent = _allocate(edit, self.at, Phase.BACKWARD, n_bytes)
-        pack = self._op(edit, "memtune.quantise_.default", given[1] + n_bytes)
-        received = _allocate(edit, self.at, Phase.BACKWARD, n_bytes)
-        exchange = self._op(edit, "memtune.all_to_all_into_.default", n_bytes, self.link, self.ranks)
-        unpack = self._op(edit, "memtune.dequantise_.default", n_bytes + made[1])
-        _reads_and_writes(edit, pack, given[0], sent)
-        _reads_and_writes(edit, exchange, sent, received)
-        _reads_and_writes(edit, unpack, received, made[0])
+        at, phase = self.at, Phase.BACKWARD
+        add = functools.partial(edit.add_ops, before=at, phase=phase, stream=self.stream)
+        sent = _allocate(edit, at, phase, n_bytes)
+        read = given[1] + n_bytes
+        pack = add("memtune.quantise_.default", traffic_bytes=read, reads=given[0], writes=sent)
+        received = _allocate(edit, at, phase, n_bytes)
+        _message(add, "memtune.all_to_all_into_.default", self.link, self.ranks, n_bytes, sent, received)
+        back = n_bytes + made[1]
+        add("memtune.dequantise_.default", traffic_bytes=back, reads=received, writes=made[0])
         return pack
 
-    def _op(
-        self, edit: Edit, name: str, n_bytes: I64, link: Resource = Resource.COMPUTE, group: int = 0
-    ) -> I32:
-        return edit.add_ops(
-            name,
-            before=self.at,
-            phase=Phase.BACKWARD,
-            resource=link,
-            traffic_bytes=n_bytes,
-            group=group,
-            stream=self.stream,
-        )
+
+def _message(
+    add: Callable[..., I32],
+    name: str,
+    link: Resource,
+    group: int,
+    n_bytes: I64,
+    reads: I32,
+    writes: I32,
+    **more: U8 | int,
+) -> I32:
+    """Add one message of `n_bytes` at each place of `add`."""
+    return add(name, resource=link, group=group, traffic_bytes=n_bytes, reads=reads, writes=writes, **more)
 
 
 def _allocate(edit: Edit, before: I32, phase: Phase, n_bytes: I64) -> I32:
     """Add a buffer of `n_bytes` before each of the ops `before`."""
     make = edit.add_ops(_EMPTY, before=before, phase=phase, resource=Resource.NOTHING)
     return edit.add_storages(n_bytes, producer=make, kind=Kind.COMMUNICATION)
-
-
-def _reads_and_writes(edit: Edit, ops: I32, reads: I32, writes: I32) -> None:
-    edit.add_uses(ops, reads)
-    edit.add_uses(ops, writes, mode=WRITES)

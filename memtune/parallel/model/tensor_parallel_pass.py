@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memtune.program import APART, WRITES, Edit, Mask, Phase, Resource, Step, columns_of
+from memtune.program import APART, Edit, Mask, Phase, Resource, Step, columns_of
 
 _UPLOAD = "memtune.to_device.default"
 
@@ -53,15 +53,15 @@ def _send(edit: Edit, step: Step, how: Sharing) -> None:
     ).astype(np.int32)
     if len(batches):
         # Each upload is broadcast: the group's ranks must run on one batch, whatever their loaders gave them.
-        sent = edit.add_ops(
+        edit.add_ops(
             "c10d.broadcast_.default",
             after=step.storages.producer[batches],
             phase=Phase.FORWARD,
             resource=Resource.INTRA_LINK,
             traffic_bytes=step.storages.bytes[batches],
             group=how.ranks,
+            writes=batches,
         )
-        edit.add_uses(sent, batches, mode=WRITES)
 
 
 def average(
@@ -114,7 +114,7 @@ def _average_after(
     if not len(mine):
         return
     gradients = columns.gradient[mine]
-    averaged = edit.add_ops(
+    edit.add_ops(
         "memtune.all_reduce_.default",
         after=np.full(len(gradients), op, np.int32),
         phase=phase,
@@ -122,5 +122,5 @@ def _average_after(
         # Of this rank's part: recorded parameters are those of one rank already.
         traffic_bytes=columns.n_bytes[mine],
         group=ranks,
+        writes=gradients,
     )
-    edit.add_uses(averaged, gradients, mode=WRITES)

@@ -25,7 +25,6 @@ import numpy as np
 from memtune.program import (
     I32,
     I64,
-    WRITES,
     Edit,
     Kind,
     Phase,
@@ -189,15 +188,15 @@ def _copy_in(
 ) -> None:
     storages = np.asarray([a.storage for a in arrivals], np.int32)
     after = np.asarray([a.at for a in arrivals], np.int32)
-    copies = edit.add_ops(
+    edit.add_ops(
         "aten.copy_.default",
         after=after,
         phase=phase,
         traffic_bytes=2 * step.storages.bytes[storages],
         call=step.ops.call[after],
+        reads=storages,
+        writes=np.asarray([bucket_of[a.parameter] for a in arrivals], np.int32),
     )
-    edit.add_uses(copies, storages)
-    edit.add_uses(copies, np.asarray([bucket_of[a.parameter] for a in arrivals], np.int32), mode=WRITES)
     # Freed by the copy: `.grad` is a view of the bucket from then on.
     edit.storages.held_until[storages] = -1
     edit.storages.grad_ready_after[storages] = -1
@@ -208,17 +207,16 @@ def _average(
 ) -> None:
     # Rule 3: a bucket that is full early waits for those before it.
     after = np.maximum.accumulate(np.asarray([bucket[-1].at for bucket in buckets], np.int32))
-    divide = edit.add_ops("aten.div_.Tensor", after=after, phase=phase, traffic_bytes=2 * n_bytes)
-    edit.add_uses(divide, rows, mode=WRITES)
-    reduce = edit.add_ops(
+    edit.add_ops("aten.div_.Tensor", after=after, phase=phase, traffic_bytes=2 * n_bytes, writes=rows)
+    edit.add_ops(
         "c10d.allreduce_.default",
         after=after,
         phase=phase,
         resource=Resource.INTRA_LINK,
         traffic_bytes=n_bytes,
         group=how.ranks,
+        writes=rows,
     )
-    edit.add_uses(reduce, rows, mode=WRITES)
 
 
 def _broadcast_buffers(edit: Edit, step: Step, how: Replication) -> bool:
@@ -236,19 +234,20 @@ def _broadcast_buffers(edit: Edit, step: Step, how: Replication) -> bool:
     at = step.forward_starts[-1:].astype(np.int32)
     flat = edit.add_ops("aten.cat.default", before=at, phase=Phase.PROLOGUE, traffic_bytes=2 * total)
     message = edit.add_storages(np.asarray([total]), producer=flat, kind=Kind.COMMUNICATION)
-    edit.add_uses(np.full(len(buffers), flat[0], np.int32), buffers)
-    send = edit.add_ops(
+    edit.add_uses(flat[0], buffers)
+    edit.add_ops(
         "c10d.broadcast_.default",
         before=at,
         phase=Phase.PROLOGUE,
         resource=Resource.INTRA_LINK,
         traffic_bytes=total,
         group=how.ranks,
+        writes=message,
     )
-    edit.add_uses(send, message, mode=WRITES)
-    back = edit.add_ops("aten.copy_.default", before=at, phase=Phase.PROLOGUE, traffic_bytes=2 * total)
-    edit.add_uses(back, message)
-    edit.add_uses(np.full(len(buffers), back[0], np.int32), buffers, mode=WRITES)
+    back = edit.add_ops(
+        "aten.copy_.default", before=at, phase=Phase.PROLOGUE, traffic_bytes=2 * total, reads=message
+    )
+    edit.add_uses(back[0], writes=buffers)
     return True
 
 

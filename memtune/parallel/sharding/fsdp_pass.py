@@ -29,12 +29,12 @@ from memtune.program import (
     Kind,
     Mask,
     Phase,
+    PlacedOps,
     Ragged,
     Resource,
     Shards,
     Step,
     add_storages,
-    column,
     columns_of,
     pending_copy_sources,
     raw_gradients,
@@ -44,7 +44,7 @@ from memtune.program import (
     units_of,
 )
 
-_CAST = "aten._to_copy.default"
+_CAST, _EMPTY = "aten._to_copy.default", "aten.empty.memory_format"
 
 
 def shard_states(step: Step, how: Sharding) -> Step:
@@ -255,10 +255,10 @@ def _keep(edit: Edit, how: Sharding, made: GatheredUnit, whole: Ragged, last_for
         after=last_forward[whole.part[mine]],
         phase=Phase.FORWARD,
         traffic_bytes=2 * n_bytes,
+        reads=made.whole[mine],
     )
     parts = np.full(len(whole.values), -1, np.int32)
     parts[mine] = edit.add_storages(n_bytes, producer=copy, kind=Kind.COMMUNICATION)
-    edit.add_uses(copy, made.whole[mine])
     return _Secondary(parts)
 
 
@@ -376,7 +376,7 @@ def _resized(edit: Edit, step: Step, how: Sharding, reduced: ReducedUnit) -> Ste
         edit.set_uses(storage=edit.uses.storage.copy())
         edit.uses.storage[later[target >= 0]] = target[target >= 0]
         # The shards' gradients are the parameters' `.grad` until `zero_grad`.
-        edit.hold_through(reduced.taken, np.full(len(reduced.taken), step.ops.n - 1, np.int32))
+        edit.hold_through(reduced.taken, step.ops.n - 1)
     edit.grad_order = grad_order
     edit.parameters = replace(columns, gradient=gradient, shapes=shards.shapes, numel=shards.numel)
     return edit.done()
@@ -480,31 +480,18 @@ def gather_units(
     begin, first = when.starts(whole.count, 2 + n_casts)
     flat, cast, make = (begin, begin + 1, begin + n_casts) if n_casts else (begin[:0], begin[:0], begin)
     gather, allocate, copy = make + 1, whole.places(first), first + whole.count
-    n_ops = len(whole.values) + (3 + n_casts) * len(sums)
     cast_bytes = sums[:0] if casts is None else replace(whole, values=whole.values * casts).sums() // group
+    link = Resource.INTRA_LINK, sums, group, stream, prefetch_distance
     ops = [
-        (make, "aten.empty.memory_format", before, Resource.NOTHING),
-        (gather, "memtune.all_gather_into_.default", before, Resource.INTRA_LINK),
-        (allocate, "memtune.allocate", copied_before[whole.part], Resource.NOTHING),
-        (copy, "fsdp.split_with_sizes_copy.default", copied_before, Resource.COMPUTE),
-    ]
-    if n_casts:
-        ops = [
-            (flat, "aten.empty.memory_format", before, Resource.NOTHING),
-            (cast, "aten._foreach_copy_.default", before, Resource.COMPUTE),
-            *ops,
-        ]
-    rows = edit.add_ops(
-        column(n_ops, np.int32, *((place, edit.name_id(name)) for place, name, _, _ in ops)),
-        before=column(n_ops, np.int32, *((place, anchor) for place, _, anchor, _ in ops)),
-        phase=phase,
-        resource=column(n_ops, np.uint8, *((place, resource) for place, _, _, resource in ops)),
+        PlacedOps(flat, _EMPTY, NOTHING, anchor=before),
         # A cast reads shards of float32 and writes half of their bytes.
-        traffic_bytes=column(n_ops, np.int64, (cast, 3 * cast_bytes), (gather, sums), (copy, 2 * sums)),
-        group=column(n_ops, np.int32, (gather, group)),
-        stream=column(n_ops, np.uint8, (gather, stream)),
-        prefetch=column(n_ops, np.uint8, (gather, prefetch_distance)),
-    )
+        PlacedOps(cast, "aten._foreach_copy_.default", traffic_bytes=3 * cast_bytes, anchor=before),
+        PlacedOps(make, _EMPTY, NOTHING, anchor=before),
+        PlacedOps(gather, "memtune.all_gather_into_.default", *link, anchor=before),
+        PlacedOps(allocate, "memtune.allocate", NOTHING, anchor=copied_before[whole.part]),
+        PlacedOps(copy, "fsdp.split_with_sizes_copy.default", traffic_bytes=2 * sums, anchor=copied_before),
+    ]
+    rows = edit.add_placed_ops(ops, phase=phase)
     # Storages of a unit: its buffer, the whole parameters.
     buffer = whole.starts + np.arange(len(make))
     inside = whole.places(buffer + 1)
@@ -518,12 +505,11 @@ def gather_units(
     made = GatheredUnit(storages[buffer], rows[gather], rows[copy], storages[inside])
     if n_casts:
         narrow = edit.add_storages(cast_bytes, producer=rows[flat], kind=Kind.COMMUNICATION)
-        edit.add_uses(rows[cast], narrow, mode=WRITES)
+        edit.add_uses(rows[cast], writes=narrow)
         edit.add_uses(rows[gather], narrow)
-    edit.add_uses(rows[gather], made.buffer)
-    edit.add_uses(rows[gather], made.buffer, mode=WRITES)
+    edit.add_uses(rows[gather], made.buffer, writes=made.buffer)
     edit.add_uses(made.copy, made.buffer)
-    edit.add_uses(made.copy[whole.part], made.whole, mode=WRITES)
+    edit.add_uses(made.copy[whole.part], writes=made.whole)
     return made
 
 
@@ -630,19 +616,19 @@ def reduce_gradients(edit: Edit, step: Step, how: Sharding) -> ReducedUnit:
     given, taken = _reduction_buffers(edit, how, shards, mine, sent, rows)
     raw, averaged = of.raw[mine.values], messages.averaged
     edit.add_uses(rows.pack[mine.part], raw)
-    edit.add_uses(rows.pack, given, mode=WRITES)
-    edit.add_uses(rows.reduce, given)
-    edit.add_uses(rows.reduce, taken, mode=WRITES)
-    edit.add_uses(rows.exchange, _averages(step, of, taken, how)[averaged - how.two_hop], mode=WRITES)
+    edit.add_uses(rows.pack, writes=given)
+    edit.add_uses(rows.reduce, given, writes=taken)
+    edit.add_uses(rows.exchange, writes=_averages(step, of, taken, how)[averaged - how.two_hop])
     if len(rows.cast):
         edit.add_uses(rows.cast, taken[messages.cast])
         taken = taken.copy()
         taken[messages.cast] = edit.add_storages(
             n_bytes[messages.cast], producer=rows.cast, kind=Kind.GRADIENT
         )
-    edit.add_uses(rows.add, taken[of.sums.part])
     edit.add_uses(
-        rows.add, columns_of(step.parameters).gradient[mine.values[mine.starts]][of.sums.part], mode=WRITES
+        rows.add,
+        taken[of.sums.part],
+        writes=columns_of(step.parameters).gradient[mine.values[mine.starts]][of.sums.part],
     )
 
     # FSDP2's reducing function still references the last gradient of its loop, and its buffers, when it adds
@@ -678,48 +664,21 @@ def _insert(edit: Edit, how: Sharding, of: Reductions, shards: Shards, messages:
     pack, take, reduce, exchange = make + 1, make + 2, make + 3, make[averaged] + 4
     end = make + per_unit
     cast, add = (end - of.sums.count - 1)[messages.cast], of.sums.places(end - of.sums.count)
-    n_ops = int(per_unit.sum())
-    streams = how.reduce_streams
-    names = [
-        (make, "aten.empty.memory_format"),
-        (pack, "fsdp.chunk_cat.default"),
-        (take, "aten.empty.memory_format"),
-        (reduce, "memtune.reduce_scatter_into_.default"),
-        (exchange, "memtune.all_reduce_.default"),
-        (cast, "aten._to_copy.default"),
-        (add, "aten.add_.Tensor"),
+    first, second = how.reduce_streams
+    last = second if how.replicas > 1 else first
+    inside = Resource.INTRA_LINK, sent * how.degree, how.degree, first
+    between = how.between_copies, messages.exchanged[averaged - how.two_hop], how.replicas, second
+    added = 3 * shards.n_bytes[of.sums.values]
+    ops = [
+        PlacedOps(make, _EMPTY, NOTHING),
+        PlacedOps(pack, "fsdp.chunk_cat.default", traffic_bytes=(n_bytes + sent) * how.degree),
+        PlacedOps(take, _EMPTY, NOTHING),
+        PlacedOps(reduce, "memtune.reduce_scatter_into_.default", *inside),
+        PlacedOps(exchange, "memtune.all_reduce_.default", *between, phase=how.average_phase),
+        PlacedOps(cast, _CAST, traffic_bytes=(n_bytes + sent)[messages.cast], stream=last),
+        PlacedOps(add, "aten.add_.Tensor", traffic_bytes=added, stream=last),
     ]
-    rows = edit.add_ops(
-        column(n_ops, np.int32, *((place, edit.name_id(name)) for place, name in names if len(place))),
-        after=np.repeat(of.after, per_unit),
-        phase=column(n_ops, np.uint8, (slice(None), how.reduce_phase), (exchange, how.average_phase)),
-        resource=column(
-            n_ops,
-            np.uint8,
-            (make, NOTHING),
-            (take, NOTHING),
-            (reduce, Resource.INTRA_LINK),
-            (exchange, how.between_copies),
-        ),
-        traffic_bytes=column(
-            n_ops,
-            np.int64,
-            (pack, (n_bytes + sent) * how.degree),
-            (reduce, sent * how.degree),
-            (exchange, messages.exchanged[averaged - how.two_hop]),
-            (cast, (n_bytes + sent)[messages.cast]),
-            (add, 3 * shards.n_bytes[of.sums.values]),
-        ),
-        group=column(n_ops, np.int32, (reduce, how.degree), (exchange, how.replicas)),
-        stream=column(
-            n_ops,
-            np.uint8,
-            (reduce, streams[0]),
-            (exchange, streams[1]),
-            (cast, streams[how.replicas > 1]),
-            (add, streams[how.replicas > 1]),
-        ),
-    )
+    rows = edit.add_placed_ops(ops, after=np.repeat(of.after, per_unit), phase=how.reduce_phase)
     return _ReductionOps(*(rows[place] for place in (make, pack, take, reduce, exchange, cast, add, end - 1)))
 
 
@@ -761,8 +720,8 @@ def _average_the_last(edit: Edit, step: Step, how: Sharding, n_bytes: int, sums:
         traffic_bytes=n_bytes,
         group=how.replicas,
         stream=how.reduce_streams[1],
+        writes=sums,
     )
-    edit.add_uses(row, sums, mode=WRITES)
     edit.hold_to_the_end_of_backward(int(row[0]))
 
 

@@ -21,18 +21,17 @@ import numpy as np
 from memtune.program import (
     I32,
     I64,
-    WRITES,
     Edit,
     Kind,
     Mask,
     ParameterColumns,
     Phase,
+    PlacedOps,
     Ragged,
     Resource,
     Step,
     add_storages,
     adding_ops,
-    column,
     columns_of,
     held_in_backward,
     raw_gradients,
@@ -99,7 +98,7 @@ def _partitioned(step: Step, how: Partitioning, *, hold_sums: bool) -> Step:
     # Gradients, the loss: what is held to the end of the step is held while weights are gathered.
     # Weights are gathered in a hook of `optimizer.step()`, before `zero_grad`.
     edit.hold_to_the_end_of_step(last, gradients=True)
-    edit.hold_through(taken, np.full(len(taken), last, np.int32))
+    edit.hold_through(taken, last)
     return edit.done()
 
 
@@ -240,12 +239,13 @@ def _reduce(edit: Edit, step: Step, how: Partitioning, *, hold_sums: bool) -> I3
     _resize(edit, step, how)
     if len(at.add):
         sums = _sums(edit, step, there, arrivals, n_bytes, hold_sums=how.copies == 1)
-        edit.add_uses(rows[at.add], taken if how.copies == 1 else sums)
-        edit.add_uses(rows[at.add], sums if how.copies == 1 else taken, mode=WRITES)
+        edit.add_uses(
+            rows[at.add], taken if how.copies == 1 else sums, writes=sums if how.copies == 1 else taken
+        )
         if how.copies == 1:
             edit.hold_through(taken, reduced_at)
             taken = sums
-    edit.add_uses(rows[at.average], taken[: len(at.average)], mode=WRITES)
+    edit.add_uses(rows[at.average], writes=taken[: len(at.average)])
     _rebind(edit, step, there, taken, how)
     return taken
 
@@ -265,7 +265,7 @@ def _extend_to_backward_end(edit: Edit, step: Step, ops: I32, end: int, *, batch
     mine &= step.storages.kind != Kind.COMMUNICATION  # FSDP2 frees gathered parameters itself
     storages = np.flatnonzero(mine).astype(np.int32)
     for op in ops.tolist():
-        edit.hold_through(storages, np.full(len(storages), op, np.int32))
+        edit.hold_through(storages, op)
 
 
 def _reduction_ops(
@@ -276,52 +276,27 @@ def _reduction_ops(
     flags = buckets.count * columns.itemsize[buckets.values[buckets.starts]]  # rule 3
     # A rank's part of the message: its rows of each gradient, then the flags.
     n_bytes = replace(buckets, values=shards_of(columns, how.ranks).n_bytes[buckets.values]).sums() + flags
-    names = [
-        (at.make, "aten.new_empty.default"),
-        (at.flags, "aten.new_ones.default"),
-        (at.zeros, "aten.zeros_like.default"),
-        (at.clear, "aten.zero_.default"),
-        (at.pack, "aten._chunk_cat.out"),
-        (at.take, "aten.new_empty.default"),
-        (at.reduce, "memtune.reduce_scatter_into_.default"),
-        (at.add, "aten._foreach_add_.List"),
-        (at.average, "memtune.all_reduce_.default"),
+    # With accumulation the reductions run once per step, so their phase is the boundary.
+    phase = Phase.BOUNDARY if how.once else Phase.BACKWARD
+    average_phase = Phase.BACKWARD if how.accumulate == 1 else Phase.BOUNDARY
+    stream = _COMPUTE_STREAM * how.stages_messages
+    between = how.between_copies, n_bytes[: len(at.average)], how.copies, stream
+    ops = [
+        PlacedOps(at.make, "aten.new_empty.default", NOTHING),
+        PlacedOps(at.flags, "aten.new_ones.default"),
+        PlacedOps(at.zeros, "aten.zeros_like.default"),
+        PlacedOps(at.clear, "aten.zero_.default"),
+        PlacedOps(at.pack, "aten._chunk_cat.out", traffic_bytes=2 * n_bytes * how.ranks),
+        PlacedOps(at.take, "aten.new_empty.default", NOTHING),
+        PlacedOps(
+            at.reduce,
+            "memtune.reduce_scatter_into_.default",
+            *(how.link, n_bytes * how.ranks, how.ranks, stream),
+        ),
+        PlacedOps(at.add, "aten._foreach_add_.List", traffic_bytes=3 * n_bytes[: len(at.add)]),
+        PlacedOps(at.average, "memtune.all_reduce_.default", *between, phase=average_phase),
     ]
-    n_ops = int(at.per_bucket.sum())
-    rows = edit.add_ops(
-        column(n_ops, np.int32, *((place, edit.name_id(name)) for place, name in names if len(place))),
-        after=np.repeat(after, at.per_bucket),
-        # With accumulation the reductions run once per step, so their phase is the boundary.
-        phase=column(
-            n_ops,
-            np.uint8,
-            (slice(None), Phase.BOUNDARY if how.once else Phase.BACKWARD),
-            (at.average, Phase.BACKWARD if how.accumulate == 1 else Phase.BOUNDARY),
-        ),
-        resource=column(
-            n_ops,
-            np.uint8,
-            (at.make, NOTHING),
-            (at.take, NOTHING),
-            (at.reduce, how.link),
-            (at.average, how.between_copies),
-        ),
-        traffic_bytes=column(
-            n_ops,
-            np.int64,
-            (at.pack, 2 * n_bytes * how.ranks),
-            (at.reduce, n_bytes * how.ranks),
-            (at.add, 3 * n_bytes[: len(at.add)]),
-            (at.average, n_bytes[: len(at.average)]),
-        ),
-        group=column(n_ops, np.int32, (at.reduce, how.ranks), (at.average, how.copies)),
-        stream=column(
-            n_ops,
-            np.uint8,
-            *((each, _COMPUTE_STREAM * how.stages_messages) for each in (at.reduce, at.average)),
-        ),
-    )
-    return rows, n_bytes
+    return edit.add_placed_ops(ops, after=np.repeat(after, at.per_bucket), phase=phase), n_bytes
 
 
 def _buffers(
@@ -345,10 +320,8 @@ def _buffers(
         ]
     storages = add_storages(edit, parts)
     given, taken = storages[place], storages[place + 2]
-    edit.add_uses(rows[at.pack], storages[place + 1])
-    edit.add_uses(rows[at.pack], given, mode=WRITES)
-    edit.add_uses(rows[at.reduce], given)
-    edit.add_uses(rows[at.reduce], taken, mode=WRITES)
+    edit.add_uses(rows[at.pack], storages[place + 1], writes=given)
+    edit.add_uses(rows[at.reduce], given, writes=taken)
     edit.add_uses(rows[at.add], taken[: len(at.add)])
     return given, taken
 
@@ -387,7 +360,7 @@ def _sums(
         edit.storages.held_until[gradient] = -1
     before = np.full(len(n_bytes), -1, np.int32)
     return edit.add_storages(
-        n_bytes, producer=before, kind=Kind.GRADIENT, held_until=before if hold_sums else None
+        n_bytes, producer=before, kind=Kind.GRADIENT, held_until=before if hold_sums else -1
     )
 
 
@@ -420,35 +393,25 @@ def _gather(edit: Edit, step: Step, how: Partitioning) -> int:
     # Each bucket's copy-out follows the next bucket's gather, so the ops of neighbours interleave.
     make = np.maximum(4 * np.arange(count) - 1, 0)
     pack, gather, copy = make + 1, make + 2, np.append(make[1:] + 3, 4 * count - 1)
-    names = [
-        (make, "aten.new_empty.default"),
-        (pack, "aten._foreach_copy_.default"),
-        (gather, "memtune.all_gather_into_.default"),
-        (copy, "aten._foreach_copy_.default"),
+    link = how.link, n_bytes * how.ranks, how.ranks, _COMPUTE_STREAM * how.stages_messages
+    ops = [
+        PlacedOps(make, "aten.new_empty.default", NOTHING),
+        PlacedOps(pack, "aten._foreach_copy_.default", traffic_bytes=2 * n_bytes),
+        PlacedOps(gather, "memtune.all_gather_into_.default", *link),
+        PlacedOps(copy, "aten._foreach_copy_.default", traffic_bytes=2 * n_bytes * how.ranks),
     ]
-    n_ops = 4 * count
-    rows = edit.add_ops(
-        column(n_ops, np.int32, *((place, edit.name_id(name)) for place, name in names)),
-        before=np.full(n_ops, _optimizer_end(step, how), np.int32),
+    rows = edit.add_placed_ops(
+        ops,
+        before=np.full(4 * count, _optimizer_end(step, how), np.int32),
         phase=Phase.BOUNDARY,  # the optimizer itself may run elsewhere
-        resource=column(n_ops, np.uint8, (make, NOTHING), (gather, how.link)),
-        traffic_bytes=column(
-            n_ops,
-            np.int64,
-            (pack, 2 * n_bytes),
-            (gather, n_bytes * how.ranks),
-            (copy, 2 * n_bytes * how.ranks),
-        ),
-        group=column(n_ops, np.int32, (gather, how.ranks)),
-        stream=column(n_ops, np.uint8, (gather, _COMPUTE_STREAM * how.stages_messages)),
     )
     whole = add_storages(edit, [(np.arange(count), rows[make], n_bytes * how.ranks, Kind.COMMUNICATION)])
     weights = columns.storage[buckets.values]
     edit.add_uses(rows[pack][buckets.part], weights)
-    edit.add_uses(rows[pack], whole, mode=WRITES)
-    edit.add_uses(rows[gather], whole, mode=WRITES)
+    edit.add_uses(rows[pack], writes=whole)
+    edit.add_uses(rows[gather], writes=whole)
     edit.add_uses(rows[copy], whole)
-    edit.add_uses(rows[copy][buckets.part], weights, mode=WRITES)
+    edit.add_uses(rows[copy][buckets.part], writes=weights)
     return int(rows[-1])
 
 
