@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.amp.autocast_mode import autocast
 from torch.utils._pytree import tree_leaves, tree_map
 
+from memtune._replaced import replaced
+
 FLOAT32 = (
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar"
     " pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm"
@@ -98,25 +100,20 @@ def accelerator_autocast_on_cpu(kind: str) -> Iterator[None]:
                 vars(self).update(made_before.pop(id(self)))
             return found
 
-        autocast.__init__, autocast.__enter__, autocast.__exit__ = on_cpu, entered, left  # type: ignore[method-assign]
-        try:
-            with _autocast_queries(kind):
-                yield
-        finally:
-            autocast.__init__, autocast.__enter__, autocast.__exit__ = init, enter, leave  # type: ignore[method-assign]
+        with (
+            replaced(autocast, __init__=on_cpu, __enter__=entered, __exit__=left),
+            replaced(torch, **_autocast_queries(kind)),
+        ):
+            yield
 
 
-@contextmanager
-def _autocast_queries(kind: str) -> Iterator[None]:
-    """Answer queries about autocast of `kind`, here the default device, with the state of CPU's.
+def _autocast_queries(kind: str) -> dict[str, Callable[..., Any]]:
+    """Return functions of torch that answer queries about autocast of `kind`, here the default device, with
+    the state of CPU's.
 
     Its own state never changes: Dynamo would restore it to the answer, and find that it had changed.
     """
-    enabled, dtype, gpu_dtype = (
-        torch.is_autocast_enabled,
-        torch.get_autocast_dtype,
-        torch.get_autocast_gpu_dtype,
-    )
+    enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
     set_enabled, set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
 
     def set_autocast_enabled(*args: Any) -> None:
@@ -133,19 +130,14 @@ def _autocast_queries(kind: str) -> Iterator[None]:
     def get_autocast_dtype(device_type: str) -> torch.dtype:
         return dtype("cpu" if device_type == kind and enabled("cpu") else device_type)
 
-    torch.is_autocast_enabled, torch.get_autocast_dtype = is_autocast_enabled, get_autocast_dtype
-    torch.get_autocast_gpu_dtype = lambda: get_autocast_dtype(kind)
-    torch.set_autocast_enabled = set_autocast_enabled  # type: ignore[assignment]
-    torch.set_autocast_dtype = set_autocast_dtype
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled, torch.set_autocast_dtype = set_enabled, set_dtype
-        torch.is_autocast_enabled, torch.get_autocast_dtype, torch.get_autocast_gpu_dtype = (
-            enabled,
-            dtype,
-            gpu_dtype,
-        )
+    def get_autocast_gpu_dtype() -> torch.dtype:
+        return get_autocast_dtype(kind)
+
+    made = (
+        *(is_autocast_enabled, get_autocast_dtype, get_autocast_gpu_dtype),
+        *(set_autocast_enabled, set_autocast_dtype),
+    )
+    return {each.__name__: each for each in made}
 
 
 @contextmanager

@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from memtune._replaced import replaced
 from memtune.errors import MemtuneError
 from memtune.hardware import cpu_threads
 from memtune.offload.optimizer import available_bytes
@@ -219,11 +220,8 @@ def _parameters_on_meta() -> Iterator[None]:
             parameter = moved[id(parameter)][1]
         register(module, name, parameter)
 
-    nn.Module.register_parameter = without_values  # type: ignore[method-assign,assignment]
-    try:
+    with replaced(nn.Module, register_parameter=without_values):
         yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _not_compared(why: str) -> Reason:

@@ -10,17 +10,16 @@ fused (`translate/inductor_fusion.py`), for CPU they are counted as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 from memtune.autotune.record.recorder import record
 from memtune.autotune.record.recording_session import Session, error_line
 from memtune.autotune.translate import fused
 from memtune.compile import Compiling
 from memtune.errors import MemtuneError
-from memtune.hardware import Device
-from memtune.memory import WorkspaceTable
 from memtune.program import Recording
 from memtune.technique import Reason
 from memtune.workload import Workload
@@ -36,26 +35,18 @@ class CompiledRecordings:
 
     Args:
         workload: The user's model, batch, loss and optimizer.
-        sizes: Micro-batches that will be used.
-        between: As in `record`.
-        workspace: Table of CPU kernels' scratch.
-        target: Device on which the step is to run.
         translate: Translates a recording to the target's kernels.
+        **how: The other arguments of `record`.
     """
 
     def __init__(
         self,
         workload: Workload,
-        sizes: Iterable[int] = (),
-        between: Iterable[int] = (),
-        workspace: WorkspaceTable | None = None,
-        target: Device = "cpu",
         translate: Callable[[Recording], Recording] = lambda recording: recording,
+        **how: Any,
     ) -> None:
-        self._record = partial(
-            record, workload, sizes=set(sizes), between=set(between), workspace=workspace, target=target
-        )
-        self._workload, self._translate, self._target = workload, translate, target
+        self._record = partial(record, workload, **how)
+        self._workload, self._translate, self._target = workload, translate, how.get("target", "cpu")
         self._known: dict[Compiling, Recording | Reason] = {}
 
     def __call__(self, compiling: Compiling) -> Recording | Reason:

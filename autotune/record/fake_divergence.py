@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memtune._replaced import replaced
 from memtune.activations.capture import SIZED_BY_VALUES, ConstantTensors, fakes_look_real
 from memtune.runtime import EagerRecorder, OpVisitor, mutated, tensors_in
 
@@ -187,11 +188,8 @@ def watch_random_states(note: Callable[[Tensor], None]) -> Iterator[None]:
             note(state)
         return state
 
-    torch.get_rng_state = get_rng_state
-    try:
+    with replaced(torch, get_rng_state=get_rng_state):
         yield
-    finally:
-        torch.get_rng_state = original
 
 
 @contextmanager
@@ -215,8 +213,5 @@ def _one_sequence(assumed: list[str]) -> Iterator[None]:
                 assumed.append(_ONE_SEQUENCE)
         return None
 
-    module.find_packed_sequence_indices = find_packed_sequence_indices
-    try:
+    with replaced(module, find_packed_sequence_indices=find_packed_sequence_indices):
         yield
-    finally:
-        module.find_packed_sequence_indices = original

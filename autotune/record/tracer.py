@@ -26,6 +26,7 @@ from torch.nn.modules import module as module_hooks
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from memtune._replaced import replaced
 from memtune.activations.offload import is_written_part
 from memtune.autotune.record.fake_divergence import watch_random_states
 from memtune.autotune.record.inplace_accumulation import SUM, is_in_place, sequence_number
@@ -637,11 +638,8 @@ def watch_resizes(note: Callable[[torch.UntypedStorage, int, int], None]) -> Ite
         note(self, before, self.nbytes())
         return result
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-    try:
+    with replaced(torch.UntypedStorage, resize_=resize_):
         yield
-    finally:
-        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
 
 def placeholder_like(tensor: Tensor) -> Tensor:

@@ -40,11 +40,10 @@ from memtune.autotune.record_parallel.op_check import (
 )
 from memtune.autotune.record_parallel.sequence_check import positions_differ
 from memtune.errors import MemtuneError, WorkloadError
-from memtune.hardware import Device
-from memtune.memory import WorkspaceTable
 from memtune.parallel.model import (
     FIX,
     HEAD_CONTEXT,
+    AttentionCall,
     Place,
     SequenceLayout,
     Split,
@@ -54,7 +53,6 @@ from memtune.parallel.model import (
     grid_of,
     order_experts,
     require_linear,
-    require_plain_attention,
     rotatable,
     rotate_layers,
     shard_fake_blocks,
@@ -76,28 +74,20 @@ class ShardedRecordings:
     Args:
         workload: The user's model, batch, loss and optimizer.
         plain: The recording of the unpartitioned step, not translated.
-        sizes: Micro-batches that will be used.
-        between: As in `record`.
-        workspace: Table of CPU kernels' scratch.
-        target: Device on which the step is to run.
         ranks_per_node: Consecutive ranks that share a node.
         translate: Translates a recording to the target's kernels.
+        **how: The other arguments of `record`.
     """
 
     def __init__(
         self,
         workload: Workload,
         plain: Recording,
-        sizes: Iterable[int] = (),
-        between: Iterable[int] = (),
-        workspace: WorkspaceTable | None = None,
-        target: Device = "cpu",
         ranks_per_node: int | None = None,
         translate: Callable[[Recording], Recording] = lambda recording: recording,
+        **how: Any,
     ) -> None:
-        self._record = partial(
-            record, workload, sizes=set(sizes), between=set(between), workspace=workspace, target=target
-        )
+        self._record = partial(record, workload, **how)
         self._workload, self._plain, self._node, self._translate = workload, plain, ranks_per_node, translate
         self._known: dict[tuple[int, str, int], ShardedRecording | Reason] = {}
         self._alone: dict[tuple[int, int], AttentionArguments | Reason] = {}
@@ -363,20 +353,12 @@ def attend_within_shares(session: Session, *, ranks: int, seen: AttentionArgumen
     """
     attend = F.scaled_dot_product_attention
 
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        require_plain_attention(query, key, value, attn_mask, dropout_p, enable_gqa)
-        seen.heads.add(query.shape[1])
-        seen.causal |= is_causal
-        return attend(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
+        call = AttentionCall(*args, **kwargs)
+        call.require_plain()
+        seen.heads.add(call.query.shape[1])
+        seen.causal |= call.is_causal
+        return attend(**call._asdict())
 
     seen.drops.update(dropouts(session.model, session.blocks))
     group = meshes("cpu", ranks)[1].get_group().group_name

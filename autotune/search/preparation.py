@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 
@@ -162,7 +163,8 @@ def prepare(
     sizes = {max(used), *(used & {1})}
     # Rates measured while others used the cores would be too low; the search reports the load.
     meter = LoadMeter()
-    make = partial(record, sizes=sizes, between=used, workspace=workspace, target=device)
+    how: dict[str, Any] = {"sizes": sizes, "between": used, "workspace": workspace, "target": device}
+    make: Callable[[Workload], Recording] = partial(record, **how)
     workload, recorded = _recorded(workload, only, make)
     other_load = max(meter.others(), 0.0)
     scratch = _device_workspaces(recorded) if device != "cpu" and options.gpu_type is None else None
@@ -175,10 +177,9 @@ def prepare(
     frozen, adds_up = None, False
     if options.goal != "batch" and only is None:
         recording, frozen, adds_up = _check_batch(workload, recorded, recording, options.ranks, say)
-    compiled = CompiledRecordings(workload, sizes, used, workspace, device, to_device)
-    sharded = ShardedRecordings(
-        workload, recorded, sizes, used, workspace, device, machine.local_ranks(options.ranks), to_device
-    )
+    compiled = CompiledRecordings(workload, to_device, **how)
+    local = machine.local_ranks(options.ranks)
+    sharded = ShardedRecordings(workload, recorded, local, to_device, **how)
     # The recordings below are made when a candidate first asks for one: most searches need none.
     is_sharded = _records_partitions(options, only)
     target = Target(machine, options.ranks, budget, sharded=sharded if is_sharded else None)

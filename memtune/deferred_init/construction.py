@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memtune._replaced import replaced
 from memtune.device import accelerator
 from memtune.errors import ApplyError
 from memtune.runtime import HOST, EagerRecorder, OpVisitor, mutated, tensors_in, tier
@@ -300,12 +301,8 @@ class ConstructionRecorder(OpVisitor):
 
         # It draws in a loop until all values are in range, which fake tensors cannot follow: one
         # recorded op instead.
-        torch.nn.init._no_grad_trunc_normal_ = at_once
-        try:
-            with EagerRecorder(self):
-                yield
-        finally:
-            torch.nn.init._no_grad_trunc_normal_ = whole
+        with replaced(torch.nn.init, _no_grad_trunc_normal_=at_once), EagerRecorder(self):
+            yield
 
     def ref(self, tensor: Tensor) -> Ref:
         """Return the reference of a fake `tensor`.

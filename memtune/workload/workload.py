@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.amp.autocast_mode import autocast
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memtune._replaced import replaced
 from memtune.device import is_out_of_memory
 from memtune.errors import MemtuneError, WorkloadError
 from memtune.workload.batches import batch_size_of, map_tensors, shapes_of, split_batch, tensors_of, to_device
@@ -502,8 +503,5 @@ def _requested_autocast() -> Iterator[None]:
         self.asked = enabled
         init(self, device_type, dtype, enabled, cache_enabled)
 
-    autocast.__init__ = noted  # type: ignore[method-assign]
-    try:
+    with replaced(autocast, __init__=noted):
         yield
-    finally:
-        autocast.__init__ = init  # type: ignore[method-assign]

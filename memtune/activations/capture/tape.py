@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from memtune._replaced import replaced
 from memtune.program import BATCH_NORMS, EMPTY, OpGraph
 from memtune.runtime import READ_OUTS, OpVisitor, draws, mutated, tensors_in
 
@@ -392,13 +393,7 @@ def fakes_look_real() -> Iterator[None]:
 
     If that path reads values that depend on data, the capture refuses it.
     """
-    module: Any = sys.modules.get("transformers.utils.import_utils")
-    original = getattr(module, "is_fake_tensor", None)
-    if original is None:
+    module = sys.modules.get("transformers.utils.import_utils")
+    is_there = hasattr(module, "is_fake_tensor")
+    with replaced(module, is_fake_tensor=lambda _: False) if is_there else nullcontext():
         yield
-        return
-    module.is_fake_tensor = lambda _: False
-    try:
-        yield
-    finally:
-        module.is_fake_tensor = original

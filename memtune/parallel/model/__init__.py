@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from memtune.parallel.model.context_parallel import (
         FIX as FIX,
         HEAD_CONTEXT as HEAD_CONTEXT,
+        AttentionCall as AttentionCall,
         divide_sequence as divide_sequence,
         divided_attention as divided_attention,
-        require_plain_attention as require_plain_attention,
         shard_fake_blocks as shard_fake_blocks,
     )
     from memtune.parallel.model.rotated_experts import order_experts as order_experts

@@ -21,11 +21,10 @@ Source: Gu et al. 2024, LoongTrain (arXiv:2406.18485).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from memtune import refusals
+from memtune._replaced import replaced
 from memtune.errors import ApplyError
 from memtune.parallel.model import balanced_attention
 from memtune.parallel.model.block_attention import Attended, attend, attend_backward, merge, wide
@@ -196,24 +196,16 @@ class _Attention(torch.autograd.Function):
 def divided_attention(grid: Grid) -> Attention:
     """Return the replacement of `F.scaled_dot_product_attention` on the ranks of `grid`."""
 
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
+        call = AttentionCall(*args, **kwargs)
         # Refused at the call, because the recorded step cannot show all arguments that a later batch may
         # bring.
-        require_plain_attention(query, key, value, attn_mask, dropout_p, enable_gqa)
-        key, value = require_heads(query, key, value, grid.split.heads)
+        call.require_plain()
+        key, value = require_heads(call.query, call.key, call.value, grid.split.heads)
         # The replaced function is on autocast's list, a custom Function is not: torch would have cast these
         # inputs.
-        query, key, value = (_as_autocast_wants(each) for each in (query, key, value))
-        made: Tensor = _Attention.apply(query, key, value, _Call(grid, is_causal, scale))  # type: ignore[no-untyped-call]
+        query, key, value = (_as_autocast_wants(each) for each in (call.query, key, value))
+        made: Tensor = _Attention.apply(query, key, value, _Call(grid, call.is_causal, call.scale))  # type: ignore[no-untyped-call]
         return made
 
     return attention
@@ -225,25 +217,35 @@ def _as_autocast_wants(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(kind)) if cast else tensor
 
 
-def require_plain_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool
-) -> None:
-    """Check that a call of attention can be divided.
+class AttentionCall(NamedTuple):
+    """Arguments of `F.scaled_dot_product_attention`."""
 
-    Raises:
-        ApplyError: It has a mask or dropout, its tensors are not samples × heads × positions × features, or
-            its keys do not match its queries.
-    """
-    if attn_mask is not None:
-        raise not_divisible("attention is given a mask other than is_causal", FIX)
-    if dropout_p:
-        raise not_divisible("attention drops, and its random numbers would be others on each rank", FIX)
-    shapes = [tuple(each.shape) for each in (query, key, value)]
-    like = len(shapes[0]) == 4 and shapes[1] == shapes[2] == (shapes[0][0], shapes[1][1], *shapes[0][2:])
-    if not like or (shapes[0][1] != shapes[1][1] and not (enable_gqa and shapes[0][1] % shapes[1][1] == 0)):
-        raise not_divisible(
-            f"attention's query, key and value have shapes {', '.join(map(str, shapes))}", FIX
-        )
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    def require_plain(self) -> None:
+        """Check that the call can be divided.
+
+        Raises:
+            ApplyError: It has a mask or dropout, its tensors are not samples × heads × positions × features,
+                or its keys do not match its queries.
+        """
+        if self.attn_mask is not None:
+            raise not_divisible("attention is given a mask other than is_causal", FIX)
+        if self.dropout_p:
+            raise not_divisible("attention drops, and its random numbers would be others on each rank", FIX)
+        query, key, value = shapes = [tuple(each.shape) for each in self[:3]]
+        like = len(query) == 4 and key == value == (query[0], key[1], *query[2:])
+        if not like or (query[1] != key[1] and not (self.enable_gqa and query[1] % key[1] == 0)):
+            raise not_divisible(
+                f"attention's query, key and value have shapes {', '.join(map(str, shapes))}", FIX
+            )
 
 
 def require_heads(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
@@ -299,7 +301,8 @@ def _on_shares(
         args, kwargs = map_tensors(
             (args, kwargs), lambda each: each if each is x else _own_of(each, length, name, layout)
         )
-        with _replaced_attention(attention):
+        # The attribute that models call; replaced only inside a block's forward.
+        with replaced(F, scaled_dot_product_attention=attention):
             return forward(*args, **kwargs)
 
     return run
@@ -324,17 +327,6 @@ def _own_of(given: Tensor, length: int, name: str, layout: SequenceLayout) -> Te
             f"{name} is given a tensor of shape {tuple(given.shape)} that needs a gradient", FIX
         )
     return shard_positions(given, layout)
-
-
-@contextmanager
-def _replaced_attention(attention: Attention) -> Iterator[None]:
-    before = F.scaled_dot_product_attention
-    # The attribute that models call; replaced only inside a block's forward.
-    F.scaled_dot_product_attention = attention
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = before
 
 
 def shard_fake_blocks(

@@ -12,9 +12,8 @@ from reference.attention import HEAD, HEADS, LENGTH, SAMPLES, SHARED, made, one_
 from support.gloo import run_ranks
 
 from memtune.errors import ApplyError
-from memtune.parallel.model import context_parallel
 from memtune.parallel.model.context_groups import Split, grid_of
-from memtune.parallel.model.context_parallel import divided_attention, require_heads, require_plain_attention
+from memtune.parallel.model.context_parallel import AttentionCall, divided_attention, require_heads
 from memtune.runtime.transfer import COUNTERS
 
 EIGHT = [
@@ -77,7 +76,7 @@ def test_context_parallel_refuses_unsupported_attention() -> None:
         ((query[0], key[0], value[0], None, 0.0, True), "have shapes"),
     ):
         with pytest.raises(ApplyError, match=said):
-            require_plain_attention(*arguments)
+            AttentionCall(*arguments[:5], enable_gqa=arguments[5]).require_plain()
     with pytest.raises(ApplyError, match="3 ranks do not divide the 8 heads of attention"):
         require_heads(query, key, value, 3)
 
@@ -89,16 +88,3 @@ def test_require_heads_repeats_keys_for_all_ranks(ranks: int, heads: int) -> Non
     assert more.shape[1] == heads
     wanted = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
     torch.testing.assert_close(F.scaled_dot_product_attention(query, more, values, enable_gqa=True), wanted)
-
-
-def test_attention_is_restored_after_failed_block() -> None:
-    before = F.scaled_dot_product_attention
-
-    def fails() -> None:
-        with context_parallel._replaced_attention(lambda *_: made()[0]):
-            assert F.scaled_dot_product_attention is not before
-            _ = 1 // 0
-
-    with pytest.raises(ZeroDivisionError):
-        fails()
-    assert F.scaled_dot_product_attention is before
