@@ -378,3 +378,10 @@ def plan_of_other_model(technique: str, evidence: str, fix: str = "") -> ApplyEr
         fix=f"{search}; or {fix}" if fix else search,
         code="MT316",
     )
+
+
+def require_blocks(planned: int, blocks: int, technique: str, fix: str = "") -> None:
+    """Raise `plan_of_other_model` if a plan for `planned` blocks is used for a model of `blocks`."""
+    if planned != blocks:
+        evidence = f"It is for {planned} blocks, the model has {blocks}."
+        raise plan_of_other_model(technique, evidence, fix)

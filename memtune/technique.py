@@ -247,6 +247,9 @@ or a reason why not.
 """
 
 
+_CATALOGUE = "memtune.search_spaces"
+
+
 class Technique(BaseModel):
     """Base of every technique. Its file's stem is the `kind`, its folder is the slot, its fields are the
     knobs.
@@ -256,7 +259,9 @@ class Technique(BaseModel):
 
     kind: str
     slot: ClassVar[str]
-    """Place in a config: `recompute`, `sharding.states`, `offload.activations`, …"""
+    """Place in a config: `recompute`, `sharding.states`, `offload.activations`, …; of a file of the catalogue
+    its folder.
+    """
     plan_types: ClassVar[tuple[type[Plan], ...]] = ()
     """Types of the plans that `plan` returns; several if plans have several forms, none if it plans
     nothing.
@@ -273,6 +278,14 @@ class Technique(BaseModel):
     """Its plan frees only as much as the target's memory requires: a step that needs less without it, needs
     less of it.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Read the slot from the folder of the technique's file."""
+        super().__init_subclass__(**kwargs)
+        package, _, folder = cls.__module__.rpartition(".")[0].partition(f"{_CATALOGUE}.")
+        if folder and not package and "slot" not in vars(cls):
+            # Helpers of a slot lie in folders that begin with an underscore.
+            cls.slot = folder.partition("._")[0]
 
     def sentence(self) -> str:
         """Return the setting as one plain clause without a subject: `recomputes every block in backward`."""

@@ -20,7 +20,6 @@ SEARCHED = "MEMTUNE_SEARCH_OWN_ALLOCATORS"
 class OwnAllocator(Technique):
     """Serves storages from memtune's own allocator (csrc/vmm), configured by `settings`."""
 
-    slot: ClassVar[str] = "allocator"
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     @abc.abstractmethod

@@ -20,7 +20,6 @@ class Async(Technique):
     """
 
     kind: Literal["async"] = "async"
-    slot: ClassVar[str] = "allocator"
     title: ClassVar[str] = "cudaMallocAsync (modelled approximately)"
     clause: ClassVar[str] = "allocates with cudaMallocAsync"
     source: ClassVar[str] = (

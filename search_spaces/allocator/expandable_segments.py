@@ -20,7 +20,6 @@ class ExpandableSegments(Technique):
     """
 
     kind: Literal["expandable_segments"] = "expandable_segments"
-    slot: ClassVar[str] = "allocator"
     title: ClassVar[str] = "Expandable segments"
     clause: ClassVar[str] = "lets PyTorch's allocator grow its segments (expandable_segments)"
     source: ClassVar[str] = "PyTorch, CUDA semantics: expandable_segments of PYTORCH_ALLOC_CONF"

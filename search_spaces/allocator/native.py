@@ -47,7 +47,6 @@ class Native(Technique):
     """
 
     kind: Literal["native"] = "native"
-    slot: ClassVar[str] = "allocator"
     title: ClassVar[str] = "PyTorch's caching allocator"
     clause: ClassVar[str] = "uses PyTorch's caching allocator"
     source: ClassVar[str] = "PyTorch, CUDA semantics: optimizing memory usage with PYTORCH_ALLOC_CONF"

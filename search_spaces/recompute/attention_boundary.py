@@ -86,7 +86,6 @@ class AttentionBoundary(Technique):
     """
 
     kind: Literal["attention_boundary"] = "attention_boundary"
-    slot: ClassVar[str] = "recompute"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (BoundaryPlan, BlockBoundariesPlan)
     title: ClassVar[str] = "Recompute from attention to attention"
     clause: ClassVar[str] = (

@@ -29,7 +29,6 @@ class AttentionOutput(Technique):
     """
 
     kind: Literal["attention_output"] = "attention_output"
-    slot: ClassVar[str] = "recompute"
     title: ClassVar[str] = "Recompute every block, run attention once"
     clause: ClassVar[str] = "recomputes every block in backward except attention, whose output is kept"
     source: ClassVar[str] = "Gu et al. 2024, LoongTrain, arXiv:2406.18485, Selective Checkpoint++"

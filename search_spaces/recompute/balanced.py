@@ -32,7 +32,6 @@ class Balanced(Technique):
     """
 
     kind: Literal["balanced"] = "balanced"
-    slot: ClassVar[str] = "recompute"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (CallsPlan,)
     title: ClassVar[str] = "Recompute norms and activation functions"
     clause: ClassVar[str] = "recomputes norms and activation functions in backward"

@@ -57,7 +57,6 @@ class Checkmate(Technique):
     """
 
     kind: Literal["checkmate"] = "checkmate"
-    slot: ClassVar[str] = "recompute"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (CheckmatePlan,)
     title: ClassVar[str] = "Recompute by an integer program over all ops"
     source: ClassVar[str] = (

@@ -24,7 +24,6 @@ class Coop(DynamicPolicy):
     """
 
     kind: Literal["coop"] = "coop"
-    slot: ClassVar[str] = "recompute"
     title: ClassVar[str] = "Evict neighbours in a sliding window (Coop)"
     source: ClassVar[str] = "Zhang et al. 2023, Coop: Memory is not a Commodity, NeurIPS, arXiv:2311.00591"
     paper: ClassVar[str] = "Coop"

@@ -26,7 +26,6 @@ class Dtr(DynamicPolicy):
     """
 
     kind: Literal["dtr"] = "dtr"
-    slot: ClassVar[str] = "recompute"
     title: ClassVar[str] = "Evict and run again by cost, size and age (DTR)"
     source: ClassVar[str] = "Kirisame et al. 2021, Dynamic Tensor Rematerialization, ICLR, arXiv:2006.09616"
     paper: ClassVar[str] = "DTR"

@@ -25,7 +25,6 @@ class EveryNth(Technique):
     """
 
     kind: Literal["every_nth"] = "every_nth"
-    slot: ClassVar[str] = "recompute"
     title: ClassVar[str] = "Recompute one block in n"
     source: ClassVar[str] = "Chen et al. 2016, arXiv:1604.06174; block method of NVIDIA Megatron-LM"
     paper: ClassVar[str] = "Chen et al. 2016"

@@ -25,7 +25,6 @@ class Full(Technique):
     """
 
     kind: Literal["full"] = "full"
-    slot: ClassVar[str] = "recompute"
     title: ClassVar[str] = "Recompute every block"
     clause: ClassVar[str] = "recomputes every block in backward"
     source: ClassVar[str] = (

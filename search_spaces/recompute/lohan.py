@@ -99,7 +99,6 @@ class Lohan(Technique):
     """
 
     kind: Literal["lohan"] = "lohan"
-    slot: ClassVar[str] = "recompute"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (LohanPlan,)
     title: ClassVar[str] = "Swap what pays, recompute the rest"
     source: ClassVar[str] = (

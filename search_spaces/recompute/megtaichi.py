@@ -26,7 +26,6 @@ class Megtaichi(DynamicPolicy):
     """
 
     kind: Literal["megtaichi"] = "megtaichi"
-    slot: ClassVar[str] = "recompute"
     title: ClassVar[str] = "Evict by cost and address (MegTaiChi)"
     source: ClassVar[str] = "Hu et al. 2022, MegTaiChi, ICS; the score as in MegEngine"
     paper: ClassVar[str] = "MegTaiChi"

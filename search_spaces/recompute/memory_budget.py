@@ -29,7 +29,6 @@ class MemoryBudget(Technique):
     """
 
     kind: Literal["memory_budget"] = "memory_budget"
-    slot: ClassVar[str] = "recompute"
     title: ClassVar[str] = "Recompute inside compiled graphs"
     source: ClassVar[str] = (
         "PyTorch, torch._functorch.partitioners, activation_memory_budget (pytorch/pytorch#126320)"

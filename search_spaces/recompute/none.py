@@ -11,7 +11,6 @@ class KeepAll(NullTechnique):
     """Keeps all that backward needs in device memory, as autograd does."""
 
     kind: Literal["none"] = "none"
-    slot: ClassVar[str] = "recompute"
     title: ClassVar[str] = "Keep every activation"
     clause: ClassVar[str] = "keeps every activation for backward"
     source: ClassVar[str] = "PyTorch autograd"

@@ -67,7 +67,6 @@ class Planned(Technique):
     """
 
     kind: Literal["planned"] = "planned"
-    slot: ClassVar[str] = "recompute"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (PlannedPlan, BudgetSchedulePlan)
     title: ClassVar[str] = "Keep or recompute each saved tensor, by budget"
     source: ClassVar[str] = (

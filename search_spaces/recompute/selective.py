@@ -43,7 +43,6 @@ class Selective(Technique):
     """
 
     kind: Literal["selective"] = "selective"
-    slot: ClassVar[str] = "recompute"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (Plan, CallsPlan)
     title: ClassVar[str] = "Recompute cheap ops, keep matmuls and attention"
     source: ClassVar[str] = (

@@ -11,7 +11,6 @@ class Whole(NullTechnique):
     """Runs every op on its whole input; temporaries have their full size."""
 
     kind: Literal["none"] = "none"
-    slot: ClassVar[str] = "split"
     title: ClassVar[str] = "Run every op whole"
     clause: ClassVar[str] = "runs every op whole"
     source: ClassVar[str] = "PyTorch eager execution"

@@ -77,7 +77,6 @@ class Tiled(Technique):
     """
 
     kind: Literal["tiled"] = "tiled"
-    slot: ClassVar[str] = "split"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (TiledPlan,)
     title: ClassVar[str] = "Logits and loss, MLPs and norms in parts"
     source: ClassVar[str] = (

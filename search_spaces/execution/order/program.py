@@ -11,7 +11,6 @@ class ProgramOrder(NullTechnique):
     """Runs ops in the order of the user's code."""
 
     kind: Literal["program"] = "program"
-    slot: ClassVar[str] = "execution.order"
     title: ClassVar[str] = "Program order"
     clause: ClassVar[str] = "runs ops in the order of your code"
     source: ClassVar[str] = "PyTorch"

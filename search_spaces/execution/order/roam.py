@@ -42,7 +42,6 @@ class Roam(Technique):
     """
 
     kind: Literal["roam"] = "roam"
-    slot: ClassVar[str] = "execution.order"
     title: ClassVar[str] = "Ops in a low-peak order"
     clause: ClassVar[str] = (
         "updates each weight as soon as its gradient is ready; orders compiled graphs for a low peak"

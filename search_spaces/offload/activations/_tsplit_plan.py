@@ -304,12 +304,8 @@ class Decided:
         Raises:
             ApplyError: The plan is for another number of blocks.
         """
-        if len(plan.blocks) != blocks:
-            raise refusals.plan_of_other_model(
-                "offload.activations: {kind: tsplit}",
-                f"It is for {len(plan.blocks)} blocks, the model has {blocks}.",
-                "offload.activations: {kind: copy_out}",
-            )
+        technique, fix = (f"offload.activations: {{kind: {kind}}}" for kind in ("tsplit", "copy_out"))
+        refusals.require_blocks(len(plan.blocks), blocks, technique, fix)
         return cls([plan.offloaded[i] for i in plan.blocks], plan.split, plan.prefetch)
 
 

@@ -34,7 +34,6 @@ class Compressed(Technique):
     """
 
     kind: Literal["compressed"] = "compressed"
-    slot: ClassVar[str] = "offload.activations"
     title: ClassVar[str] = "Saved activations in 8 or 4 bits"
     source: ClassVar[str] = (
         "Chen et al. 2021, ActNN, arXiv:2104.14129; Liu et al. 2022, GACT, arXiv:2206.11357"

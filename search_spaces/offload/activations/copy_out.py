@@ -66,7 +66,6 @@ class CopyOut(Technique):
     """
 
     kind: Literal["copy_out"] = "copy_out"
-    slot: ClassVar[str] = "offload.activations"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (CopyOutPlan,)
     title: ClassVar[str] = "Saved activations to host memory or SSD"
     source: ClassVar[str] = (

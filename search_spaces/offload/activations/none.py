@@ -11,7 +11,6 @@ class OnDevice(NullTechnique):
     """Keeps every saved tensor in device memory."""
 
     kind: Literal["none"] = "none"
-    slot: ClassVar[str] = "offload.activations"
     title: ClassVar[str] = "Keep activations on the device"
     clause: ClassVar[str] = "keeps saved activations on the device"
     source: ClassVar[str] = "PyTorch autograd"

@@ -90,7 +90,6 @@ class Pipelined(Technique):
     """
 
     kind: Literal["pipelined"] = "pipelined"
-    slot: ClassVar[str] = "offload.activations"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (PipelinedPlan,)
     title: ClassVar[str] = "Saved activations to the host in the slots of a pipeline"
     source: ClassVar[str] = (

@@ -56,7 +56,6 @@ class TSplit(Technique):
     """
 
     kind: Literal["tsplit"] = "tsplit"
-    slot: ClassVar[str] = "offload.activations"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (TsplitPlan,)
     title: ClassVar[str] = "Saved tensors to the host, whole or in parts, by budget"
     source: ClassVar[str] = (

@@ -64,7 +64,6 @@ class AngelPtm(Technique):
     """
 
     kind: Literal["angel_ptm"] = "angel_ptm"
-    slot: ClassVar[str] = "offload.states"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (PagesPlan,)
     title: ClassVar[str] = "Pages of weights on one schedule with computation"
     source: ClassVar[str] = (

@@ -55,7 +55,6 @@ class Elixir(Technique):
     """
 
     kind: Literal["elixir"] = "elixir"
-    slot: ClassVar[str] = "offload.states"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (ChunksPlan,)
     title: ClassVar[str] = "A cache of chunks, searched before training"
     clause: ClassVar[str] = "keeps chunks of the blocks' weights in host memory, with a cache on the device"

@@ -72,7 +72,6 @@ class Harmony(Technique):
     """
 
     kind: Literal["harmony"] = "harmony"
-    slot: ClassVar[str] = "offload.states"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (HarmonyPlan, StagesPlan)
     title: ClassVar[str] = "Packs of layers over all micro-batches"
     clause: ClassVar[str] = "keeps the blocks in host memory, and runs packs of them over all micro-batches"

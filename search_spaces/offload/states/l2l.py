@@ -49,7 +49,6 @@ class L2L(Technique):
     """
 
     kind: Literal["l2l"] = "l2l"
-    slot: ClassVar[str] = "offload.states"
     title: ClassVar[str] = "One layer's weights at a time on the device"
     source: ClassVar[str] = (
         "Pudipeddi et al. 2020, Training Large Neural Networks with Constant Memory, arXiv:2002.05645"

@@ -16,15 +16,16 @@ from memtune.offload.ssd_states import (
 from memtune.program import Program
 from memtune.runtime import Context
 from memtune.search_spaces.offload.states._common.grad_offload_technique import (
+    NativelyUpdated,
     cannot_offload_on_grad_ready,
     replicas_of,
 )
 from memtune.ssd import offload_dir
-from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
+from memtune.technique import Plan, Reason, Target, no_directory
 from memtune.units import MIB
 
 
-class Lohan(Technique):
+class Lohan(NativelyUpdated):
     """Trades a read and a write of all optimizer state per step for its bytes on device and host, overlapped
     with backward.
 
@@ -43,19 +44,13 @@ class Lohan(Technique):
     """
 
     kind: Literal["lohan"] = "lohan"
-    slot: ClassVar[str] = "offload.states"
     title: ClassVar[str] = "Optimizer state on SSD, updated inside backward"
     source: ClassVar[str] = (
         "Liao et al. 2024, LoHan: Low-Cost High-Performance Framework to Fine-Tune 100B Model on a Consumer"
         " GPU, arXiv:2403.06504, active gradient offloading"
     )
     paper: ClassVar[str] = "LoHan"
-    exactness: ClassVar[Exactness] = Exactness.REORDERED
 
-    update: Literal["native", "master"] = "native"
-    """`native` is for float32 parameters and has the bits of torch's fused AdamW; `master` keeps float32
-    masters for bfloat16 parameters, on SSD as well.
-    """
     bucket_mib: Annotated[float, Field(ge=0, le=65536)] = 32.0
     """Gradients that are offloaded together, and whose state is read meanwhile. A larger bucket waits less
     often; a smaller one holds less on device and host, and leaves less work after backward.
@@ -81,14 +76,10 @@ class Lohan(Technique):
         """Require a drive, gradients that are ready one by one, reduced on several ranks, and a type of the
         native update.
         """
-        if (
-            reason := cannot_offload_on_grad_ready(self, program, target) or no_directory(target)
-        ) is not None:
-            return reason
         step = program.step
-        if (reason := no_state_to_offload(step)) is not None:
-            return reason
-        if (reason := no_native_update(step, self.update, target)) is not None:
+        reason = cannot_offload_on_grad_ready(self, program, target) or no_directory(target)
+        reason = reason or no_state_to_offload(step) or no_native_update(step, self.update, target)
+        if reason is not None:
             return reason
         why_not = not_overlappable(step, _reducing_ranks(program, target))
         return Reason(why_not, "offload: {states: {kind: zero_infinity}}") if why_not else None
@@ -133,16 +124,6 @@ class Lohan(Technique):
                 **how,
             }
         }
-
-    def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return one update for each type of parameter."""
-        return {"update": ("native", "master")}
-
-    def exactly(self) -> Exactness:
-        """Return lossy with masters: it trains as bfloat16 with float32 masters, not as the user's
-        optimizer.
-        """
-        return Exactness.LOSSY if self.update == "master" else Exactness.REORDERED
 
 
 def _reducing_ranks(program: Program, target: Target) -> int:

@@ -103,7 +103,6 @@ class Mobius(Technique):
     """
 
     kind: Literal["mobius"] = "mobius"
-    slot: ClassVar[str] = "offload.states"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (MobiusPlan, MobiusStagesPlan)
     title: ClassVar[str] = "Stages in turn, the next one prefetched"
     clause: ClassVar[str] = (

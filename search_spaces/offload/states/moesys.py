@@ -72,7 +72,6 @@ class Moesys(Technique):
     """
 
     kind: Literal["moesys"] = "moesys"
-    slot: ClassVar[str] = "offload.states"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (MoesysPlan,)
     title: ClassVar[str] = "Experts and their optimizer state on SSD, cached in host memory"
     source: ClassVar[str] = (

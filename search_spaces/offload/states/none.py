@@ -11,7 +11,6 @@ class OnDevice(NullTechnique):
     """Runs the optimizer as the user wrote it."""
 
     kind: Literal["none"] = "none"
-    slot: ClassVar[str] = "offload.states"
     title: ClassVar[str] = "Keep states on the device"
     clause: ClassVar[str] = "keeps weights, gradients and optimizer state on the device"
     source: ClassVar[str] = "PyTorch optimizers"

@@ -42,7 +42,6 @@ class OptimizerCpu(Technique):
     """
 
     kind: Literal["optimizer_cpu"] = "optimizer_cpu"
-    slot: ClassVar[str] = "offload.states"
     title: ClassVar[str] = "Optimizer state and update on the host"
     source: ClassVar[str] = (
         "Ren et al. 2021, ZeRO-Offload: Democratizing Billion-Scale Model Training, arXiv:2101.06840"

@@ -61,7 +61,6 @@ class TensorMovement(Technique):
     """
 
     kind: Literal["orchestrated"] = "orchestrated"
-    slot: ClassVar[str] = "offload.states"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (OrchestratedPlan,)
     title: ClassVar[str] = "Weights of some layers on the host, copies of one link coordinated"
     source: ClassVar[str] = (

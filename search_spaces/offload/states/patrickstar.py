@@ -61,7 +61,6 @@ class PatrickStar(Technique):
     """
 
     kind: Literal["patrickstar"] = "patrickstar"
-    slot: ClassVar[str] = "offload.states"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (ChunksPlan,)
     title: ClassVar[str] = "Chunks of weights, evicted by next use"
     clause: ClassVar[str] = (

@@ -18,15 +18,16 @@ from memtune.offload.optimizer import (
 from memtune.program import Program
 from memtune.runtime import Context
 from memtune.search_spaces.offload.states._common.grad_offload_technique import (
+    NativelyUpdated,
     cannot_offload_on_grad_ready,
     replicas_of,
 )
 from memtune.ssd import offload_dir
-from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique, no_directory
+from memtune.technique import Exactness, Facts, Plan, Reason, Target, no_directory
 from memtune.units import MIB
 
 
-class SmartInfinity(Technique):
+class SmartInfinity(NativelyUpdated):
     """Trades gradient and weight transfers to a process per drive for all traffic of optimizer state in the
     trainer.
 
@@ -43,19 +44,13 @@ class SmartInfinity(Technique):
     """
 
     kind: Literal["smart_infinity"] = "smart_infinity"
-    slot: ClassVar[str] = "offload.states"
     title: ClassVar[str] = "Optimizer state with a process per drive, which updates it"
     source: ClassVar[str] = (
         "Jang et al. 2024, Smart-Infinity: Fast Large Language Model Training using Near-Storage Processing"
         " on a Real System, arXiv:2403.06664, SmartUpdate, its handler, SmartComp"
     )
     paper: ClassVar[str] = "Smart-Infinity"
-    exactness: ClassVar[Exactness] = Exactness.REORDERED
 
-    update: Literal["native", "master"] = "native"
-    """`native` is for float32 parameters and has the bits of torch's fused AdamW; `master` keeps float32
-    masters for bfloat16 parameters, on SSD as well.
-    """
     domains: Annotated[int, Field(ge=1, le=64)] = 2
     """Number of updaters. With a list of offload directories (`/drive1:/drive2`) they are assigned
     round-robin; else all have a folder of their own in the one directory.
@@ -109,10 +104,9 @@ class SmartInfinity(Technique):
 
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Require a drive, and parameters to update in a type of the native update."""
-        if (reason := no_directory(target) or self.refuses(Facts.of(program, target))) is not None:
-            return reason
         step = program.step
-        if (reason := no_state_to_offload(step)) is not None:
+        reason = no_directory(target) or self.refuses(Facts.of(program, target)) or no_state_to_offload(step)
+        if reason is not None:
             return reason
         if self._in_backward and (reason := cannot_offload_on_grad_ready(self, program, target)) is not None:
             return reason

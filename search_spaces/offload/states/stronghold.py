@@ -57,7 +57,6 @@ class Stronghold(Technique):
     """
 
     kind: Literal["stronghold"] = "stronghold"
-    slot: ClassVar[str] = "offload.states"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (StrongholdPlan,)
     title: ClassVar[str] = "A solved window of layers on the device"
     source: ClassVar[str] = (

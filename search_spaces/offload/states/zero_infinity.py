@@ -52,6 +52,7 @@ from memtune.offload.tiles import (
 from memtune.program import Program, gathers_of, is_in_expert, window_residency
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
+from memtune.search_spaces.offload.states._common.grad_offload_technique import NativelyUpdated
 from memtune.search_spaces.offload.states._common.layer_offload import (
     EAGER_ONLY,
     cannot_run_on_ranks,
@@ -60,7 +61,7 @@ from memtune.search_spaces.offload.states._common.layer_offload import (
     window_of,
 )
 from memtune.ssd import offload_dir
-from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique, no_directory
+from memtune.technique import Facts, Plan, Reason, Target, no_directory
 
 
 class ZeroInfinityPlan(Plan):
@@ -70,7 +71,7 @@ class ZeroInfinityPlan(Plan):
     """Names of the weights; none with `tiles: 1`."""
 
 
-class ZeroInfinity(Technique):
+class ZeroInfinity(NativelyUpdated):
     """Trades a read and a write of all optimizer state per step for its bytes on device and host.
 
     Master weights and moments lie on SSD, one piece per parameter. While one native pass updates a parameter,
@@ -97,19 +98,13 @@ class ZeroInfinity(Technique):
     """
 
     kind: Literal["zero_infinity"] = "zero_infinity"
-    slot: ClassVar[str] = "offload.states"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (ZeroInfinityPlan,)
     title: ClassVar[str] = "Any state on any tier, updated on the host"
     source: ClassVar[str] = (
         "Rajbhandari et al. 2021, ZeRO-Infinity: Breaking the GPU Memory Wall, arXiv:2104.07857, section 5.2.2"  # noqa: E501
     )
     paper: ClassVar[str] = "ZeRO-Infinity"
-    exactness: ClassVar[Exactness] = Exactness.REORDERED
 
-    update: Literal["native", "master"] = "native"
-    """`native` is for float32 parameters and has the bits of torch's fused AdamW; `master` keeps float32
-    masters for bfloat16 parameters, on SSD as well.
-    """
     optimizer: Literal["ssd", "host", "device"] = "ssd"
     """Tier of master weights and moments."""
     optimizer_prefetch: Annotated[int, Field(ge=0, le=64)] = 3
@@ -180,12 +175,10 @@ class ZeroInfinity(Technique):
         """
         if self._uses_ssd and (reason := no_directory(target)) is not None:
             return reason
-        if (reason := self.refuses(Facts.of(program, target))) is not None:
-            return reason
         step = program.step
-        if (reason := no_state_to_offload(step)) is not None:
-            return reason
-        if (reason := no_native_update(step, self.update, target)) is not None or self.parameters == "device":
+        reason = self.refuses(Facts.of(program, target)) or no_state_to_offload(step)
+        reason = reason or no_native_update(step, self.update, target)
+        if reason is not None or self.parameters == "device":
             return reason
         return cannot_run_on_ranks(self, program, target, natively=False) or self._no_tiles(program, target)
 
@@ -373,12 +366,6 @@ class ZeroInfinity(Technique):
         The device's bytes are the same for any tier of the state, and programs with tiles take long to make.
         """
         return self.optimizer != "host" or (self.parameters != "device" and self.tiles == 1)
-
-    def exactly(self) -> Exactness:
-        """Return lossy with masters: it trains as bfloat16 with float32 masters, not as the user's
-        optimizer.
-        """
-        return Exactness.LOSSY if self.update == "master" else Exactness.REORDERED
 
 
 def _check(

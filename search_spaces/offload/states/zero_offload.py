@@ -25,13 +25,14 @@ from memtune.program import Program, Step
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
 from memtune.search_spaces.offload.states._common.grad_offload_technique import (
+    NativelyUpdated,
     apply_on_grad_ready,
     cannot_offload_on_grad_ready,
     native_of,
     replicas_of,
 )
 from memtune.search_spaces.offload.states._common.state_ratio import RatioSolution, smallest_ratio
-from memtune.technique import Exactness, Plan, Reason, Target, Technique
+from memtune.technique import Exactness, Plan, Reason, Target
 from memtune.units import MIB, format_bytes
 
 
@@ -46,7 +47,7 @@ class ZeroOffloadPlan(Plan):
     """Parameters that are trained."""
 
 
-class ZeroOffload(Technique):
+class ZeroOffload(NativelyUpdated):
     """Trades a D2H copy of the gradients during backward and an H2D copy of the weights in the step for their
     bytes and the state's.
 
@@ -64,7 +65,6 @@ class ZeroOffload(Technique):
     """
 
     kind: Literal["zero_offload"] = "zero_offload"
-    slot: ClassVar[str] = "offload.states"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (ZeroOffloadPlan,)
     title: ClassVar[str] = "Gradients to the host during backward, updated there"
     source: ClassVar[str] = (
@@ -72,12 +72,7 @@ class ZeroOffload(Technique):
         " sections 4.1 and 5.2"
     )
     paper: ClassVar[str] = "ZeRO-Offload"
-    exactness: ClassVar[Exactness] = Exactness.REORDERED
 
-    update: Literal["native", "master"] = "native"
-    """`native` is for float32 parameters and has the bits of torch's fused AdamW; `master` keeps float32
-    masters for bfloat16 parameters, as the paper does for float16.
-    """
     moments: Moments = "float32"
     """Type in which the host stores moments; narrow ones are knobs."""
     bucket_mib: Annotated[float, Field(ge=0, le=65536)] = 32.0

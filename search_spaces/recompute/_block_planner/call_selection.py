@@ -110,12 +110,7 @@ def calls_by_block(plan: CallsPlan, blocks: int) -> list[OpAddresses]:
     Raises:
         ApplyError: The plan is for another number of blocks.
     """
-    if len(plan.blocks) != blocks:
-        raise refusals.plan_of_other_model(
-            "recompute",
-            f"It is for {len(plan.blocks)} blocks, the model has {blocks}.",
-            "recompute: {kind: selective}",
-        )
+    refusals.require_blocks(len(plan.blocks), blocks, "recompute", "recompute: {kind: selective}")
     return [plan.calls[i] for i in plan.blocks]
 
 

@@ -60,12 +60,7 @@ def options_by_block(plan: OptionsPlan, blocks: int) -> list[Option]:
     Raises:
         ApplyError: The plan is for another number of blocks.
     """
-    if len(plan.blocks) != blocks:
-        raise refusals.plan_of_other_model(
-            "recompute",
-            f"It is for {len(plan.blocks)} blocks, the model has {blocks}.",
-            "recompute: {kind: selective}",
-        )
+    refusals.require_blocks(len(plan.blocks), blocks, "recompute", "recompute: {kind: selective}")
     entries = [Option(each.calls, each.offloaded) for each in plan.options]
     return [entries[i] for i in plan.blocks]
 

@@ -132,11 +132,7 @@ def install_blocks(plan: BlockSchedulesPlan, context: Context, kind: str) -> Non
         ApplyError: The schedules are for another number of blocks.
     """
     schedules = plan.schedules(kind)
-    if len(schedules) != len(context.blocks):
-        raise refusals.plan_of_other_model(
-            f"recompute: {{kind: {kind}}}",
-            f"It is for {len(schedules)} blocks, the model has {len(context.blocks)}.",
-        )
+    refusals.require_blocks(len(schedules), len(context.blocks), f"recompute: {{kind: {kind}}}")
     # Whether a block's parameters are whole in its calls is known only when they have been sharded.
     context.events.states_sharded.subscribe(
         partial(require_whole_layers, context, f"recompute: {{kind: {kind}}}")

@@ -24,7 +24,6 @@ nodes would mostly pay latency.
 class _CustomCollectives(Technique):
     """Replaces FSDP2's gathers and reductions with those of `_communication`."""
 
-    slot: ClassVar[str] = "sharding.communication"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (_node_groups.NodesPlan,)
     effects: ClassVar[Effects] = Effects(among_copies=True)
 

@@ -13,7 +13,6 @@ class Plain(NullTechnique):
     """Uses the collective library's own all-gather and reduce-scatter."""
 
     kind: Literal["none"] = "none"
-    slot: ClassVar[str] = "sharding.communication"
     title: ClassVar[str] = "Plain collectives"
     clause: ClassVar[str] = "uses torch's own collectives"
     source: ClassVar[str] = "torch.distributed"

@@ -49,7 +49,6 @@ class SharedLayers(Technique):
     divided.
     """
 
-    slot: ClassVar[str] = "sharding.parallel"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
     effects: ClassVar[Effects] = Effects(layers="shared", eager_only="graphs are made of whole layers")
 

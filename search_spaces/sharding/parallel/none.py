@@ -11,7 +11,6 @@ class DataParallelOnly(NullTechnique):
     """Divides no layer, sequence or stage over ranks; ranks differ in their data only."""
 
     kind: Literal["none"] = "none"
-    slot: ClassVar[str] = "sharding.parallel"
     title: ClassVar[str] = "No model parallelism"
     clause: ClassVar[str] = "divides no layer over ranks"
     source: ClassVar[str] = "PyTorch eager execution"

@@ -75,7 +75,6 @@ class Pipeline(Technique):
     """
 
     kind: Literal["pipeline"] = "pipeline"
-    slot: ClassVar[str] = "sharding.parallel"
     plan_types: ClassVar[tuple[type[Plan], ...]] = (PipelinePlan,)
     title: ClassVar[str] = "Blocks in stages on several ranks"
     source: ClassVar[str] = (

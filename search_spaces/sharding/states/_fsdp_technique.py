@@ -36,7 +36,6 @@ class _FsdpUnits(Technique):
     A unit is one or more blocks; parameters in no block form the root unit, gathered once per micro-batch.
     """
 
-    slot: ClassVar[str] = "sharding.states"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
     effects: ClassVar[Effects] = Effects(
         among_copies=True, shards="parameters", reduces="ready", every_micro_batch=True

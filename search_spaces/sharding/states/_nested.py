@@ -20,7 +20,6 @@ from memtune.technique import Reason, Target
 class _NestedSharding(_FsdpUnits):
     """Shards parameters, gradients and optimizer state by `_factors`."""
 
-    slot: ClassVar[str] = "sharding.states"
     effects: ClassVar[Effects] = replace(_FsdpUnits.effects, shards="nested", reduces="step")
 
     bucket_cap_mb: Annotated[int, Field(ge=1)] = 25

@@ -31,7 +31,6 @@ class Ddp(Technique):
     """
 
     kind: Literal["ddp"] = "ddp"
-    slot: ClassVar[str] = "sharding.states"
     title: ClassVar[str] = "Replicas that average their gradients"
     source: ClassVar[str] = "Li et al. 2020, PyTorch Distributed, arXiv:2006.15704"
     paper: ClassVar[str] = "DDP"

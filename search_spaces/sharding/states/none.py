@@ -17,7 +17,6 @@ class Alone(NullTechnique):
     """
 
     kind: Literal["none"] = "none"
-    slot: ClassVar[str] = "sharding.states"
     title: ClassVar[str] = "Whole model on one rank"
     clause: ClassVar[str] = "runs the whole model on one rank"
     source: ClassVar[str] = "PyTorch eager execution"

@@ -33,7 +33,6 @@ class Zero1(Technique):
     """
 
     kind: Literal["zero1"] = "zero1"
-    slot: ClassVar[str] = "sharding.states"
     title: ClassVar[str] = "Optimizer state divided over the ranks"
     clause: ClassVar[str] = "divides optimizer state over all ranks"
     source: ClassVar[str] = "Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.1"

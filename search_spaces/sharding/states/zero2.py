@@ -31,7 +31,6 @@ class Zero2(Technique):
     """
 
     kind: Literal["zero2"] = "zero2"
-    slot: ClassVar[str] = "sharding.states"
     title: ClassVar[str] = "Gradients and optimizer state divided over the ranks"
     clause: ClassVar[str] = "divides gradients and optimizer state over all ranks"
     source: ClassVar[str] = "Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.2"
