@@ -67,12 +67,11 @@ class Trial(BaseModel):
     """Environment of the trial's processes in addition to the parent's (from `Technique.env`)."""
 
 
-class TrialResult(BaseModel):
-    """Result of a trial. Out of memory, a crash and a hang are results like any other."""
+class Report(BaseModel):
+    """Fields of a rank's report of a trial, and of the trial's result for all ranks."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    number: int
     status: Status
     reason: str = ""
     """One line for display: what ran out, which rank failed with what, how long it hung."""
@@ -82,16 +81,11 @@ class TrialResult(BaseModel):
     """Module and line in memtune where that error was raised."""
     exit_code: int = 0
     """Exit code of that error if a drive or the machine was at fault and not the config; otherwise 0."""
-    log_tail: str = ""
-    """Last lines of the failing rank's output."""
     peak_allocated_bytes: int | None = None
-    """Largest over ranks, over all steps."""
+    """Over all steps; largest over ranks."""
     peak_reserved_bytes: int | None = None
     host_peak_bytes: int | None = None
-    step_s: float | None = None
-    """Median over the measured steps of the slowest rank's time."""
     step_s_all: list[float] = []
-    samples_per_s: float | None = None
     losses: list[float] = []
     """Global loss of each step, warm-up included."""
     gradients_sha256: str | None = None
@@ -114,6 +108,17 @@ class TrialResult(BaseModel):
     """Time of a fixed matrix product after the measured steps; largest over ranks. Trials whose times differ
     by it were not measured on equal machines.
     """
+
+
+class TrialResult(Report):
+    """Result of a trial. Out of memory, a crash and a hang are results like any other."""
+
+    number: int
+    log_tail: str = ""
+    """Last lines of the failing rank's output."""
+    step_s: float | None = None
+    """Median over the measured steps of the slowest rank's time."""
+    samples_per_s: float | None = None
     wall_s: float = 0.0
     retried: bool = False
 

@@ -6,13 +6,10 @@ import signal
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ConfigDict, ValidationError
 
-from memtune.executors.base import HOST_MEMORY_RAN_OUT, PEER_FAILURE, Status, Trial, TrialResult
-from memtune.executors.gradient_record import GradientRecord
-from memtune.hardware import OpTime
+from memtune.executors.base import HOST_MEMORY_RAN_OUT, PEER_FAILURE, Report, Status, Trial, TrialResult
 
 TAIL_LINES, REASON_CHARS = 40, 400
 _HINTS = {
@@ -20,33 +17,19 @@ _HINTS = {
     signal.SIGILL: "native code that this processor cannot run",
     signal.SIGXCPU: "a limit on processor time",
 }
+_OF_A_FAILURE = (
+    *("code", "raised_at", "exit_code", "losses", "audit"),
+    *("peak_allocated_bytes", "peak_reserved_bytes", "host_peak_bytes", "memory_by_kind"),
+)
+"""Fields of the failing rank's record that the trial's result takes over."""
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT}
 
 
-class RankRecord(BaseModel):
+class RankRecord(Report):
     """Report of one rank at its end; validated, because it comes from a process that runs the user's code."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    status: Status
-    reason: str = ""
-    code: str = ""
-    raised_at: str = ""
-    exit_code: int = 0
-    peak_allocated_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
-    host_peak_bytes: int | None = None
-    step_s_all: list[float] = []
-    losses: list[float] = []
-    gradients_sha256: str | None = None
-    gradients: list[dict[str, GradientRecord]] = []
-    memory_by_kind: dict[str, int] = {}
-    op_times: list[OpTime] = []
-    audit: dict[str, Any] = {}
-    link_bytes: dict[str, int] = {}
-    other_load: float = 0.0
-    reference_s: float = 0.0
-    rates: dict[str, float] = {}
     samples_per_step: int | None = None
     """Samples of one optimizer step over all ranks, for the throughput; the trial's `global_batch` when
     None.
@@ -142,21 +125,14 @@ def failed(trial: Trial, failure: Failure, tail: str, wall_s: float) -> TrialRes
         else ""
     )
     record = failure.record or RankRecord(status=failure.status)
+    found = {name: getattr(record, name) for name in _OF_A_FAILURE}
     return TrialResult(
         number=trial.number,
         status=failure.status,
         reason=(rank_text + " ".join(failure.reason.split()))[:REASON_CHARS],
-        code=record.code,
-        raised_at=record.raised_at,
-        exit_code=record.exit_code,
         log_tail="\n".join(tail.splitlines()[-TAIL_LINES:]),
-        peak_allocated_bytes=record.peak_allocated_bytes,
-        peak_reserved_bytes=record.peak_reserved_bytes,
-        host_peak_bytes=record.host_peak_bytes,
-        memory_by_kind=record.memory_by_kind,
-        losses=record.losses,
-        audit=record.audit,
         wall_s=wall_s,
+        **found,
     )
 
 
