@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -20,15 +19,6 @@ from memtune.hardware import cpu_probe
 from memtune.hardware.cpu_cores import usable_cores
 from memtune.hardware.machine_load import LoadMeter, reference_s
 from memtune.hardware.rate_probe import measure_rates
-
-
-@pytest.fixture
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("MEMTUNE_CACHE", str(tmp_path))
-    cpu_probe.cpu.cache_clear()
-    yield tmp_path
-    monkeypatch.undo()
-    cpu_probe.cpu.cache_clear()
 
 
 def test_load_meter_sees_other_process_and_not_this_one() -> None:

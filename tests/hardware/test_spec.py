@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -98,16 +97,6 @@ def test_match_maps_driver_names(title: str, gib: int, key: str | None) -> None:
 
 def test_equal_hardware_has_equal_hash() -> None:
     assert len({hardware.find("h100"), hardware.find("h100-80g")}) == 1
-
-
-@pytest.fixture
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cache directory without rates, so that they are measured."""
-    monkeypatch.setenv("MEMTUNE_CACHE", str(tmp_path))
-    cpu_probe.cpu.cache_clear()
-    yield tmp_path
-    monkeypatch.undo()
-    cpu_probe.cpu.cache_clear()
 
 
 def test_cpu_rates_are_measured_once_and_cached(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

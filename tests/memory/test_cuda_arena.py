@@ -45,10 +45,8 @@ def run(folder: Path, code: str, before: str = "") -> subprocess.CompletedProces
     )
 
 
-def test_stitched_memory_is_written_and_read(folder: Path) -> None:
-    done = run(
-        folder,
-        """
+RIGHT = {
+    "stitched_memory_is_written_and_read": """
 blocks = [alloc(4 * MIB, 0, 1) for _ in range(32)]
 for number, block in enumerate(blocks):
     ctypes.memset(block, number, 4 * MIB)
@@ -67,14 +65,7 @@ assert alloc(60 * MIB, 0, 1) == big
 assert _native.arena_statistics(0).driver_calls == calls
 print("right")
 """,
-    )
-    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
-
-
-def test_block_that_another_stream_works_on_waits_for_it(folder: Path) -> None:
-    done = run(
-        folder,
-        """
+    "block_that_another_stream_works_on_waits_for_it": """
 tell("pass", 0)
 block = alloc(4 * MIB, 0, 1)
 record(block, 2)
@@ -86,7 +77,31 @@ tell("pass", 1)
 assert alloc(4 * MIB, 0, 1) == block
 print("right")
 """,
-    )
+    "free_without_context_uses_primary_context": """
+import threading
+block = alloc(4 * MIB, 0, None)
+record(block, 2)
+thread = threading.Thread(target=lambda: free(block, 4 * MIB, 0, None))
+thread.start(); thread.join()
+assert alloc(4 * MIB, 0, None) == block
+print("right")
+""",
+    "block_recorded_on_its_own_stream_is_free_at_once": """
+tell("pass", 0)
+block = alloc(4 * MIB, 0, 1)
+record(block, 1)
+free(block, 4 * MIB, 0, 1)
+assert alloc(4 * MIB, 0, 1) == block
+print("right")
+""",
+}
+"""Property of the allocator → code that ends well only with it."""
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_allocator_does_as_named(folder: Path, name: str) -> None:
+    """The replacement driver ends the process at a call outside of the device's context."""
+    done = run(folder, RIGHT[name])
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
 
 
@@ -108,38 +123,6 @@ def test_native_refusal_has_one_message(folder: Path, code: str, message: str) -
     done = run(folder, code)
     assert done.returncode != 0
     assert message in done.stderr  # ctypes cannot pass C++ exceptions: the process ends
-
-
-def test_free_without_context_uses_primary_context(folder: Path) -> None:
-    """The replacement driver ends the process at a call outside of the device's context."""
-    done = run(
-        folder,
-        """
-import threading
-block = alloc(4 * MIB, 0, None)
-record(block, 2)
-thread = threading.Thread(target=lambda: free(block, 4 * MIB, 0, None))
-thread.start(); thread.join()
-assert alloc(4 * MIB, 0, None) == block
-print("right")
-""",
-    )
-    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
-
-
-def test_block_recorded_on_its_own_stream_is_free_at_once(folder: Path) -> None:
-    done = run(
-        folder,
-        """
-tell("pass", 0)
-block = alloc(4 * MIB, 0, 1)
-record(block, 1)
-free(block, 4 * MIB, 0, 1)
-assert alloc(4 * MIB, 0, 1) == block
-print("right")
-""",
-    )
-    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
 
 
 TORCH = """

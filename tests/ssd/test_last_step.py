@@ -21,7 +21,7 @@ from support.killed_training import (
     STEPS,
     end_updaters,
     fresh,
-    kill_at_durable_act,
+    kill_at_act,
     model_for,
     run,
     same,
@@ -304,7 +304,7 @@ def train_on_rank(
     """Train to step `STEPS`; rank 1 kills itself at durable act number `kill_at`."""
     os.environ[offload_dir.VARIABLE] = directory
     if kill_at >= 0 and torch.distributed.get_rank() == 1:
-        kill_at_durable_act(kill_at)
+        kill_at_act(kill_at)
     model = fresh(2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     states = {"kind": kind, "resume": "last_step"}

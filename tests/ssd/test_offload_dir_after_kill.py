@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from support.gloo import FRESH
+from support.killed_training import DURABLE, kill_at_act
 from support.search.prepared_search import rewriter
 from support.zoo_paths import ZOO
 
@@ -35,6 +35,12 @@ STATES: dict[str, dict[str, Any]] = {
     "moesys": {},
 }
 STEPS = 2
+ACTS: list[tuple[Any, str]] = [
+    *((os, name) for name in ("posix_fallocate", "rename", "open")),
+    *DURABLE[:-1],
+    (ssd_tensors.Disk, "load"),
+    (update_worker_client.UpdaterLink, "order"),
+]
 
 
 def config(kind: str) -> dict[str, Any]:
@@ -55,7 +61,10 @@ def train(directory: str, kind: str, config: dict[str, Any], kill_at: int, updat
     os.environ[offload_dir.VARIABLE] = directory
     torch.set_num_threads(1)
     workload, model, optimizer = build(ZOO[_model(kind)])
-    kill_before_act(kill_at, updater)
+    if updater:
+        kill_at_act(kill_at, ACTS[-1:], first_updater)
+    else:
+        kill_at_act(kill_at, ACTS)
     losses: list[float] = []
     with open(log, "w") as out:
         try:
@@ -77,34 +86,9 @@ def train(directory: str, kind: str, config: dict[str, Any], kill_at: int, updat
         ssd_tensors.folder().close()
 
 
-def kill_before_act(number: int, updater: bool) -> None:
-    """Kill before each act that changes the drive's content, or orders an updater to."""
-    count = iter(range(10**6))
-
-    def counted(act: Callable[..., Any]) -> Callable[..., Any]:
-        def one(*args: Any, **kwargs: Any) -> Any:
-            if next(count) == number:
-                (link := next(iter(update_worker_client._links.values()), None)) if updater else None
-                os.kill(link.process.pid if updater and link is not None else os.getpid(), signal.SIGKILL)
-            return act(*args, **kwargs)
-
-        return one
-
-    acts = [
-        (os, "posix_fallocate"),
-        (os, "rename"),
-        (os, "open"),
-        (os, "fsync"),
-        (os, "fdatasync"),
-        (os, "replace"),
-    ]
-    more = [
-        (ssd_tensors.Disk, "store"),
-        (ssd_tensors.Disk, "load"),
-        (update_worker_client.UpdaterLink, "order"),
-    ]
-    for where, name in [*acts, (os, "unlink"), (os, "rmdir"), *more] if not updater else more[-1:]:
-        setattr(where, name, counted(getattr(where, name)))
+def first_updater() -> int:
+    link = next(iter(update_worker_client._links.values()), None)
+    return os.getpid() if link is None else link.process.pid
 
 
 def run(

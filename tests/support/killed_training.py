@@ -58,7 +58,7 @@ def train(directory: str, resume: str, kill_at: int, log: str) -> None:
     os.environ[offload_dir.VARIABLE] = directory
     torch.set_num_threads(1)
     if kill_at >= 0:
-        kill_at_durable_act(kill_at)
+        kill_at_act(kill_at)
     tuned = tuned_of(model_for(resume), resume)
     with open(log, "a") as out:
         print("start", tuned.resumed_steps, file=out, flush=True)
@@ -78,22 +78,29 @@ def end_updaters() -> None:
         link.close()
 
 
-def kill_at_durable_act(number: int) -> None:
-    """Kill this process before a numbered act that changes the drive's content: writes, flushes, renames,
-    removals.
-    """
+DURABLE: list[tuple[Any, str]] = [
+    *((os, name) for name in ("fsync", "fdatasync", "replace", "unlink", "rmdir")),
+    (ssd_tensors.Disk, "store"),
+    (update_worker_client.UpdaterLink, "order"),
+]
+"""Acts that change the drive's content: writes, flushes, renames, removals."""
+
+
+def kill_at_act(
+    number: int, acts: list[tuple[Any, str]] = DURABLE, victim: Callable[[], int] = os.getpid
+) -> None:
+    """Kill a process, this one by default, before a numbered one of `acts`."""
     count = iter(range(10**6))
 
     def counted(act: Callable[..., Any]) -> Callable[..., Any]:
         def one(*args: Any, **kwargs: Any) -> Any:
             if next(count) == number:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(victim(), signal.SIGKILL)
             return act(*args, **kwargs)
 
         return one
 
-    acts = [(os, "fsync"), (os, "fdatasync"), (os, "replace"), (os, "unlink"), (os, "rmdir")]
-    for where, name in [*acts, (ssd_tensors.Disk, "store"), (update_worker_client.UpdaterLink, "order")]:
+    for where, name in acts:
         setattr(where, name, counted(getattr(where, name)))
 
 

@@ -6,9 +6,10 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 import numpy as np
+from hypothesis import strategies as st
 
 from memtune import _native
-from memtune.program.step import CallInputs, Calls, Kind, Ops, Saves, Step, Storages, Table, Uses
+from memtune.program.step import FOREVER, CallInputs, Calls, Kind, Ops, Saves, Step, Storages, Table, Uses
 
 T = TypeVar("T", bound=Table)
 
@@ -84,3 +85,40 @@ def columns_of(step: Step, op_s: Any, issue_s: Any) -> _native.StepColumns:
         ops.prefetch,
         ops.match,
     )
+
+
+def drawn_storages(
+    draw: st.DrawFn, n: int, m: int, *, most_bytes: int, tiers: list[int], uses: int, saves: int
+) -> dict[str, Any]:
+    """Return columns, for `make_step`, of `m` random storages that `n` ops make, use and save.
+
+    Args:
+        draw: Hypothesis'.
+        n: Number of ops.
+        m: Number of storages.
+        most_bytes: Largest storage.
+        tiers: Tiers to draw from.
+        uses: Largest number of uses.
+        saves: Largest number of saved tensors.
+    """
+    some, ops = st.integers(0, m - 1), st.integers(0, n - 1)
+
+    def column(values: st.SearchStrategy[Any]) -> list[Any]:
+        return draw(st.lists(values, min_size=m, max_size=m))
+
+    producer = column(st.integers(-1, n - 1))
+    pairs = draw(st.lists(st.tuples(ops, some, st.integers(0, 2)), max_size=uses))
+    used = sorted((max(op, producer[s]), s, mutates) for op, s, mutates in pairs)
+    saved = draw(st.lists(st.tuples(some, ops), max_size=saves))
+    return {
+        "storages_bytes": column(st.integers(0, most_bytes)),
+        "storages_tier": column(st.sampled_from(tiers)),
+        "storages_kind": column(st.integers(0, 7)),
+        "storages_producer": producer,
+        "storages_held_until": column(st.sampled_from([-1, 0, n - 1, int(FOREVER)])),
+        "uses_op": [u[0] for u in used],
+        "uses_storage": [u[1] for u in used],
+        "uses_mode": [u[2] for u in used],
+        "saves_storage": [s for s, _ in saved],
+        "saves_held_until": [max(until, producer[s]) for s, until in saved],
+    }

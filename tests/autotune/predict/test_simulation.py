@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from support.synthetic_steps import columns_of, make_step
+from support.synthetic_steps import columns_of, drawn_storages, make_step
 
 from memtune import _native, hardware
 from memtune.autotune.predict.caching_allocator import AllocatorSettings, event_stream, replay
@@ -35,32 +35,16 @@ CPU = replace(
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
     n, m = draw(st.integers(1, 12)), draw(st.integers(1, 10))
-    few = st.integers(0, m - 1)
 
-    def column(values: st.SearchStrategy[Any], rows: int) -> list[Any]:
-        return draw(st.lists(values, min_size=rows, max_size=rows))
+    def column(values: list[int]) -> list[int]:
+        return draw(st.lists(st.sampled_from(values), min_size=n, max_size=n))
 
-    producer = column(st.integers(-1, n - 1), m)
-    pairs = draw(st.lists(st.tuples(st.integers(0, n - 1), few, st.integers(0, 2)), max_size=20))
-    uses = sorted((max(op, producer[s]), s, mutates) for op, s, mutates in pairs)
-    saves = draw(st.lists(st.tuples(few, st.integers(0, n - 1)), max_size=8))
     return make_step(
         n,
         m,
-        ops_phase=sorted(column(st.sampled_from([int(p) for p in Phase]), n)),
-        ops_resource=column(
-            st.sampled_from([*map(int, Resource), 0, 0, 0, 0, 1, 1, 2, 2]), n
-        ),  # few, so that ops meet
-        storages_bytes=column(st.integers(0, 3000), m),
-        storages_tier=column(st.sampled_from([0, 0, 0, 1, 2]), m),
-        storages_kind=column(st.integers(0, 7), m),
-        storages_producer=producer,
-        storages_held_until=column(st.sampled_from([-1, 0, n - 1, int(FOREVER)]), m),
-        uses_op=[u[0] for u in uses],
-        uses_storage=[u[1] for u in uses],
-        uses_mode=[u[2] for u in uses],
-        saves_storage=[s for s, _ in saves],
-        saves_held_until=[max(until, producer[s]) for s, until in saves],
+        ops_phase=sorted(column([*map(int, Phase)])),
+        ops_resource=column([*map(int, Resource), 0, 0, 0, 0, 1, 1, 2, 2]),  # few, so that ops meet
+        **drawn_storages(draw, n, m, most_bytes=3000, tiers=[0, 0, 0, 1, 2], uses=20, saves=8),
     )
 
 

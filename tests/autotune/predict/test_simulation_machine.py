@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from reference.machine import Deadlock, Machine, Ranks, uncovered
-from support.synthetic_steps import columns_of, make_step
+from support.synthetic_steps import columns_of, drawn_storages, make_step
 
 from memtune import _native, hardware
 from memtune.autotune.predict.breakdown import time_lines
@@ -64,38 +64,23 @@ def steps(draw: st.DrawFn, matches: int, resources: list[int]) -> Step:
     """Prologue ops first, optimizer ops last, between them boundary ops too, as DDP has them."""
     n, m = draw(st.integers(1, 9)), draw(st.integers(1, 6))
 
-    def column(values: st.SearchStrategy[Any], rows: int) -> list[Any]:
-        return draw(st.lists(values, min_size=rows, max_size=rows))
+    def column(values: list[int]) -> list[int]:
+        return draw(st.lists(st.sampled_from(values), min_size=n, max_size=n))
 
     first, last = draw(st.integers(0, 2)), draw(st.integers(0, 2))
-    body = column(st.sampled_from([1, 1, 2, 3, 3, 4]), n)
+    body = column([1, 1, 2, 3, 3, 4])
     phases = [0 if i < first else 5 if i >= n - last else body[i] for i in range(n)]
-    producer = column(st.integers(-1, n - 1), m)
-    pairs = draw(
-        st.lists(st.tuples(st.integers(0, n - 1), st.integers(0, m - 1), st.integers(0, 2)), max_size=14)
-    )
-    uses = sorted((max(op, producer[s]), s, mutates) for op, s, mutates in pairs)
-    saves = draw(st.lists(st.tuples(st.integers(0, m - 1), st.integers(0, n - 1)), max_size=3))
     numbers = iter(range(1, matches + 1))
     matched = [draw(st.sampled_from([0, 0, 1])) and next(numbers, 0) for _ in range(n)]
     return make_step(
         n,
         m,
         ops_phase=phases,
-        ops_resource=column(st.sampled_from(resources), n),
+        ops_resource=column(resources),
         ops_match=matched,
-        ops_stream=column(st.sampled_from([0, 0, 0, 1, 2, 3]), n),
-        ops_prefetch=column(st.sampled_from([0, 0, 1, 2]), n),
-        storages_bytes=column(st.integers(0, 30), m),
-        storages_tier=column(st.sampled_from([0, 0, 1]), m),
-        storages_kind=column(st.integers(0, 7), m),
-        storages_producer=producer,
-        storages_held_until=column(st.sampled_from([-1, -1, 0, n - 1, int(FOREVER)]), m),
-        uses_op=[u[0] for u in uses],
-        uses_storage=[u[1] for u in uses],
-        uses_mode=[u[2] for u in uses],
-        saves_storage=[s for s, _ in saves],
-        saves_held_until=[max(until, producer[s]) for s, until in saves],
+        ops_stream=column([0, 0, 0, 1, 2, 3]),
+        ops_prefetch=column([0, 0, 1, 2]),
+        **drawn_storages(draw, n, m, most_bytes=30, tiers=[0, 0, 1], uses=14, saves=3),
     )
 
 

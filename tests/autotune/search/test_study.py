@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.search.prepared_search import prepared, truth
@@ -243,19 +244,36 @@ def test_search_reports_nan_loss():
     assert outcome.config is not None
 
 
-def test_search_drops_technique_that_crashes_twice():
+@pytest.mark.parametrize(
+    "failure",
+    [
+        {"status": "crash", "reason": "was ended by SIGSEGV at 0x{}"},
+        pytest.param(
+            {
+                "status": "unfit",
+                "reason": "MT309 it cannot be run a second time: tensor {}.",
+                "code": "MT309",
+                "raised_at": "memtune.x:1",
+            },
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=lambda each: each["status"],
+)
+def test_search_drops_technique_that_fails_twice(failure: dict[str, Any]):
     options = asked(trials=12, goal="memory", axes=("offload.activations", "recompute"))
     honest = truth(options, peak=0.0)
 
-    def crashing(trial: Trial) -> TrialResult:
+    def failing(trial: Trial) -> TrialResult:
         if "copy_out" in str(trial.config):
-            reason = f"was ended by SIGSEGV at 0x{trial.number}"
-            return TrialResult(number=trial.number, status="crash", reason=reason)
+            # No two reasons are equal: each names what it met.
+            reason = failure["reason"].format(trial.number)
+            return TrialResult(number=trial.number, **{**failure, "reason": reason})
         return honest(trial)
 
-    outcome = run(options, crashing)
-    crashed = [each for each in of(search_events.TrialFinished) if each.result.status == "crash"]
-    assert 2 <= len(crashed) <= 4  # more than two only while no other trial told its techniques apart
+    outcome = run(options, failing)
+    failed = [each for each in of(search_events.TrialFinished) if each.result.status == failure["status"]]
+    assert 2 <= len(failed) <= 4  # more than two only while no other trial told its techniques apart
     assert outcome.status == "done"
     assert outcome.config is not None
 
@@ -446,24 +464,3 @@ def test_search_runs_real_trials(monkeypatch: pytest.MonkeyPatch):
 def test_search_raises_only_memtune_errors():
     with pytest.raises(MemtuneError):
         run(asked(trials=20), lambda trial: TrialResult(number=trial.number, status="timeout", reason="hung"))
-
-
-@pytest.mark.slow
-def test_search_drops_technique_that_refuses_live_model_twice():
-    options = asked(trials=12, goal="memory", axes=("offload.activations", "recompute"))
-    honest = truth(options, peak=0.0)
-
-    def refusing(trial: Trial) -> TrialResult:
-        if "copy_out" in str(trial.config):
-            # as it names what it met, no two are equal
-            reason = f"MT309 it cannot be run a second time: tensor {trial.number}."
-            return TrialResult(
-                number=trial.number, status="unfit", reason=reason, code="MT309", raised_at="memtune.x:1"
-            )
-        return honest(trial)
-
-    run(options, refusing)
-    refused = [each for each in of(search_events.TrialFinished) if each.result.status == "unfit"]
-    assert (
-        2 <= len(refused) <= 4
-    )  # more than two only while nothing else told their kinds apart from those that work

@@ -148,25 +148,25 @@ def test_pairs_are_compared_where_activations_leave_room(mib: int, size: int):
     ]
 
 
+def best(found: Scores, goal: Goal) -> tuple[float, int]:
+    """Return seconds and peak of the best candidate within 6 MiB."""
+    fitting = [each for each in found.by_key.values() if each.prediction.peak_allocated_bytes <= 6 * 2**20]
+    first = min(fitting, key=lambda each: each.rank(goal)).prediction
+    return first.step_s, first.peak_allocated_bytes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("goal", ["throughput", "memory"])
 def test_sample_and_neighbours_contain_best_candidate(goal: Goal, monkeypatch: pytest.MonkeyPatch):
     made = rewriter(budget_bytes=6 * 2**20)
     space = build_space(made, 8, axes=("execution", "recompute", "offload"))
 
-    def best(found: Scores) -> tuple[float, int]:
-        fitting = [
-            each for each in found.by_key.values() if each.prediction.peak_allocated_bytes <= 6 * 2**20
-        ]
-        first = min(fitting, key=lambda each: each.rank(goal)).prediction
-        return first.step_s, first.peak_allocated_bytes
-
     whole = score_all(space, Scorer(made), goal)
     monkeypatch.setattr(scoring, "ENUMERATE_UP_TO", 0)
     monkeypatch.setattr(scoring, "SAMPLE", 1)
     some = score_all(space, Scorer(made), goal)
     assert some.n_candidates < whole.n_candidates
-    assert best(some) == best(whole)
+    assert best(some, goal) == best(whole, goal)
 
 
 @pytest.mark.slow
@@ -181,13 +181,6 @@ def test_scoring_finds_best_with_fewer_neighbours(goal: Goal, monkeypatch: pytes
         seeds.extend(choices)
         return real(self, choices)
 
-    def best(found: Scores) -> tuple[float, int]:
-        fitting = [
-            each for each in found.by_key.values() if each.prediction.peak_allocated_bytes <= 6 * 2**20
-        ]
-        first = min(fitting, key=lambda each: each.rank(goal)).prediction
-        return first.step_s, first.peak_allocated_bytes
-
     whole, real = score_all(space, Scorer(made), goal), Space.around
     monkeypatch.setattr(scoring, "ENUMERATE_UP_TO", 0)
     monkeypatch.setattr(scoring, "SAMPLE", 1)
@@ -197,7 +190,7 @@ def test_scoring_finds_best_with_fewer_neighbours(goal: Goal, monkeypatch: pytes
     monkeypatch.setattr(scoring, "_EXPLORE_AGAIN", 0.0)
     monkeypatch.setattr(scoring, "_SLOWER", math.inf)
     often = score_all(space, Scorer(made), goal)
-    assert best(some) == best(often) == best(whole)
+    assert best(some, goal) == best(often, goal) == best(whole, goal)
     assert n_seeds < len(seeds)
     assert some.n_candidates <= often.n_candidates <= whole.n_candidates
 

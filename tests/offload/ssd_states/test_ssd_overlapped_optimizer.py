@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memtune import hardware
-from memtune.api import apply
+from memtune.api import Tuned, apply
 from memtune.autotune.predict.simulation import simulate
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.config.tuned_config import TunedConfig
@@ -54,6 +54,12 @@ def batches(workload: Workload, step: int, count: int = 2) -> list[Any]:
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def started() -> tuple[Workload, nn.Module, torch.optim.Optimizer, Tuned]:
+    workload, model, optimizer = fused(ZOO["tied"])
+    tuned = apply(model, optimizer, config_of(ZOO["tied"], SMALL), loss=workload.loss, strict=False)
+    return workload, model, optimizer, tuned
 
 
 def trained(
@@ -129,8 +135,7 @@ def test_audit_counts_parameters_updated_in_backward() -> None:
     """All but the sentinel in `Tuned.step`; none in a loop that does not announce the last micro-batch; the
     same bits.
     """
-    workload, model, optimizer = fused(ZOO["tied"])
-    tuned = apply(model, optimizer, config_of(ZOO["tied"], SMALL), loss=workload.loss, strict=False)
+    workload, model, optimizer, tuned = started()
     tuned.step(batches(workload, 0))
     assert tuned.audit()["offload.states"]["updated_in_backward"] == len(list(model.parameters())) - 1
 
@@ -147,14 +152,12 @@ def test_audit_counts_parameters_updated_in_backward() -> None:
 
 def test_state_dict_is_complete_at_any_time_and_can_be_loaded() -> None:
     """Also between backward and step, while records are being written to SSD."""
-    workload, model, optimizer = fused(ZOO["tied"])
-    tuned = apply(model, optimizer, config_of(ZOO["tied"], SMALL), loss=workload.loss, strict=False)
+    workload, model, optimizer, tuned = started()
     tuned.step(batches(workload, 0))
     saved = copy.deepcopy(tuned.state_dict())
     tuned.step(batches(workload, 1))
     wanted = weights(model)
-    workload, model, optimizer = fused(ZOO["tied"])
-    tuned = apply(model, optimizer, config_of(ZOO["tied"], SMALL), loss=workload.loss, strict=False)
+    workload, model, optimizer, tuned = started()
     tuned.load_state_dict(saved)
     tuned.step(batches(workload, 1))
     assert all(torch.equal(wanted[name], value) for name, value in model.state_dict().items())
@@ -173,8 +176,7 @@ def test_load_between_backward_and_step_drops_running_updates() -> None:
     """Updates of that backward were writing weights to the device and to SSD; afterwards the step can run
     again.
     """
-    workload, model, optimizer = fused(ZOO["tied"])
-    tuned = apply(model, optimizer, config_of(ZOO["tied"], SMALL), loss=workload.loss, strict=False)
+    workload, model, optimizer, tuned = started()
     tuned.step(batches(workload, 0))
     saved = copy.deepcopy(tuned.state_dict())
     assert tuned._context.loop.sync is not None
@@ -185,8 +187,7 @@ def test_load_between_backward_and_step_drops_running_updates() -> None:
     assert all(torch.equal(saved["model"][name], value) for name, value in weights(model).items())
     tuned.step(batches(workload, 1))
     got = weights(model)
-    workload, model, optimizer = fused(ZOO["tied"])
-    tuned = apply(model, optimizer, config_of(ZOO["tied"], SMALL), loss=workload.loss, strict=False)
+    workload, model, optimizer, tuned = started()
     for step in range(2):
         tuned.step(batches(workload, step))
     assert all(torch.equal(got[name], value) for name, value in weights(model).items())
@@ -234,8 +235,7 @@ def test_ssd_overlapped_optimizer_refuses_a_gradient_that_is_ready_twice(
 
 
 def test_damaged_file_raises_in_backward_with_the_parameter_name() -> None:
-    workload, model, optimizer = fused(ZOO["tied"])
-    tuned = apply(model, optimizer, config_of(ZOO["tied"], SMALL), loss=workload.loss, strict=False)
+    workload, _model, _optimizer, tuned = started()
     tuned.step(batches(workload, 0))
     path = ssd_tensors.current().path
     path.write_bytes(bytes(each ^ 1 for each in path.read_bytes()[: 1 << 20]))

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.sharding_programs import bytes_of, context_of, traffic_of_updates
 from support.zoo_paths import ZOO
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from memtune.activations.offload.activation_offload_pass import move_activations
 from memtune.activations.offload.selection_plan import OffloadClaim
-from memtune.activations.recompute.activation_table import ActivationTable
 from memtune.activations.recompute.recompute_pass import recompute_blocks
 from memtune.autotune.record.compiled import CompiledRecordings
 from memtune.autotune.record.mixed_precision import PrecisionRecordings
@@ -30,8 +30,7 @@ from memtune.offload.optimizer.host_optimizer_pass import optimizer_on_host
 from memtune.parallel.sharding import fsdp_sharding
 from memtune.parallel.sharding.fsdp_pass import Sharding, shard_states
 from memtune.program.edit import accumulate_gradients
-from memtune.program.step import Kind, Phase, Recording, Step, Tier
-from memtune.runtime.context import Context
+from memtune.program.step import Kind, Recording, Step
 from memtune.technique import ComputePrecision
 from memtune.testing.drift_check import recording_of
 from memtune.workload.workload import Workload
@@ -242,9 +241,7 @@ def real(case: Case) -> Step:
     session = start_session(workload, recording.rung)
     if case.host:
         session.warm_up(2)
-    context = Context(
-        session.model, session.optimizer, session.blocks, CPU, ActivationTable(session.model, session.blocks)
-    )
+    context = context_of(session)
     table = context.activations
     with session.mode:
         for region in table.regions:
@@ -279,14 +276,6 @@ def timeline(step: Step) -> list[tuple[str, int]]:
     return [(step.names[name], int(live[op])) for op, name in enumerate(step.ops.name)]
 
 
-def traffic_of_updates(step: Step, case: Case) -> list[int]:
-    """Return the traffic of the ops of the optimizer itself, without copies to and from the host."""
-    plain = recorded(case.model)[1].at(2)
-    names = {plain.names[name] for name in plain.ops.name[plain.ops.phase == Phase.OPTIMIZER]}
-    rows = np.flatnonzero(step.ops.phase == Phase.OPTIMIZER)
-    return [int(step.ops.traffic_bytes[row]) for row in rows if step.names[step.ops.name[row]] in names]
-
-
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_fsdp_pass_equals_recording(case: Case) -> None:
@@ -298,7 +287,9 @@ def test_fsdp_pass_equals_recording(case: Case) -> None:
     assert len(timeline(ours)) == len(timeline(theirs))
     assert ours.peak_bytes() == theirs.peak_bytes()
     assert collectives(ours) == collectives(theirs)
-    np.testing.assert_allclose(*(traffic_of_updates(step, case) for step in (ours, theirs)), atol=64)
+    np.testing.assert_allclose(
+        *(traffic_of_updates(step, recorded(case.model)[1].at(2)) for step in (ours, theirs)), atol=64
+    )
 
 
 def collectives(step: Step) -> list[tuple[str, int, int]]:
@@ -312,13 +303,6 @@ def collectives(step: Step) -> list[tuple[str, int, int]]:
 def test_fsdp_pass_shards_state() -> None:
     whole = recorded("gpt")[1].at(2)
     step = shard_states(whole, Sharding(RANKS))
-
-    def bytes_of(step: Step, kind: Kind) -> int:
-        return int(
-            step.storages.bytes[
-                (step.storages.kind == kind) & (step.storages.tier == Tier.DEVICE) & (step.storages.bytes > 8)
-            ].sum()
-        )
 
     assert bytes_of(step, Kind.PARAMETER) * RANKS == bytes_of(whole, Kind.PARAMETER)
     assert bytes_of(step, Kind.OPTIMIZER) * RANKS == bytes_of(whole, Kind.OPTIMIZER)

@@ -12,7 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.gloo import run_ranks
-from support.ranks.data_parallel_steps import SAMPLES, TiedNet, alone, check, loss, on_this_rank, optimizer_of
+from support.ranks.data_parallel_steps import (
+    alone,
+    batches,
+    build,
+    check,
+    loss,
+    on_this_rank,
+)
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -36,18 +43,8 @@ SENT: dict[str, dict[str, Any]] = {
 }
 
 
-def batches(step: int) -> list[Tensor]:
-    return list(torch.randint(11, (SAMPLES, 5), generator=torch.Generator().manual_seed(step)).chunk(SAMPLES))
-
-
 def settings(knobs: dict[str, Any]) -> dict[str, Any]:
     return {"settings": {"sharding": {"states": {"kind": "fsdp", **knobs}}}}
-
-
-def build() -> tuple[TiedNet, torch.optim.Optimizer]:
-    torch.manual_seed(3)
-    model = TiedNet()
-    return model, optimizer_of(model)
 
 
 def trained(knobs: dict[str, Any]) -> dict[str, Any]:

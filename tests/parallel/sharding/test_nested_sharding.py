@@ -13,16 +13,15 @@ import pytest
 import torch
 from support.gloo import run_ranks
 from support.ranks.data_parallel_steps import (
-    SAMPLES,
     STEPS,
-    TiedNet,
     alone,
+    batches,
+    build,
     check,
     loss,
     on_this_rank,
-    optimizer_of,
 )
-from torch import Tensor, nn
+from torch import nn
 
 from memtune.api import apply
 from memtune.errors import MemtuneError
@@ -55,16 +54,6 @@ SENT = [astuple(each) for each in every(4) if each.optimizer > 1]
 GRID: list[Case] = [
     (name, parts, clip) for name in (*AMSP, *STATES) for parts in (1, 4) for clip in (0.0, 0.05)
 ]
-
-
-def build() -> tuple[TiedNet, torch.optim.Optimizer]:
-    torch.manual_seed(3)
-    model = TiedNet()
-    return model, optimizer_of(model)
-
-
-def batches(step: int) -> list[Tensor]:
-    return list(torch.randint(11, (SAMPLES, 5), generator=torch.Generator().manual_seed(step)).chunk(SAMPLES))
 
 
 def settings(states: dict[str, Any]) -> dict[str, Any]:

@@ -4,11 +4,13 @@ zeroed gradients.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from support.gloo import run_ranks
+from support.ranks import data_parallel_steps
 from support.ranks.data_parallel_steps import (
     DIM,
     SAMPLES,
@@ -17,7 +19,6 @@ from support.ranks.data_parallel_steps import (
     check,
     loss,
     on_this_rank,
-    optimizer_of,
 )
 from torch import Tensor, nn
 
@@ -39,10 +40,7 @@ class Net(TiedNet):
         return x + self.sometimes(x) if tokens[0, 0] == 0 else x
 
 
-def build() -> tuple[Net, torch.optim.Optimizer]:
-    torch.manual_seed(3)
-    model = Net()
-    return model, optimizer_of(model)
+build = functools.partial(data_parallel_steps.build, Net)
 
 
 def batches(step: int) -> list[Tensor]:

@@ -12,12 +12,12 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from support.sharding_programs import bytes_of, context_of, traffic_of_updates
 from support.zoo_paths import ZOO
 
 import memtune.parallel.sharding.sharded_buckets as mechanism
 from memtune.activations.offload.activation_offload_pass import move_activations
 from memtune.activations.offload.selection_plan import OffloadClaim
-from memtune.activations.recompute.activation_table import ActivationTable
 from memtune.activations.recompute.recompute_pass import recompute_blocks
 from memtune.autotune.record.recording_session import start_session
 from memtune.autotune.record_parallel.fake_process_group import fake_ranks
@@ -28,8 +28,7 @@ from memtune.parallel.sharding.nested_sharding import divide
 from memtune.parallel.sharding.nested_sharding_pass import Division, divide_states
 from memtune.parallel.sharding.zero_partition_pass import Partitioning, partition_states
 from memtune.program.edit import accumulate_gradients
-from memtune.program.step import Kind, Phase, Recording, Step, Tier
-from memtune.runtime.context import Context
+from memtune.program.step import Kind, Recording, Step
 from memtune.testing.drift_check import compare, recording_of
 from memtune.workload.workload import Workload
 
@@ -116,9 +115,7 @@ def real(case: Case) -> Step:
     session = start_session(workload, recording.rung)
     if case.host:
         session.warm_up(2)
-    context = Context(
-        session.model, session.optimizer, session.blocks, CPU, ActivationTable(session.model, session.blocks)
-    )
+    context = context_of(session)
     filled = mechanism._filled
     with (
         session.mode,
@@ -146,30 +143,14 @@ def real(case: Case) -> Step:
     return session.trace(2, micro_batches=case.micro_batches, trace_last=True)
 
 
-def traffic_of_updates(step: Step, case: Case) -> list[int]:
-    """Return the traffic of the ops of the optimizer itself, without copies and gathers of the sharding."""
-    plain = recorded(case.model)[1].at(2)
-    names = {plain.names[name] for name in plain.ops.name[plain.ops.phase == Phase.OPTIMIZER]}
-    rows = np.flatnonzero(step.ops.phase == Phase.OPTIMIZER)
-    return [int(step.ops.traffic_bytes[row]) for row in rows if step.names[step.ops.name[row]] in names]
-
-
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_zero_partition_pass_equals_recording(case: Case) -> None:
     ours, theirs = predicted(case), real(case)
     assert compare(ours, theirs) == ""
-    traffic = [traffic_of_updates(step, case) for step in (ours, theirs)]
+    traffic = [traffic_of_updates(step, recorded(case.model)[1].at(2)) for step in (ours, theirs)]
     # A bucket's share is that of its parameters together, a parameter's may be up to a row more.
     np.testing.assert_allclose(*traffic, rtol=0.1, atol=64)
-
-
-def bytes_of(step: Step, kind: Kind) -> int:
-    return int(
-        step.storages.bytes[
-            (step.storages.kind == kind) & (step.storages.tier == Tier.DEVICE) & (step.storages.bytes > 8)
-        ].sum()
-    )
 
 
 def test_zero_partition_pass_shards_state_and_gradients() -> None:

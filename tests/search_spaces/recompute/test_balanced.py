@@ -18,14 +18,6 @@ from memtune.testing.drift_check import plain_program, target_of
 from memtune.testing.training import build, config_of, settings_of
 
 LLAMA_7B = Path(__file__).parents[2] / "support" / "models" / "recompute" / "llama_7b_block.py"
-SAVED_BYTES = {
-    "autocast": 70_404,
-    "gpt": 759_556,
-    "hf_llama": 565_764,
-    "inplace_views": 82_944,
-    "moe": 86_796,
-    "tied": 108_044,
-}
 
 
 class TestBalanced(TechniqueSuite):
@@ -35,10 +27,6 @@ class TestBalanced(TechniqueSuite):
         "llama_7b": LLAMA_7B,
     }
     quick = ("gpt",)
-
-    @pytest.mark.parametrize("model", SAVED_BYTES)
-    def test_saved_bytes_are_those_of_the_model(self, model: str) -> None:
-        assert rewritten(ZOO[model], self.default()).saved_bytes() == SAVED_BYTES[model]
 
     def test_six_tenths_of_a_llama_block_are_kept(self) -> None:
         plain, mine = rewritten(LLAMA_7B), rewritten(LLAMA_7B, self.default())

@@ -14,29 +14,12 @@ from memtune.testing import TechniqueSuite, rewritten
 from memtune.testing.drift_check import plain_program, target_of
 from memtune.testing.training import build, settings_of
 
-SAVED_BYTES = {
-    "autocast": 123_908,
-    "cnn_bn": 356_068,
-    "gpt": 726_788,
-    "hf_llama": 433_156,
-    "inplace_views": 64_512,
-    "lora": 88_068,
-    "lstm": 356_884,
-    "moe": 85_900,
-    "tied": 100_108,
-    "tobf16": 65_284,
-}
-
 
 class TestEveryNth(TechniqueSuite):
     technique = EveryNth
     models: ClassVar = {name: path for name, path in ZOO.items() if name not in ("autocast", "tobf16")}
     quick = ("gpt",)
     variants = (EveryNth(kind="every_nth"), EveryNth(kind="every_nth", n=3))
-
-    @pytest.mark.parametrize("model", ZOO)
-    def test_saved_bytes_are_those_of_the_model(self, model: str) -> None:
-        assert rewritten(ZOO[model], self.default()).saved_bytes() == SAVED_BYTES[model]
 
     def test_blocks_in_between_save_what_they_saved(self) -> None:
         plain, step = rewritten(ZOO["gpt"]), rewritten(ZOO["gpt"], self.default())

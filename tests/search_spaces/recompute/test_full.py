@@ -17,28 +17,11 @@ from memtune.search_spaces.recompute.full import Full
 from memtune.testing import TechniqueSuite, rewritten
 from memtune.testing.training import build, one_step, settings_of
 
-SAVED_BYTES = {
-    "autocast": 21_252,
-    "cnn_bn": 263_140,
-    "gpt": 165_636,
-    "hf_llama": 169_476,
-    "inplace_views": 27_648,
-    "lora": 25_348,
-    "lstm": 33_300,
-    "moe": 35_340,
-    "tied": 58_892,
-    "tobf16": 24_068,
-}
-
 
 class TestFull(TechniqueSuite):
     technique = Full
     models = ZOO
     quick = ("tied",)
-
-    @pytest.mark.parametrize("model", ZOO)
-    def test_saved_bytes_are_those_of_the_model(self, model: str) -> None:
-        assert rewritten(ZOO[model], self.default()).saved_bytes() == SAVED_BYTES[model]
 
     def test_blocks_save_their_inputs_alone_and_their_ops_run_twice(self) -> None:
         plain, step = rewritten(ZOO["gpt"]), rewritten(ZOO["gpt"], self.default())

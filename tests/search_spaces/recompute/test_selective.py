@@ -15,28 +15,11 @@ from memtune.search_spaces.recompute.selective import Selective
 from memtune.testing import TechniqueSuite, rewritten
 from memtune.testing.drift_check import plain_program, target_of
 
-SAVED_BYTES = {
-    "autocast": 70_404,
-    "cnn_bn": 382_948,
-    "gpt": 825_092,
-    "hf_llama": 565_764,
-    "inplace_views": 82_944,
-    "lora": 150_276,
-    "lstm": 338_452,
-    "moe": 73_228,
-    "tied": 108_044,
-    "tobf16": 89_604,
-}
-
 
 class TestSelective(TechniqueSuite):
     technique = Selective
     models = ZOO
     quick = ("tied",)
-
-    @pytest.mark.parametrize("model", ZOO)
-    def test_saved_bytes_are_those_of_the_model(self, model: str) -> None:
-        assert rewritten(ZOO[model], self.default()).saved_bytes() == SAVED_BYTES[model]
 
     @pytest.mark.parametrize("model", [name for name in ZOO if name != "inplace_views"])
     def test_products_run_once(self, model: str) -> None:

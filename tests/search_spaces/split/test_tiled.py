@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.gloo import run_ranks
+from support.ranks.sharded_step import sharded_step
 from support.zoo_paths import ZOO
 
 from memtune import hardware
@@ -269,36 +270,12 @@ def test_parts_under_accumulation_are_predicted_to_the_byte(path: Path, mine: Te
     assert step.peak_bytes() == real.peak_bytes()
 
 
-def shares(path: str, tiled: bool) -> dict[str, Any]:
-    """Gradients, read off the weights, of a step over this rank's quarter of a batch under FSDP2; of the
-    batch without ranks.
-    """
-    workload, model, _ = build(Path(path))
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    torch.manual_seed(3)
-    inputs, targets = workload.make_batch(2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    config: dict[str, Any] = config_of(Path(path), Tiled(chunks=4, mlp=3)) if tiled else {"settings": {}}
-    settings = config["settings"]
-    if torch.distributed.is_initialized():
-        settings["sharding"] = {"states": {"kind": "fsdp"}}
-        mine = slice(torch.distributed.get_rank(), torch.distributed.get_rank() + 1)
-        inputs, targets = inputs[mine], targets[mine]
-    tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
-    tuned.step([(inputs, targets)])
-    after = tuned.state_dict()["model"]
-    audit = tuned.audit()
-    gradients = {name: before[name] - after[name] for name in before}
-    return {"gradients": gradients, "audit": audit.get("split"), "modules": audit.get("split.modules")}
-
-
 @pytest.mark.slow
 def test_two_sharded_ranks_train_as_the_plain_model() -> None:
-    wanted = shares(str(BOTH), False)["gradients"]
-    for rank in run_ranks(shares, 2, str(BOTH), True):
-        assert rank["audit"] == {"head": "head", "losses_in_parts": 1, "read_whole": 0}
-        assert rank["modules"] == {"modules": 4, "runs_in_parts": 4}
-        for name, gradient in wanted.items():
-            assert float((rank["gradients"][name] - gradient).abs().max()) <= 1e-5 * max(
-                1.0, float(gradient.abs().max())
-            )
+    plain = sharded_step(str(BOTH), None)
+    for rank in run_ranks(sharded_step, 2, str(BOTH), Tiled(chunks=4, mlp=3)):
+        assert rank["audit"]["split"] == {"head": "head", "losses_in_parts": 1, "read_whole": 0}
+        assert rank["audit"]["split.modules"] == {"modules": 4, "runs_in_parts": 4}
+        for name, before in plain["before"].items():
+            gradient, mine = before - plain["after"][name], rank["before"][name] - rank["after"][name]
+            assert float((mine - gradient).abs().max()) <= 1e-5 * max(1.0, float(gradient.abs().max()))

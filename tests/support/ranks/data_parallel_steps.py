@@ -57,6 +57,18 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(trained, lr=0.2, momentum=0.9, weight_decay=0.01)
 
 
+def build(kind: type[TiedNet] = TiedNet) -> tuple[TiedNet, torch.optim.Optimizer]:
+    """Return a net and its optimizer, the same on every rank."""
+    torch.manual_seed(3)
+    model = kind()
+    return model, optimizer_of(model)
+
+
+def batches(step: int) -> list[Tensor]:
+    """Return the samples of a step, one by one."""
+    return list(torch.randint(11, (SAMPLES, 5), generator=torch.Generator().manual_seed(step)).chunk(SAMPLES))
+
+
 def on_this_rank(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

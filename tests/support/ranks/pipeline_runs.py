@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks.model_parallel_runs import MODELS, SIZE, STEPS, rewriter, settings
-from torch import nn
+from support.ranks import model_parallel_runs
+from support.ranks.model_parallel_runs import MODELS, SIZE, rewriter, settings
 
 from memtune.api import apply
 from memtune.autotune.space.candidates import Candidate, Choice
@@ -20,7 +20,6 @@ from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
 from memtune.program.step import Step
 from memtune.runtime.memory_tiers import HOST, tier
-from memtune.runtime.training_step import train_step
 from memtune.runtime.transfer import COUNTERS
 from memtune.testing.training import build
 
@@ -71,41 +70,8 @@ def sent_bytes(step: Step) -> int:
 def trained(
     path: Path, ranks: int, config: dict[str, Any] | None, clip: bool, accumulate: int
 ) -> dict[str, Any]:
-    """Train five steps; each rank provides its own samples, the plain run (one rank) has all of them in the
-    order of the rotation.
-    """
-    workload, model, optimizer = build(path)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    tuned = apply(model, optimizer, config, loss=workload.loss, strict=False) if config else None
-    rank = dist.get_rank() if config else 0
-    losses, norms = [], []
-    if clip:
-        optimizer.register_step_pre_hook(
-            lambda *_: norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        )
-    for step in range(STEPS):
-        torch.manual_seed(step)
-        batches = [workload.make_batch(SIZE) for _ in range(ranks * accumulate)]
-        if tuned is not None:
-            losses.append(float(tuned.step(batches[rank * accumulate :][:accumulate])))
-        else:
-            turns = [batches[each * accumulate + n] for n in range(accumulate) for each in range(ranks)]
-            losses.append(float(train_step(model, optimizer, workload.loss, turns, torch.device("cpu"))))
-    state = (
-        tuned.state_dict()
-        if tuned is not None
-        else {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    )
-    audit = tuned.audit() if tuned is not None else {}
-    return {
-        "losses": losses,
-        "norms": norms,
-        "model": state["model"],
-        "optimizer": state["optimizer"]["state"],
-        "audit": audit,
-    }
+    """Train as ranks that share layers do; the plain run has all samples in the order of the rotation."""
+    return model_parallel_runs.trained(ranks, config, clip, accumulate, path=path)
 
 
 def measured(path: Path, config: dict[str, Any]) -> tuple[int, int]:

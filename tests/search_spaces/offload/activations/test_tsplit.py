@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from support.gloo import run_ranks
+from support.ranks.sharded_step import sharded_step
 from support.suites.sharded_suite import peaks
 from support.zoo_paths import ZOO
 
@@ -192,37 +193,15 @@ def test_real_steps_have_the_predicted_peak_and_fit_where_the_plain_model_does_n
     assert tuned == (roomy if mine is WHOLE else pytest.approx(roomy, rel=1e-5))
 
 
-def weights(path: str, tuned: bool) -> dict[str, Any]:
-    """Return weights after a step over this rank's samples under FSDP2, or over the whole batch without
-    ranks.
-    """
-    workload, model, _ = build(Path(path))
-    torch.manual_seed(3)
-    inputs, targets = workload.make_batch(2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    config: dict[str, Any] = config_of(Path(path), PARTS) if tuned else {"settings": {}}
-    if torch.distributed.is_initialized():
-        config["settings"]["sharding"] = {"states": {"kind": "fsdp"}}
-        mine = slice(torch.distributed.get_rank(), torch.distributed.get_rank() + 1)
-        inputs, targets = inputs[mine], targets[mine]
-    found = apply(model, optimizer, config, loss=workload.loss, strict=False)
-    found.step([(inputs, targets)])
-    audit = found.audit()
-    return {
-        "weights": found.state_dict()["model"],
-        "split": audit.get("offload.activations"),
-        "moved": audit["activations"],
-    }
-
-
 @pytest.mark.slow
 def test_two_sharded_ranks_train_as_the_plain_model_does() -> None:
-    wanted = weights(str(WIDE), False)["weights"]
-    for rank in run_ranks(weights, 2, str(WIDE), True):
-        assert rank["split"]["modules"] == rank["split"]["runs_in_parts"] > 0
-        assert rank["moved"]["moved_bytes"] > 0
+    wanted = sharded_step(str(WIDE), None)["after"]
+    for rank in run_ranks(sharded_step, 2, str(WIDE), PARTS):
+        split = rank["audit"]["offload.activations"]
+        assert split["modules"] == split["runs_in_parts"] > 0
+        assert rank["audit"]["activations"]["moved_bytes"] > 0
         for name, weight in wanted.items():
-            assert float((rank["weights"][name] - weight).abs().max()) <= 1e-5 * max(
+            assert float((rank["after"][name] - weight).abs().max()) <= 1e-5 * max(
                 1.0, float(weight.abs().max())
             )
 

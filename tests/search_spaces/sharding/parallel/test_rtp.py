@@ -4,6 +4,7 @@ one.
 
 from __future__ import annotations
 
+import functools
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,15 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from support.gloo import run_ranks
-from support.ranks.data_parallel_steps import SAMPLES, TiedNet, alone, check, loss, on_this_rank, optimizer_of
+from support.ranks.data_parallel_steps import (
+    TiedNet,
+    alone,
+    batches,
+    build as build_net,
+    check,
+    loss,
+    on_this_rank,
+)
 from support.ranks.model_parallel_runs import (
     MODELS,
     SEPARATE,
@@ -320,14 +329,7 @@ class EvenNet(TiedNet):
         self.h = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(3))
 
 
-def even() -> tuple[EvenNet, torch.optim.Optimizer]:
-    torch.manual_seed(3)
-    model = EvenNet()
-    return model, optimizer_of(model)
-
-
-def batches(step: int) -> list[Tensor]:
-    return list(torch.randint(11, (SAMPLES, 5), generator=torch.Generator().manual_seed(step)).chunk(SAMPLES))
+even = functools.partial(build_net, EvenNet)
 
 
 Case = tuple[int, bool, int, float, bool]

@@ -6,22 +6,13 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from support.sharding_programs import program, step, target, with_parameter
+from support.sharding_programs import bytes_of, program, step, target, with_parameter
 from support.suites.sharded_suite import ShardedSuite
 from support.zoo_paths import ZOO
 
-from memtune.program.step import Kind, Program, Tier
+from memtune.program.step import Kind
 from memtune.search_spaces.sharding.states.zero1 import Zero1
 from memtune.technique import NO_PLAN
-
-
-def bytes_of(after: Program, kind: Kind) -> int:
-    done = after.step
-    return int(
-        done.storages.bytes[
-            (done.storages.kind == kind) & (done.storages.tier == Tier.DEVICE) & (done.storages.bytes > 8)
-        ].sum()
-    )
 
 
 @pytest.mark.parametrize(("ranks", "reason"), [(1, "only one rank"), (2, None), (8, None)])
@@ -38,8 +29,8 @@ def test_fits_refuses_trained_scalar_parameters_only() -> None:
 def test_rewrite_shards_optimizer_state_only() -> None:
     after = Zero1().rewrite(program(ranks=4), NO_PLAN, target(4))
     after.step.validate()
-    assert bytes_of(after, Kind.OPTIMIZER) * 4 == bytes_of(program(), Kind.OPTIMIZER)
-    assert bytes_of(after, Kind.PARAMETER) == bytes_of(program(), Kind.PARAMETER)
+    assert bytes_of(after.step, Kind.OPTIMIZER) * 4 == bytes_of(step(), Kind.OPTIMIZER)
+    assert bytes_of(after.step, Kind.PARAMETER) == bytes_of(step(), Kind.PARAMETER)
 
 
 def test_gradients_cross_the_link_once_per_step() -> None:
@@ -48,8 +39,8 @@ def test_gradients_cross_the_link_once_per_step() -> None:
         sent = done.ops.traffic_bytes[done.ops.group > 0]
         flags = 2 * 4 * len(step().parameters)
         assert sent.tolist() == [
-            bytes_of(program(), Kind.PARAMETER) + flags,
-            bytes_of(program(), Kind.PARAMETER),
+            bytes_of(step(), Kind.PARAMETER) + flags,
+            bytes_of(step(), Kind.PARAMETER),
         ]
 
 

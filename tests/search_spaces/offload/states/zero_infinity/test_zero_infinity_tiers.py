@@ -44,6 +44,11 @@ WAYS = {
         update={"optimizer_prefetch": 0, "parameter_prefetch": 0, "on_device": 1}
     ),
 }
+ON_ANY_TIER = {
+    **WAYS,
+    "optimizer too": ON_SSD.model_copy(update={"optimizer": "ssd"}),
+    "every state": ALL_ON_SSD.model_copy(update={"optimizer": "ssd"}),
+}
 NATIVE = OptimizerCpu(kind="optimizer_cpu", update="native")
 LINKS = {
     "ssd_write": Resource.SSD_WRITE,
@@ -174,9 +179,9 @@ class TestOptimizerOnHost(LayersSuite):
     def default(cls) -> ZeroInfinity:
         return ALL_ON_SSD
 
-    @pytest.mark.parametrize("name", WAYS)
+    @pytest.mark.parametrize("name", ON_ANY_TIER)
     def test_float32_masters_of_bfloat16_parameters(self, name: str) -> None:
-        master = WAYS[name].model_copy(update={"update": "master"})
+        master = ON_ANY_TIER[name].model_copy(update={"update": "master"})
         self.check_drift("tobf16", master)
         on_ssd = master.model_copy(update={"optimizer": "ssd"})
         assert not differences(train(ZOO["tobf16"], master), train(ZOO["tobf16"], on_ssd))
@@ -200,9 +205,9 @@ class TestOptimizerOnHost(LayersSuite):
         assert [one_step(workload, model, optimizer, tuned, seed=SEED + i)[0] for i in (1, 2)] == wanted
         assert all(tier_of(state["exp_avg"]) == HOST for state in optimizer.state.values())
 
-    @pytest.mark.parametrize("name", WAYS)
+    @pytest.mark.parametrize("name", ON_ANY_TIER)
     def test_loaded_weights_are_trained(self, name: str) -> None:
-        workload, model, optimizer, tuned = started(WAYS[name])
+        workload, model, optimizer, tuned = started(ON_ANY_TIER[name])
         one_step(workload, model, optimizer, tuned, seed=SEED)
         saved = {key: value.clone() for key, value in model.state_dict().items()}
         wanted = one_step(workload, model, optimizer, tuned, seed=SEED + 1)
@@ -210,10 +215,10 @@ class TestOptimizerOnHost(LayersSuite):
         assert all(torch.equal(saved[key], value) for key, value in model.state_dict().items())
         assert torch.equal(one_step(workload, model, optimizer, tuned, seed=SEED + 1)[0], wanted[0])
 
-    @pytest.mark.parametrize("name", ["host", "all"])
+    @pytest.mark.parametrize("name", ["host", "all", "optimizer too"])
     def test_scaled_gradients_are_used(self, name: str) -> None:
         runs = []
-        for workload, model, optimizer in (started(WAYS[name])[:3], build(ZOO["tied"])):
+        for workload, model, optimizer in (started(ON_ANY_TIER[name])[:3], build(ZOO["tied"])):
             torch.manual_seed(SEED)
             workload.loss(model, workload.make_batch(2)).backward()
             torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.1)
