@@ -249,6 +249,8 @@ def attempt(case: Case, path: str, config: dict[str, Any]) -> dict[str, Tensor] 
     with warnings.catch_warnings():
         warnings.filterwarnings("error", re.escape(uncleared.TEXT))
         found = guarded("training", lambda: trained(case, Path(path), config))
+    # An exception may have left collectives in flight, whose memory the next case gets.
+    streams.synchronize(device_of(case, dist.get_rank() if case.ranks > 1 else 0))
     if isinstance(found, Outcome) and found.kind == "refused" and found.code:
         does = {*case.behaviours, *(("own loop",) if case.loops else ())}
         return found if does & OF_THE_LOOP.get(found.code, set()) else replace(found, kind="late")
