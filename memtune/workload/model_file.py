@@ -116,6 +116,10 @@ def user_line(error: BaseException, path: Path) -> tuple[int, str] | None:
     return (frames[-1].lineno or 0, (frames[-1].line or "").strip()) if frames else None
 
 
+_NO_CUDA = ("not compiled with CUDA", "no NVIDIA driver", "No CUDA GPUs")
+"""In torch's errors on a machine without a GPU."""
+
+
 def raised_in_user_code(
     error: BaseException, path: Path, function: str, *, fix: str, code: str
 ) -> WorkloadError:
@@ -123,6 +127,11 @@ def raised_in_user_code(
     found = user_line(error, path)
     where = f" at line {found[0]}" if found else ""
     evidence = f"line {found[0]}:  {found[1]}" if found and found[1] else ""
+    if any(text in str(error) for text in _NO_CUDA):
+        fix = (
+            "leave out .cuda() and device='cuda': memtune moves the model and each batch to the device; new"
+            " tensors take  device=x.device"
+        )
     if function == "import":
         what = f"{path.name} failed at import{where.replace(' at', ',')}:  {summary(error)}"
     else:

@@ -152,6 +152,16 @@ def test_loss_rejects_integer_tensor(tmp_path):
     assert "torch.int64" in message(loss_of, Workload.load(written(tmp_path, text))).what
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the code runs on the GPU")
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("nn.Linear(8, 4))", "nn.Linear(8, 4)).cuda()"), ("model(batch)", 'model(batch.to("cuda"))')],
+)
+def test_code_for_a_gpu_is_answered_with_what_to_leave_out(tmp_path, old, new):
+    workload = Workload.load(written(tmp_path, GOOD.replace(old, new)))
+    assert "leave out .cuda()" in message(lambda: loss_of(workload)).fix
+
+
 def test_optimizer_of_the_model_groups_parameters_by_name(tmp_path):
     text = (
         GOOD
