@@ -132,6 +132,15 @@ def no_blocks_to_offload() -> Reason:
     )
 
 
+def no_blocks_to_load() -> Reason:
+    """Return why weights cannot be offloaded block by block."""
+    return Reason(
+        "the model has no blocks whose weights can be offloaded",
+        "list them in def blocks(model) in model.py",
+        "MT364",
+    )
+
+
 def no_large_activation(min_bytes: int) -> Reason:
     """Return why no saved activation of a block is offloaded."""
     return Reason(f"no saved activation has {min_bytes} bytes", "a smaller min_bytes")

@@ -179,6 +179,17 @@ def test_apply_skips_rules_about_plans() -> None:
     assert (by_technique, reason and reason.code) == (full, "MT303")
 
 
+@pytest.mark.parametrize(
+    "technique",
+    [each for each in TECHNIQUES if each.effects.parameters_on != "device"],
+    ids=lambda each: f"{each.kind}-{each.effects.moves}",
+)
+def test_refusal_of_offloaded_weights_without_blocks(technique: Technique) -> None:
+    found = refusal(Facts({technique.slot: technique}, 1, False, "inductor", 0))
+    assert found is not None
+    assert found[1].code
+
+
 def compares_a_kind(node: ast.AST) -> bool:
     """Return True if `node` is `technique.kind == "full"`, `kind in (...)` or the like: with names of kinds,
     or tuples of them.
