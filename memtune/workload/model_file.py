@@ -132,6 +132,11 @@ def raised_in_user_code(
             "leave out .cuda() and device='cuda': memtune moves the model and each batch to the device; new"
             " tensors take  device=x.device"
         )
+    elif isinstance(error, NotImplementedError) and "CPU" in str(error):
+        fix = (
+            "use an op that also runs on the CPU, where the step is recorded"
+            " (torch.nn.functional.scaled_dot_product_attention for flex_attention)"
+        )
     if function == "import":
         what = f"{path.name} failed at import{where.replace(' at', ',')}:  {summary(error)}"
     else:

@@ -162,6 +162,17 @@ def test_code_for_a_gpu_is_answered_with_what_to_leave_out(tmp_path, old, new):
     assert "leave out .cuda()" in message(lambda: loss_of(workload)).fix
 
 
+def test_op_without_a_cpu_kernel_is_answered_with_another_op(tmp_path):
+    attention = (
+        "def loss(model, batch):\n"
+        "    from torch.nn.attention.flex_attention import flex_attention\n"
+        "    q = model[0](batch)[None, None]\n"
+        "    return flex_attention(q, q, q).mean()\n"
+    )
+    workload = Workload.load(written(tmp_path, GOOD + attention))
+    assert "runs on the CPU" in message(lambda: loss_of(workload)).fix
+
+
 def test_optimizer_of_the_model_groups_parameters_by_name(tmp_path):
     text = (
         GOOD
