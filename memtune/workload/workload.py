@@ -117,6 +117,12 @@ class Workload:
                 + (", without the optimizer" if isinstance(model, tuple) else ""),
                 code="MT115",
             )
+        if isinstance(model, torch.jit.ScriptModule):
+            raise self._error(
+                "model() returned a torch.jit module, whose layers cannot be observed.",
+                fix="return the module itself, before torch.jit.script",
+                code="MT115",
+            )
         params = list(model.parameters())
         if not any(param.requires_grad for param in params):
             evidence = f"{type(model).__name__} has {len(params)} parameters" + (

@@ -109,6 +109,7 @@ AT_CALL = [
     ("not_a_module", model_of, "MT115", ["a tuple of 2", "without the optimizer"]),
     ("no_parameters", model_of, "MT115", ["nothing to train", "0 parameters"]),
     ("all_frozen", model_of, "MT115", ["nothing to train", "2 parameters, all frozen", "requires_grad"]),
+    ("scripted", model_of, "MT115", ["torch.jit", "before torch.jit.script"]),
     ("model_raises", model_of, "MT114", ["line 8", "TypeError", 'nn.Linear(8, "four")']),
     ("batch_raises", batch_of, "MT116", ["batch(2)", "line 12", "IndexError"]),
     ("batch_ignores_size", batch_of, "MT117", ["ignores its size", "(8, 8)"]),
