@@ -126,7 +126,7 @@ class HostOptimizer:
         place = model_order(context)
         self.pairs.sort(key=lambda pair: place.get(pair[0], len(place)))
         # Copied by a parameter offloader, and by this optimizer.
-        self._with_offloader: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._with_offloader: set[nn.Parameter] = set()  # the optimizer's own
         self._copied = list(self.pairs)
         self._dtypes = {parameter: parameter.dtype for parameter, _ in self.pairs}
         self._known = self._resident.union(host for _, host in self.pairs)
@@ -334,10 +334,11 @@ class HostOptimizer:
     def leave_to_offloader(self, parameters: Iterable[nn.Parameter]) -> None:
         """Leave the copies of these parameters, H2D and D2H, to a parameter offloader."""
         left = {id(each) for each in parameters}
-        self._with_offloader += [pair for pair in self._copied if id(pair[0]) in left]
+        mine = [pair for pair in self._copied if id(pair[0]) in left]
+        self._with_offloader.update(host for _, host in mine)
         self._copied = [pair for pair in self._copied if id(pair[0]) not in left]
-        self._writes.ignore_rows(parameter for parameter, _ in self._with_offloader)
-        for parameter, _ in self._with_offloader:
+        self._writes.ignore_rows(parameter for parameter, _ in mine)
+        for parameter, _ in mine:
             untrack_data(parameter)  # a write through `data` is to the host copy itself
 
     def expect(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -491,7 +492,7 @@ class HostOptimizer:
         A bfloat16 weight is in the memory of its gradient.
         """
         # No copies for these: the offloader loads the new weights before their next use.
-        for _, host in self._with_offloader:
+        for host in self._with_offloader.intersection(gradients):
             _drop(gradients, host)
         new = self._copied
         if hosts is not None or self._has_narrow:

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from memtune.offload.core import PendingUpdates, own_grad, set_own_grad
 from memtune.offload.gradients import WatchedGradients
 from memtune.offload.optimizer import add_gradient
 from memtune.offload.parameters.block_units import OffloadedBlocks
-from memtune.offload.parameters.ssd_values import SsdGradients
 from memtune.parallel.replicas import GradientReducer
 from memtune.runtime import (
     HOST,
@@ -43,6 +42,9 @@ from memtune.runtime import (
     weakly,
     without_grad,
 )
+
+if TYPE_CHECKING:
+    from memtune.offload.parameters.ssd_values import SsdGradients
 
 
 class BlockGradients:
@@ -111,7 +113,9 @@ class BlockGradients:
         self.shows = when_ready and not (
             placement.offload.averages == "experts" and ranks > 1 and blocks.gathered is None
         )
-        self._shown: set[nn.Parameter] = set()
+        # Both by identity: torch's hash of a tensor is a Python function, and every gradient is looked up.
+        self._shown: dict[int, nn.Parameter] = {}
+        self._held = {id(each): held for each, held in blocks.trained.items()}
         self._grad_hooks: list[RemovableHandle] = []
         tiled = set(tiled)
         ready = [[each for each in block if each not in tiled] for block in blocks.of_block]
@@ -157,7 +161,7 @@ class BlockGradients:
         if torch.is_grad_enabled():  # backward with `create_graph`
             with torch.no_grad():
                 self._on_grad_ready(parameter)
-        elif self._shown and parameter in self._shown:
+        elif id(parameter) in self._shown:
             self._add_to_shown(parameter)
         elif parameter.grad is None:
             pass  # the user's hook has used and freed it
@@ -245,7 +249,7 @@ class BlockGradients:
             # The last references: the device memory is free before the host adds, as the pass predicts.
             del source, copy
             if self._sums is None:
-                add_gradient(self._trained[parameter], host)
+                add_gradient(self._held[id(parameter)], host)
             else:
                 self._sums.add(parameter, host)
 
@@ -302,14 +306,14 @@ class BlockGradients:
         for parameter, held in self._trained.items() if self.shows else ():
             if own_grad(held) is not None:
                 show_grad_of(parameter, held)
-                self._shown.add(parameter)
+                self._shown[id(parameter)] = parameter
         if not self.shows or self._version_check.are_used:
             self._version_check.note()
 
     def hide(self) -> None:
         """Show the gradients no longer: the sums are what the user has made of them."""
         while self._shown:
-            parameter = self._shown.pop()
+            _, parameter = self._shown.popitem()
             if hide_grad_of(parameter) and self._sums is not None:
                 self._sums.take(parameter)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,6 @@ from memtune.offload.core import (
     to_host_now,
 )
 from memtune.offload.optimizer import DeferredUpdates, HostOptimizer
-from memtune.offload.parameters.ssd_values import SsdValues
 from memtune.program import Units
 from memtune.runtime import (
     HOST,
@@ -58,6 +57,9 @@ from memtune.runtime import (
     tier_of,
     transfer,
 )
+
+if TYPE_CHECKING:
+    from memtune.offload.parameters.ssd_values import SsdValues
 
 
 class OffloadedBlocks:

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -42,12 +42,10 @@ from memtune.offload.core import (
     ssd_values,
     to_host_now,
 )
+from memtune.offload.parameters.block_units import BlockUnits
 from memtune.program import WRITES_IN_FLIGHT, Residency, ssd_reads_by_moment
 from memtune.runtime import HOST, Context, local, tier, transfer
 from memtune.ssd import ssd_tensors
-
-if TYPE_CHECKING:
-    from memtune.offload.parameters.block_units import BlockUnits
 
 ParameterTier = Literal["host", "ssd"]
 
