@@ -27,7 +27,7 @@ Rule 6. An updater that has ended, or reports a fault, is named in an error, in 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -235,15 +235,6 @@ class Updaters:
         for group in self._optimizer.param_groups:
             group["params"] = [held_of.get(each, each) for each in group["params"]]
         context.placement.optimizer_params.update(held_of)
-
-    def start_deferred(self) -> None:
-        """Do nothing: no update is deferred."""
-
-    def expect(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Do nothing: the step updates all."""
-
-    def update(self, parameters: Iterable[nn.Parameter], *, at_once: bool) -> None:
-        """Do nothing: the step updates all."""
 
     # -- the processes ---------------------------------------------------------------------------------------
 

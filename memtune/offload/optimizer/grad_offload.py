@@ -24,7 +24,7 @@ Source: Ren et al. 2021, ZeRO-Offload (arXiv:2101.06840).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -59,13 +59,10 @@ _OTHER = "offload: {states: {kind: optimizer_cpu}} with  trigger: end_of_step"
 
 
 class Updates(Protocol):
-    """A host optimizer that updates parameters from gradients on the host."""
+    """A host optimizer that updates parameters inside backward, from gradients on the host."""
 
     def start_deferred(self) -> None:
         """Start the updates that the last step deferred, if any."""
-
-    def expect(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Prepare for gradients of these parameters, whose copies have started."""
 
     def update(self, parameters: Iterable[nn.Parameter], *, at_once: bool) -> None:
         """Update these from the gradients of the optimizer's parameters.
@@ -75,31 +72,33 @@ class Updates(Protocol):
             at_once: Return when the updates are done; otherwise they overlap with later computation.
         """
 
-    def check(self) -> dict[str, Any]:
-        """Return facts for the audit."""
-
 
 class GradientOffload:
     """Offloads the gradients of `context`'s model when they are ready.
 
     Args:
         context: Its model; grad-ready hooks are registered on its parameters.
-        optimizer: The host optimizer, with native updates.
+        check: Returns facts about the optimizer, for the audit.
         bucket_bytes: Size of a bucket; 0: each gradient is a bucket.
         trigger: When the host updates.
+        updates: Makes the updates; None: all are in the step.
         resident: Parameters that the optimizer itself updates on the device.
+        expect: Called with parameters whose D2H copies start, and whose updates follow.
     """
 
     def __init__(
         self,
         context: Context,
-        optimizer: Updates,
+        check: Callable[[], dict[str, Any]],
         bucket_bytes: int,
         trigger: Trigger,
+        updates: Updates | None = None,
         resident: Collection[nn.Parameter] = (),
+        expect: Callable[[list[nn.Parameter]], None] | None = None,
     ) -> None:
         placement = context.placement
-        self._optimizer, self._bucket_bytes, self._trigger = optimizer, bucket_bytes, trigger
+        self._check, self._updates, self._expect = check, updates, expect
+        self._bucket_bytes, self._trigger = bucket_bytes, trigger
         self._before_grad_use = context.events.before_grad_use
         trained = _trained(context)
         # Bytes are those of the largest rank's rows, so that all ranks choose the same sentinel.
@@ -197,7 +196,8 @@ class GradientOffload:
         self._backward_end.settle()
         self._early_updates.step_begins()
         # Updates that the last step left read no gradient of this one, so they overlap with its forward.
-        self._optimizer.start_deferred()
+        if self._updates is not None:
+            self._updates.start_deferred()
         self._is_last = last
         # By micro-batch: a block is complete only when all of its gradients have arrived again.
         self._missing = {index: set(block) for index, block in enumerate(self._blocks)}
@@ -236,9 +236,9 @@ class GradientOffload:
         """Start the D2H copies of the bucket, after those of the previous one have finished."""
         # Before any copy starts: at most two buckets are on the device.
         self._finish_copies()
-        if self._is_last and self._trigger == "per_gradient":
+        if self._is_last and self._expect is not None:
             # An optimizer on SSD reads its records while the gradients are copied.
-            self._optimizer.expect([self._device_rows[parameter] for parameter, _ in self._bucket])
+            self._expect([self._device_rows[parameter] for parameter, _ in self._bucket])
         hosts = to_host_together([gradient for _, gradient in self._bucket])
         self._in_flight += [(*entry, host) for entry, host in zip(self._bucket, hosts, strict=True)]
         self.sent_bytes += self._held_bytes
@@ -264,10 +264,11 @@ class GradientOffload:
             self._emit_grad_use(parameters)
         ready = self._ready_to_update(parameters) if self._is_last else []
         if ready:
+            assert self._updates is not None, "the trigger is in backward"
             for parameter in ready:  # a part may have been ready while an earlier one was in flight
                 self._early_updates.require_first(parameter)
             self._early_updates.add(ready, ready)
-            self._optimizer.update([self._device_rows[parameter] for parameter in ready], at_once=False)
+            self._updates.update([self._device_rows[parameter] for parameter in ready], at_once=False)
 
     def _emit_grad_use(self, arrived: Iterable[nn.Parameter]) -> None:
         """Notify listeners (gradient checks, `GradScaler`) of gradients whose sums are complete."""
@@ -373,8 +374,7 @@ class GradientOffload:
                 f"{len(left)} gradients are on the device that should have been offloaded when ready.",
                 code="MT309",
             )
-        facts = self._optimizer.check()
-        return facts | {
+        return self._check() | {
             "trigger": self._trigger,
             "buckets": self.buckets,
             "gradient_bytes_down": self.sent_bytes,

@@ -341,9 +341,6 @@ class HostOptimizer:
         for parameter, _ in mine:
             untrack_data(parameter)  # a write through `data` is to the host copy itself
 
-    def expect(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Do nothing: all that an update needs is in host memory already."""
-
     def update(self, parameters: Iterable[nn.Parameter], *, at_once: bool = True) -> None:
         """Update these model parameters from the gradients of their host copies, which are freed.
 

@@ -105,7 +105,7 @@ class Lohan(NativelyUpdated):
             context, master=self.update == "master", keep=self.effects.keeps_steps
         )
         context.checks["offload.states"] = GradientOffload(
-            context, optimizer, self._bucket_bytes, "per_gradient"
+            context, optimizer.check, self._bucket_bytes, "per_gradient", optimizer, expect=optimizer.expect
         ).check
 
     @property

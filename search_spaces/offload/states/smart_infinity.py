@@ -155,7 +155,7 @@ class SmartInfinity(NativelyUpdated):
             keep=self.effects.keeps_steps,
         )
         context.checks["offload.states"] = (
-            GradientOffload(context, moved, self._bucket_bytes, "end_of_step").check
+            GradientOffload(context, moved.check, self._bucket_bytes, "end_of_step").check
             if self._in_backward
             else moved.check
         )

@@ -97,5 +97,5 @@ def apply_on_grad_ready(
     resident = resident_parameters(context, ratio) if ratio < 1.0 else []
     optimizer = HostOptimizer(context, update, moments, delay_after, resident)
     context.checks["offload.states"] = GradientOffload(
-        context, optimizer, bucket_bytes, trigger, set(resident)
+        context, optimizer.check, bucket_bytes, trigger, optimizer, set(resident)
     ).check
