@@ -332,8 +332,9 @@ class BlockUnits:
             self._values.drop()
         # A unit that is still resident would be used as it was.
         self.free(self.resident)
-        adopt_together(self.owners)
-        if self._values is not None:
+        if self._values is None:
+            adopt_together(self.owners)
+        else:
             self._values.adopt()
 
     def read_ahead(self) -> None:

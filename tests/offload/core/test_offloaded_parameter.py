@@ -137,6 +137,28 @@ def test_writes_between_steps_train_as_the_plain_model(name: str, change: Callab
     assert_equal(weights(model), weights(wanted))
 
 
+def test_frozen_weight_on_ssd_written_between_backward_and_step_keeps_its_checksum() -> None:
+    runs = []
+    for config in (
+        {"settings": {"offload": {"states": {"kind": "zero_infinity", "parameters": "ssd"}}}},
+        None,
+    ):
+        model, _ = build()
+        weight_of(model).requires_grad_(False)
+        trained = [each for each in model.parameters() if each.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2, fused=True)
+        if config is not None:
+            apply(model, optimizer, config, loss=loss, strict=False)
+        for index in range(2):
+            loss(model, batch(index)).backward()
+            with torch.no_grad():
+                weight_of(model).mul_(0.9)
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(weights(model))
+    assert_equal(*runs)
+
+
 @pytest.mark.parametrize("name", SORTS)
 def test_write_in_forward_is_kept(name: str) -> None:
     """A module that scales its own weight, as spectral norms do, writes it while it is on the device."""
