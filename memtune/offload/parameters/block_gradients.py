@@ -115,7 +115,7 @@ class BlockGradients:
         )
         # Both by identity: torch's hash of a tensor is a Python function, and every gradient is looked up.
         self._shown: dict[int, nn.Parameter] = {}
-        self._held = {id(each): held for each, held in blocks.trained.items()}
+        self._held_of = {id(each): held for each, held in blocks.trained.items()}
         self._grad_hooks: list[RemovableHandle] = []
         tiled = set(tiled)
         ready = [[each for each in block if each not in tiled] for block in blocks.of_block]
@@ -249,7 +249,7 @@ class BlockGradients:
             # The last references: the device memory is free before the host adds, as the pass predicts.
             del source, copy
             if self._sums is None:
-                add_gradient(self._held[id(parameter)], host)
+                add_gradient(self._held_of[id(parameter)], host)
             else:
                 self._sums.add(parameter, host)
 
