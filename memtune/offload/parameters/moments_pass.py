@@ -379,12 +379,23 @@ class Overlap(NamedTuple):
     """All updates are in the optimizer's step."""
 
 
-def updated_blocks(blocks: int, overlap: Overlap | None) -> tuple[Units, ...]:
+def block_of_the_step(step: Step) -> int:
+    """Return the block that the step updates, where all trained parameters are in blocks; else -1.
+
+    Without any gradient left, changes of gradients between backward and the step would be lost unseen.
+    """
+    columns = columns_of(step.parameters)
+    block = columns.block[columns.gradient >= 0]
+    return int(block.min()) if len(block) else -1
+
+
+def updated_blocks(blocks: int, overlap: Overlap | None, in_step: int = -1) -> tuple[Units, ...]:
     """Return (2 · blocks + 1,) the blocks that are updated when each moment begins.
 
     Args:
         blocks: Number of blocks.
         overlap: Overlap of the updates; None: each block is updated when the next moment begins.
+        in_step: The block that the optimizer's step updates.
     """
     end, lag = 2 * blocks, 1 if overlap is None else 2
     found: list[Units] = [()] * (end + 1)
@@ -395,11 +406,10 @@ def updated_blocks(blocks: int, overlap: Overlap | None) -> tuple[Units, ...]:
     if overlap is not None:
         # Two moments after its backward, which is the last one, there is none: block 0 is updated at the end.
         found[end] += (0,)
-        found = [
-            tuple(each for each in now if each not in overlap.deferred and not overlap.at_end)
-            for now in found
-        ]
-    return tuple(found)
+    left = (
+        {in_step} if overlap is None else {in_step, *(range(blocks) if overlap.at_end else overlap.deferred)}
+    )
+    return tuple(tuple(each for each in now if each not in left) for now in found)
 
 
 def hold_for_updates(

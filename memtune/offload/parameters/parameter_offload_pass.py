@@ -28,6 +28,7 @@ from memtune.offload.parameters.moments_pass import (
     MomentOps,
     Overlap,
     Pieces,
+    block_of_the_step,
     copies_of_pages,
     dropped_in,
     freed_by_next_ready,
@@ -214,7 +215,7 @@ def stream_parameters(
     deferred = overlap.deferred if overlap is not None else frozenset[int]()
     # Gradients before loads, as in the mechanism: within a moment rows keep the order of insertion.
     offloaded = _offload_gradients(edit, step, grads, freed, deferred, in_place=in_place)
-    updated = updated_blocks(len(step.blocks), overlap) if early else ()
+    updated = updated_blocks(len(step.blocks), overlap, block_of_the_step(step)) if early else ()
     inserted = moment_ops(
         step,
         pieces,
@@ -557,37 +558,43 @@ def _update(
     state = optimizer_moments(step)
     of_state = update_of[step.storages.owner[state]]
     edit.add_uses(of_state[of_state >= 0], writes=state[of_state >= 0])
+    of_grad = columns_of(step.parameters).block[grads.parameter]
+    is_deferred = np.isin(of_grad, list(overlap.deferred if overlap is not None else ()))
+
+    def update_left(mine: Mask, at_end: bool) -> None:
+        """Update those of the gradients `mine` at the end of the step, or deferred to the next one."""
+        left = np.flatnonzero(mine)
+        if not len(left):
+            return
+        left = left[np.lexsort((grads.parameter[left], of_grad[left]))]
+        owners, used = grads.parameter[left], offloaded.gradients[left]
+        if not at_end:
+            # The last step's gradients; with accumulation they are the sums, which are on the host anyway.
+            single = grads.sums[left] < 0
+            used[single] = edit.add_storages(
+                grads.n_bytes[left][single],
+                producer=np.full(int(single.sum()), -1, np.int32),
+                tier=Tier.HOST,
+                kind=Kind.GRADIENT,
+                owner=owners[single],
+            )
+        traffic_bytes = native_update_bytes(step)
+        update_outside_of_backward(
+            edit, step, owners, hosts[owners], used, state, traffic_bytes, at_end=at_end
+        )
+
+    update_left(~there & ~is_deferred, at_end=True)
     if overlap is None:
         last = np.full(int(moment.max()) + 1, -1, np.int32)
         last[moment[updates]] = rows[updates]
         # All gradients of a block are freed together when its update has returned.
-        edit.hold_through(offloaded.gradients, last[grads.moment + 1])
+        edit.hold_through(offloaded.gradients[there], last[grads.moment[there] + 1])
         return
     block, order = columns_of(step.parameters).block, [each for blocks in updated for each in blocks]
     first = np.full(len(step.blocks), -1, np.int32)
     first[block[row[updates]][::-1]] = rows[updates][::-1]  # the first one is written last
-    of_grad = block[grads.parameter]
     hold_for_updates(edit, step, offloaded.gradients, grads.n_bytes, of_grad, first, order)
-    # Deferred blocks are updated from the last step's gradients, overlapped with this step's forward.
-    behind = np.flatnonzero(np.isin(of_grad, list(overlap.deferred)) | overlap.at_end)
-    if not len(behind):
-        return
-    behind = behind[np.lexsort((grads.parameter[behind], of_grad[behind]))]
-    mine, used = grads.parameter[behind], offloaded.gradients[behind]
-    if not overlap.at_end:
-        # The last step's gradients; with accumulation they are the sums, which are on the host anyway.
-        single = grads.sums[behind] < 0
-        used[single] = edit.add_storages(
-            grads.n_bytes[behind][single],
-            producer=np.full(int(single.sum()), -1, np.int32),
-            tier=Tier.HOST,
-            kind=Kind.GRADIENT,
-            owner=mine[single],
-        )
-    traffic_bytes = native_update_bytes(step)
-    update_outside_of_backward(
-        edit, step, mine, hosts[mine], used, state, traffic_bytes, at_end=overlap.at_end
-    )
+    update_left(is_deferred, at_end=False)
 
 
 # -- weights only: another mechanism has the gradients -------------------------------------------------------

@@ -224,6 +224,8 @@ class SsdOptimizer:
         """Write new weights of these parameters to `kept`, not to the device; their gradients are offloaded
         before `step`.
         """
+        if not self.offloaded_weights:
+            self.writes.ignore_rows(kept)  # their memory changes at each load
         self.offloaded_weights.update(kept)
         for piece in self.pieces:
             if piece.device in kept and piece.held.dtype is not piece.device.dtype:

@@ -274,4 +274,7 @@ def refusal(directory: str, path: str, config: dict[str, Any]) -> str:
 @pytest.mark.slow
 def test_apply_refuses_by_name(ssd: Path) -> None:
     config = {"settings": settings_of(Zero1(kind="zero1"), FEW)}
-    assert all("replicas" in said for said in run_ranks(refusal, RANKS, str(ssd), str(ZOO["moe"]), config))
+    assert all(
+        "whole on each, or gathered from all" in said
+        for said in run_ranks(refusal, RANKS, str(ssd), str(ZOO["moe"]), config)
+    )

@@ -258,8 +258,8 @@ def test_apply_refuses_by_name() -> None:
         "gathered from all",
         "replicas would differ",
         "replicas would differ",
-        "stays gathered",
-        "no plan for",
+        "not with reshard_after_forward",
+        "needs a plan for this model",
     )
     for said in run_ranks(refusals, RANKS, [*configs, alone]):
         assert [part in each for part, each in zip(wanted, said, strict=True)] == [True] * 5, said
