@@ -103,5 +103,5 @@ def refusals() -> list[str]:
 def test_apply_refuses_them_by_name() -> None:
     for said in run_ranks(refusals, 2):
         assert [
-            why in each for why, each in zip(("gathered from all", "an order of its own"), said, strict=True)
+            why in each for why, each in zip(("gathered from all", "not with prefetch"), said, strict=True)
         ] == [True, True]
