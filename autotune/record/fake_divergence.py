@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -9,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune._replaced import replaced
-from memtune.activations.capture import SIZED_BY_VALUES, ConstantTensors, fakes_look_real
-from memtune.runtime import EagerRecorder, OpVisitor, mutated, tensors_in
+from memtune.activations.capture import MOST_ELEMENTS, SIZED_BY_VALUES, ConstantTensors, fakes_look_real
+from memtune.runtime import READ_OUTS, EagerRecorder, OpVisitor, tensors_in
 
 _NUMBER = torch.ops.aten._local_scalar_dense.default
 _NUMBERS = "assumed that the numbers which the optimizer reads from tensors are 1: no size depends on them"
@@ -30,9 +31,12 @@ _SAME_COUNTS = (
     " sizes of other micro-batches are extrapolated linearly"
 )
 _EVEN_CHOICES = (
-    "assumed that choices by computed values (a router's topk or argmax, sort) are spread evenly: sizes that"
-    " depend on them differ in training"
+    "assumed that choices by computed values (a router's topk or argmax, sort) are spread evenly, that"
+    " these values are finite and other conditions on them false: sizes that depend on them differ in"
+    " training"
 )
+_SMALL = 1e-9
+_CYCLE = 7919
 _ATEN = torch.ops.aten
 _CHOOSES = frozenset(
     {
@@ -71,34 +75,47 @@ def as_in_training(assumed: list[str], optimizer: Optimizer, batch: BatchValues 
 
 
 class BatchValues:
-    """Known integers and masks of a session's micro-batches, taken before they were made fake.
+    """Known values of a session's micro-batches, taken before they were made fake, and of its constants.
 
-    Args:
-        mode: Of the session.
-        chooses: Random draws are known too, and choices by unknown values are assumed to be spread evenly.
+    Attributes:
+        chooses: Random draws are known too; numbers, conditions and choices by values that are not known are
+            assumed.
     """
 
-    def __init__(self, mode: FakeTensorMode, *, chooses: bool = False) -> None:
-        self._known, self._mode, self._chooses = ConstantTensors(draws=chooses), mode, chooses
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.known, self.mode, self.chooses = ConstantTensors(floats=True), mode, False
 
     def fake(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` as a fake one; its values remain known unless they are floating-point."""
-        made = self._mode.from_tensor(tensor)
-        self._known.know(made, tensor)
+        """Return `tensor` as a fake one whose values remain known, unless they are many."""
+        made = self.mode.from_tensor(tensor)
+        self.known.know(made, tensor)
         return made
 
-    def answering_reads(self, assumed: list[str]) -> EagerRecorder:
-        """Return a mode that answers reads of values computed from them and constants alone as in
-        training.
+    @contextmanager
+    def answering_reads(self, assumed: list[str]) -> Iterator[None]:
+        """Answer reads of values computed from known ones alone as in training; append each assumption to
+        `assumed`.
         """
-        return EagerRecorder(_KnownValueReads(self._known, self._mode, assumed, self._chooses))
+        self.known.draws = self.chooses
+        reads = _KnownValueReads(self, assumed)
+        original = Tensor.numpy
+
+        def numpy(tensor: Tensor, *, force: bool = False) -> Any:
+            values = reads.array(tensor) if isinstance(tensor, FakeTensor) else None
+            with _disable_current_modes():
+                return original(tensor if values is None else values, force=force)
+
+        Tensor.numpy = numpy  # type: ignore[assignment,method-assign]
+        try:
+            with EagerRecorder(reads):
+                yield
+        finally:
+            Tensor.numpy = original  # type: ignore[method-assign]
 
 
 class _KnownValueReads(OpVisitor):
-    def __init__(
-        self, known: ConstantTensors, mode: FakeTensorMode, assumed: list[str], chooses: bool
-    ) -> None:
-        self._known, self._mode, self._assumed, self._chooses = known, mode, assumed, chooses
+    def __init__(self, values: BatchValues, assumed: list[str]) -> None:
+        self._values, self._known, self._assumed = values, values.known, assumed
 
     def before(self, func: Any, args: Any, kwargs: Any) -> Any:
         number = self._known.look(func, args)
@@ -106,27 +123,51 @@ class _KnownValueReads(OpVisitor):
             self._assume(_SAME_MASKS)
             return number
         if func in SIZED_BY_VALUES:
-            out = self._known.sized(func, args, kwargs, self._mode)
+            out = self._known.sized(func, args, kwargs, self._values.mode)
             if out is not None:
                 self._assume(_SAME_COUNTS)
                 return out
+        if self._values.chooses and func in READ_OUTS:
+            self._assume(_EVEN_CHOICES)
+            is_number = func is _NUMBER and args[0].dtype is not torch.bool
+            # A loop until an error is small ends.
+            return (_SMALL if args[0].dtype.is_floating_point else 1) if is_number else False
         return NotImplemented
+
+    def array(self, tensor: Tensor) -> Tensor | None:
+        """Return values for code that leaves torch (scipy's assignment); None where none may be assumed."""
+        value = self._known.value(tensor)
+        if value is None and self._values.chooses and tensor.numel() <= MOST_ELEMENTS:
+            self._assume(_EVEN_CHOICES)
+            with _disable_current_modes():
+                value = torch.arange(tensor.numel()).remainder(_CYCLE).to(tensor.dtype).view(tensor.shape)
+        return value
 
     def _assume(self, note: str) -> None:
         if note not in self._assumed:
             self._assumed.append(note)
 
     def after(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        if (
-            self._chooses
-            and func in _CHOOSES
-            and not self._known.knows(tensors_in([*args, *kwargs.values()]))
-        ):
+        inputs = tensors_in([*args, *kwargs.values()])
+        if self._values.chooses and func in _CHOOSES and not self._known.knows(inputs):
             self._assume(_EVEN_CHOICES)
             chosen = out if isinstance(out, Tensor) else out[-1]
             self._known.know(chosen, _spread_evenly(func, args, kwargs, chosen))
-        elif self._chooses or not isinstance(out, Tensor) or not out.is_floating_point():
-            self._known.follow(func, args, kwargs, out, writes=mutated(func, args, kwargs))
+        elif self._values.chooses and (finite := _of_finite(func, args)) is not None:
+            self._assume(_EVEN_CHOICES)
+            with _disable_current_modes():
+                self._known.know(out, torch.full(out.shape, finite))
+        else:
+            self._known.follow(func, args, kwargs, out)
+
+
+def _of_finite(func: Any, args: Any) -> bool | None:
+    """Return what a check for infinities and NaN gives where there are none; None for other ops."""
+    if func in (_ATEN.isnan.default, _ATEN.isinf.default):
+        return False
+    if func is _ATEN.ne.Scalar and args[1] == math.inf:  # of isfinite, as is the next one
+        return True
+    return True if func is _ATEN.eq.Tensor and args[0] is args[1] else None
 
 
 def _spread_evenly(func: Any, args: Any, kwargs: Any, chosen: Tensor) -> Tensor:

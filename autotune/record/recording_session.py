@@ -32,7 +32,7 @@ from memtune.errors import MemtuneError, WorkloadError
 from memtune.hardware import Device
 from memtune.memory import RealOutputs, WorkspaceTable
 from memtune.offload.optimizer import available_bytes
-from memtune.program import Hints, Step
+from memtune.program import Hints, Kind, Step
 from memtune.runtime import (
     HOST,
     Order,
@@ -54,8 +54,10 @@ RUNGS = {
 }
 """The recording rungs, lowest first, with the phrase that notes use for each."""
 CPU = torch.device("cpu")
-_LARGE_WEIGHTS_BYTES = 256 << 20
-"""Weights above which choices by computed values are assumed rather than a real step taken."""
+_SHORT_FLOPS, _SHORT_PARAMETER_BYTES = 1e11, 256 << 20
+"""FLOPs and weights of a step below which a real step is taken rather than choices by computed values
+assumed.
+"""
 _NO_HOOKS = "don't yet support saved tensor hooks"
 """In the error of a `torch.func` transform that runs under hooks on saved tensors."""
 SEED = 0
@@ -315,8 +317,8 @@ def _traced_on(
 ) -> tuple[Session, Trace]:
     """Return a session on `rung` and its trace; raises any error of the user's code."""
     session = replace(start_session(workload, rung), target=target, observes_saves=observes_saves)
-    if chooses and session.fake is not None:
-        session = replace(session, values=BatchValues(session.fake, chooses=True))
+    if session.values is not None:
+        session.values.chooses = chooses
     if change is not None:
         change(session)
     session = _with_dedup(session) if compiling is None else _with_compile(session, compiling)
@@ -338,6 +340,7 @@ def open_session(
         WorkloadError: The real step, which is the last rung, fails too.
     """
     notes: list[str] = []
+    is_short = False
     for rung, how in RUNGS.items():
         try:
             try:
@@ -345,23 +348,28 @@ def open_session(
             except Exception as error:
                 # The tracer's placeholders are hooks on saved tensors, so it goes without them.
                 unseen = _NO_HOOKS in str(error)
-                if not unseen and not _is_too_large_for_a_real_step(workload, rung):
+                if not unseen and (rung == "real-step" or is_short):
                     raise
-                session, trace = _traced_on(
-                    workload,
-                    rung,
-                    micro_batch,
-                    target,
-                    compiling,
-                    change,
-                    observes_saves=not unseen,
-                    chooses=not unseen,
-                )
+                try:
+                    session, trace = _traced_on(
+                        workload,
+                        rung,
+                        micro_batch,
+                        target,
+                        compiling,
+                        change,
+                        observes_saves=not unseen,
+                        chooses=not unseen,
+                    )
+                except Exception as second:
+                    raise second if unseen else error from None
                 if unseen:
                     notes.append(
                         "torch.func in loss() allows no hooks on saved tensors: nothing can be recomputed or"
                         " offloaded one by one"
                     )
+                elif is_short := _is_short(trace.step):
+                    raise
         # User code may raise anything on fake tensors. The last rung is real: its error is the user's.
         except Exception as error:
             # torch's error on reading the storage of a sparse tensor, which a real step raises too
@@ -391,15 +399,13 @@ def open_session(
     raise AssertionError("unreachable: the last rung returns or raises")
 
 
-def _is_too_large_for_a_real_step(workload: Workload, rung: str) -> bool:
-    """Return whether a step of the model, which failed on `rung`, would take minutes on this CPU."""
-    if rung not in ("fake", "meta"):
-        return False
-    try:
-        model = start_session(workload, rung).model
-    except Exception:  # nothing is known of its size
-        return False
-    return sum(each.nbytes for each in model.parameters()) > _LARGE_WEIGHTS_BYTES
+def _is_short(step: Step) -> bool:
+    """Return whether this machine's CPU runs `step` in seconds, so that nothing need be assumed."""
+    parameters = (step.storages.kind == Kind.PARAMETER) & (step.storages.producer < 0)
+    return (
+        float(step.ops.flops.sum()) < _SHORT_FLOPS
+        and int(step.storages.bytes[parameters].sum()) < _SHORT_PARAMETER_BYTES
+    )
 
 
 @contextmanager
@@ -479,11 +485,14 @@ def start_session(workload: Workload, rung: str) -> Session:
 
 def _build_session(workload: Workload, rung: str) -> Session:
     fake = None if rung == "real-step" else OneFakeMode()
+    values = None if fake is None else BatchValues(fake)
+    assumed: list[str] = []
     mode: AbstractContextManager[Any] = nullcontext() if fake is None else fake
     build: Callable[[], nn.Module] = workload.build_model
     if rung == "fake":
         assert fake is not None
-        with fake:
+        assert values is not None
+        with fake, values.answering_reads(assumed):  # rates of depth, masks in buffers
             model = build()
     elif rung == "meta":
         # Weights are never allocated, so a model larger than this machine can be built.
@@ -507,7 +516,8 @@ def _build_session(workload: Workload, rung: str) -> Session:
         optimizer,
         blocks,
         WorkspaceTable.cached(),
-        values=None if fake is None else BatchValues(fake),
+        assumed=assumed,
+        values=values,
     )
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from memtune.activations.capture.tape import (
         COLLECTIVE_INSIDE as COLLECTIVE_INSIDE,
+        MOST_ELEMENTS as MOST_ELEMENTS,
         SIZED_BY_VALUES as SIZED_BY_VALUES,
         Call as Call,
         CaptureError as CaptureError,

@@ -178,7 +178,7 @@ class Recorder(OpVisitor):
         if "lift_fresh" in str(func) and not isinstance(args[0], FakeTensor):
             self._known.know(out, args[0])
         else:
-            self._known.follow(func, args, kwargs, out, writes=mutated(func, args, kwargs))
+            self._known.follow(func, args, kwargs, out)
 
     def _slots(self, func: Any, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -257,7 +257,7 @@ def _separate_storages(outputs: Any) -> Any:
 
 # Values that follow from shapes and constants alone: positions, masks. Code that reads them is independent of
 # data.
-_MOST_ELEMENTS = 1 << 20
+MOST_ELEMENTS = 1 << 20
 
 
 _SELECTS = torch.ops.aten.masked_select.default
@@ -281,12 +281,13 @@ class ConstantTensors:
     """Real twins on the CPU of fake integer and bool tensors that follow from constants.
 
     Args:
-        draws: Keep random draws too, and floating-point values that follow from them: masks are made of both.
+        floats: Keep floating-point values too: masks are made of them.
+        draws: Keep random draws too.
     """
 
-    def __init__(self, *, draws: bool = False) -> None:
+    def __init__(self, *, floats: bool = False, draws: bool = False) -> None:
         self._twin: Any = WeakIdKeyDictionary()
-        self._draws = draws
+        self._floats, self.draws = floats, draws
 
     def know(self, fake: Tensor, real: Tensor) -> None:
         """Register `real`, a constant of the code, as the value of `fake`."""
@@ -342,10 +343,13 @@ class ConstantTensors:
                 shape = _INDEXES(torch.empty(shape, device="meta"), found).shape
         return torch.empty(shape, dtype=source.dtype, device=source.device)
 
-    def follow(self, func: Any, args: Any, kwargs: Any, out: Any, *, writes: list[Tensor]) -> None:
-        """Register the result of `func` if all its arguments are constant and it draws nothing."""
+    def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Register the results of `func` if all its arguments are constant and it draws nothing."""
         inputs = tensors_in([*args, *kwargs.values()])
         known = self.knows(inputs)
+        if not known and not func._schema.is_mutable:
+            return
+        writes = mutated(func, args, kwargs)
         for each in writes:  # a twin has no views that share its memory, so its value would be stale
             self._forget(each)
         kept = not writes and known and any(self._is_kept(each) for each in tensors_in([out]))
@@ -357,7 +361,7 @@ class ConstantTensors:
             return
         # The values of `empty` are no constants of the code.
         drawn = torch.Tag.nondeterministic_seeded in func.tags
-        if (drawn and not self._draws) or func.namespace != "aten" or "empty" in str(func):
+        if (drawn and not self.draws) or func.namespace != "aten" or "empty" in str(func):
             return
         host = {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs
         with _disable_current_modes():
@@ -370,12 +374,17 @@ class ConstantTensors:
         """Return whether the values of all `tensors` are known."""
         return all(each in self._twin for each in tensors)
 
+    def value(self, tensor: Tensor) -> Tensor | None:
+        """Return the value of a fake tensor, None if it is not known."""
+        found: Tensor | None = self._twin.get(tensor)
+        return found
+
     def _real(self, value: Any) -> Any:
         return self._twin[value] if isinstance(value, Tensor) else value
 
     def _is_kept(self, tensor: Tensor) -> bool:
         floats = tensor.is_floating_point() or tensor.is_complex()
-        return (self._draws or not floats) and tensor.numel() <= _MOST_ELEMENTS
+        return (self._floats or not floats) and tensor.numel() <= MOST_ELEMENTS
 
     def _forget(self, written: Tensor) -> None:
         address = written.untyped_storage()._cdata
