@@ -262,10 +262,12 @@ MOST_ELEMENTS = 1 << 20
 
 _SELECTS = torch.ops.aten.masked_select.default
 _INDEXES = torch.ops.aten.index.Tensor
+_ALIGNS = torch.ops.aten._ctc_loss.Tensor
 SIZED_BY_VALUES = frozenset(
     {
         _SELECTS,
         _INDEXES,
+        _ALIGNS,
         torch.ops.aten.nonzero.default,
         torch.ops.aten._unique2.default,
         torch.ops.aten.unique_consecutive.default,
@@ -274,7 +276,9 @@ SIZED_BY_VALUES = frozenset(
         torch.ops.aten.bincount.default,
     }
 )
-"""Ops whose output has a size that follows from values of their arguments, `aten.index` for masks only."""
+"""Ops whose output has a size that follows from values of their arguments: `aten.index` of masks, CTC of the
+lengths of its targets.
+"""
 
 
 class ConstantTensors:
@@ -311,6 +315,8 @@ class ConstantTensors:
         """
         if func in (_SELECTS, _INDEXES):
             return self._selected(args[0], [args[1]] if func is _SELECTS else args[1], flat=func is _SELECTS)
+        if func is _ALIGNS:
+            return self._aligned(args[0], args[3])
         if any(each not in self._twin for each in tensors_in([*args, *kwargs.values()])):
             return None
         with _disable_current_modes():
@@ -342,6 +348,19 @@ class ConstantTensors:
                         found += each.nonzero().to("meta").unbind(1) if _is_mask(each) else [each.to("meta")]
                 shape = _INDEXES(torch.empty(shape, device="meta"), found).shape
         return torch.empty(shape, dtype=source.dtype, device=source.device)
+
+    def _aligned(self, log_probs: Tensor, target_lengths: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the losses of CTC, and its table of log probabilities of every prefix of the longest target
+        with blanks, where the lengths of the targets are known.
+        """
+        lengths = self.value(target_lengths)
+        if lengths is None:
+            return None
+        steps, samples = log_probs.shape[:2]
+        with _disable_current_modes():
+            longest = int(lengths.max())
+        table = log_probs.new_empty((samples, steps, 2 * longest + 1))
+        return log_probs.new_empty((samples,)), table
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Register the results of `func` if all its arguments are constant and it draws nothing."""
