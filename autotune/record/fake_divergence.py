@@ -75,15 +75,14 @@ def as_in_training(assumed: list[str], optimizer: Optimizer, batch: BatchValues 
 
 
 class BatchValues:
-    """Known values of a session's micro-batches, taken before they were made fake, and of its constants.
+    """Known values of a session's micro-batches, taken before they were made fake, of constants and draws.
 
     Attributes:
-        chooses: Random draws are known too; numbers, conditions and choices by values that are not known are
-            assumed.
+        chooses: Numbers, conditions and choices by values that are not known are assumed.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
-        self.known, self.mode, self.chooses = ConstantTensors(floats=True), mode, False
+        self.known, self.mode, self.chooses = ConstantTensors(draws=True), mode, False
 
     def fake(self, tensor: Tensor) -> Tensor:
         """Return `tensor` as a fake one whose values remain known, unless they are many."""
@@ -96,7 +95,6 @@ class BatchValues:
         """Answer reads of values computed from known ones alone as in training; append each assumption to
         `assumed`.
         """
-        self.known.draws = self.chooses
         reads = _KnownValueReads(self, assumed)
         original = Tensor.numpy
 

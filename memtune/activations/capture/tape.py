@@ -262,6 +262,7 @@ MOST_ELEMENTS = 1 << 20
 
 _SELECTS = torch.ops.aten.masked_select.default
 _INDEXES = torch.ops.aten.index.Tensor
+_DRAWS, _UNLIKELY = torch.ops.aten.rand.default, 0.999
 _ALIGNS = torch.ops.aten._ctc_loss.Tensor
 SIZED_BY_VALUES = frozenset(
     {
@@ -285,13 +286,12 @@ class ConstantTensors:
     """Real twins on the CPU of fake integer and bool tensors that follow from constants.
 
     Args:
-        floats: Keep floating-point values too: masks are made of them.
-        draws: Keep random draws too.
+        draws: Keep floating-point values and random draws too: masks are made of both.
     """
 
-    def __init__(self, *, floats: bool = False, draws: bool = False) -> None:
+    def __init__(self, *, draws: bool = False) -> None:
         self._twin: Any = WeakIdKeyDictionary()
-        self._floats, self.draws = floats, draws
+        self._draws = draws
 
     def know(self, fake: Tensor, real: Tensor) -> None:
         """Register `real`, a constant of the code, as the value of `fake`."""
@@ -380,11 +380,13 @@ class ConstantTensors:
             return
         # The values of `empty` are no constants of the code.
         drawn = torch.Tag.nondeterministic_seeded in func.tags
-        if (drawn and not self.draws) or func.namespace != "aten" or "empty" in str(func):
+        if (drawn and not self._draws) or func.namespace != "aten" or "empty" in str(func):
             return
         host = {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs
         with _disable_current_modes():
             real = func(*tree_map(self._real, args), **tree_map(self._real, host))
+            if func is _DRAWS and real.numel() == 1:
+                real.fill_(_UNLIKELY)  # code that drops whole layers by one number drops none
         for each, value in zip(tree_leaves(out), tree_leaves(real), strict=True):
             if isinstance(value, Tensor) and self._is_kept(value):
                 self._twin[each] = value
@@ -403,7 +405,7 @@ class ConstantTensors:
 
     def _is_kept(self, tensor: Tensor) -> bool:
         floats = tensor.is_floating_point() or tensor.is_complex()
-        return (self._floats or not floats) and tensor.numel() <= MOST_ELEMENTS
+        return (self._draws or not floats) and tensor.numel() <= MOST_ELEMENTS
 
     def _forget(self, written: Tensor) -> None:
         address = written.untyped_storage()._cdata
