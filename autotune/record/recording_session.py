@@ -219,7 +219,7 @@ class Session:
     def _record_partial(self, dedup: BlockDedup, size: int) -> PartialRecording:
         """Record forward and backward, without the blocks that `dedup` skips and without the optimizer."""
         # The optimizer's rows follow from those of the full recording: it does not see the batch.
-        tracer = Tracer(self.model, self.optimizer, dedup.recorded, on_cpu=self.target == "cpu")
+        tracer = self._tracer(dedup.recorded)
         with self.entered(), dedup.skipping_blocks():
             batches = [self.batch(size)]
             calls = CallRecorder(tracer, fuse=self.target != "cpu")
@@ -238,6 +238,16 @@ class Session:
                 self.optimizer.zero_grad(set_to_none=True)
         return dedup.partial_recording(tracer, calls.calls, self.optimizer, gradients)
 
+    def _tracer(self, blocks: list[str]) -> Tracer:
+        return Tracer(
+            self.model,
+            self.optimizer,
+            blocks,
+            placeholders=self.observes_saves,
+            on_cpu=self.target == "cpu",
+            **({} if self.values is None else {"on_save": self.values.known.alias}),
+        )
+
     def _record_full(
         self,
         size: int,
@@ -250,13 +260,7 @@ class Session:
         if self.compiled is not None:
             # Another size is another graph, and a graph cannot be compiled while its ops are traced.
             self.warm_up(size)
-        tracer = Tracer(
-            self.model,
-            self.optimizer,
-            self.blocks,
-            placeholders=self.observes_saves,
-            on_cpu=self.target == "cpu",
-        )
+        tracer = self._tracer(self.blocks)
         with self.entered():
             # Before the recording starts, so that batches count as storages from before the step.
             batches = [self.batch(size) for _ in range(micro_batches)]

@@ -89,6 +89,7 @@ class Tracer(WatchingMode):
         placeholders: Replace saved tensors (rule 2). Otherwise references of autograd and Python are not
             distinguished.
         on_cpu: The step is to run on CPU, where generator states that the model keeps are device memory.
+        on_save: Called with each tensor that autograd saves or reads, and its placeholder.
 
     Attributes:
         draft: The rows recorded so far.
@@ -105,9 +106,11 @@ class Tracer(WatchingMode):
         *,
         placeholders: bool = True,
         on_cpu: bool = True,
+        on_save: Callable[[Tensor, Tensor], None] = lambda tensor, placeholder: None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._model, self._optimizer, self._placeholders = model, optimizer, placeholders
+        self._on_save = on_save
         self._blocks, self._on_cpu = blocks, on_cpu
         self.draft = Draft(blocks)
         self.n_state = 0
@@ -467,6 +470,7 @@ class Tracer(WatchingMode):
 
     def _new_placeholder(self, tensor: Tensor, row: int, column: int) -> Tensor:
         placeholder = placeholder_like(tensor)
+        self._on_save(tensor, placeholder)
         twin = placeholder.untyped_storage()
         self._ids[twin._cdata] = self.draft.saves[row][0]
         self._row_of[twin._cdata] = row

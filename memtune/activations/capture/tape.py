@@ -166,19 +166,13 @@ class Recorder(OpVisitor):
             # As the real kernel does; otherwise two gradients would be one value.
             if str(func) in _FAKE_SHARES:
                 out = _separate_storages(out)
-            self._follow(func, args, kwargs, out)
+            self._known.follow(func, args, kwargs, out)
             self._record(func, args, kwargs, plain, out)
         except CaptureError as error:
             raise CaptureError(f"{func}: {error}") from None
         except (DataDependentOutputException, DynamicOutputShapeException):
             raise CaptureError(f"{func}: its output depends on the data") from None
         return out
-
-    def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        if "lift_fresh" in str(func) and not isinstance(args[0], FakeTensor):
-            self._known.know(out, args[0])
-        else:
-            self._known.follow(func, args, kwargs, out)
 
     def _slots(self, func: Any, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -263,6 +257,7 @@ MOST_ELEMENTS = 1 << 20
 _SELECTS = torch.ops.aten.masked_select.default
 _INDEXES = torch.ops.aten.index.Tensor
 _DRAWS, _UNLIKELY = torch.ops.aten.rand.default, 0.999
+_LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 _ALIGNS = torch.ops.aten._ctc_loss.Tensor
 SIZED_BY_VALUES = frozenset(
     {
@@ -364,6 +359,9 @@ class ConstantTensors:
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Register the results of `func` if all its arguments are constant and it draws nothing."""
+        if func in _LIFTS and not isinstance(args[0], FakeTensor):
+            self.know(out, args[0])
+            return
         inputs = tensors_in([*args, *kwargs.values()])
         known = self.knows(inputs)
         if not known and not func._schema.is_mutable:
@@ -394,6 +392,11 @@ class ConstantTensors:
     def knows(self, tensors: list[Tensor]) -> bool:
         """Return whether the values of all `tensors` are known."""
         return all(each in self._twin for each in tensors)
+
+    def alias(self, tensor: Tensor, other: Tensor) -> None:
+        """Register the value of `tensor`, if it is known, as that of `other`."""
+        if tensor in self._twin:
+            self._twin[other] = self._twin[tensor]
 
     def value(self, tensor: Tensor) -> Tensor | None:
         """Return the value of a fake tensor, None if it is not known."""
