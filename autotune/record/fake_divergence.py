@@ -36,7 +36,7 @@ _EVEN_CHOICES = (
     " training"
 )
 _SMALL = 1e-9
-_CYCLE = 7919
+_CYCLE = 7919  # floats of 16 bits hold it
 _ATEN = torch.ops.aten
 _CHOOSES = frozenset(
     {
