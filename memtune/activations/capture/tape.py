@@ -251,7 +251,7 @@ def _separate_storages(outputs: Any) -> Any:
 
 # Values that follow from shapes and constants alone: positions, masks. Code that reads them is independent of
 # data.
-MOST_ELEMENTS = 1 << 20
+MOST_ELEMENTS, _MOST_DRAWN = 1 << 20, 1 << 16  # initial weights are draws, too
 
 
 _SELECTS = torch.ops.aten.masked_select.default
@@ -378,7 +378,9 @@ class ConstantTensors:
             return
         # The values of `empty` are no constants of the code.
         drawn = torch.Tag.nondeterministic_seeded in func.tags
-        if (drawn and not self._draws) or func.namespace != "aten" or "empty" in str(func):
+        if drawn and not (self._draws and all(each.numel() <= _MOST_DRAWN for each in tensors_in([out]))):
+            return
+        if func.namespace != "aten" or "empty" in str(func):
             return
         host = {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs
         with _disable_current_modes():
