@@ -96,19 +96,15 @@ class BatchValues:
         `assumed`.
         """
         reads = _KnownValueReads(self, assumed)
-        original = Tensor.numpy
+        convert = Tensor.numpy
 
         def numpy(tensor: Tensor, *, force: bool = False) -> Any:
             values = reads.array(tensor) if isinstance(tensor, FakeTensor) else None
             with _disable_current_modes():
-                return original(tensor if values is None else values, force=force)
+                return convert(tensor if values is None else values, force=force)
 
-        Tensor.numpy = numpy  # type: ignore[assignment,method-assign]
-        try:
-            with EagerRecorder(reads):
-                yield
-        finally:
-            Tensor.numpy = original  # type: ignore[method-assign]
+        with replaced(Tensor, numpy=numpy), EagerRecorder(reads):
+            yield
 
 
 class _KnownValueReads(OpVisitor):
