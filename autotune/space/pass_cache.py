@@ -10,7 +10,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple, TypeAlias
 
 from memtune.program import Program
@@ -59,8 +59,21 @@ class Node:
             for each in passes
         )
         return next(
-            (each.node for each in known if each.node.held == program), None
-        )  # steps are equal where they are one
+            (
+                each.node
+                for each in known
+                if isinstance(held := each.node.held, Program) and _same(held, program)
+            ),
+            None,
+        )
+
+
+def _same(one: Program, other: Program) -> bool:
+    """Return whether two programs are equal; steps are where they are one object."""
+    return one is other or all(getattr(one, name) == getattr(other, name) for name in _FIELDS)
+
+
+_FIELDS = tuple(each.name for each in fields(Program))
 
 
 class Pass(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,17 @@ def _noting(asked: list[str], verb: Callable[..., Any]) -> Callable[..., Any]:
         return verb(*args)
 
     return noted
+
+
+def test_node_after_a_slot_is_that_of_an_equal_program() -> None:
+    program = rewriter().program(choice(2))
+    assert isinstance(program, Program)
+    there = pass_cache.Node(program)
+    before = pass_cache.Node(program, made={("recompute", "record"): [pass_cache.Pass({}, there)]})
+    assert before.after("recompute", replace(program)) is there
+    assert before.after("split", program) is None
+    assert before.after("recompute", replace(program, notes=("other",))) is None
+    assert before.after("recompute", program.with_step(replace(program.step))) is None
 
 
 def test_pass_cache_shares_suffix_of_equal_programs_with_own_plans() -> None:
