@@ -97,13 +97,24 @@ class BatchValues:
         """
         reads = _KnownValueReads(self, assumed)
         convert = Tensor.numpy
+        swap: Any = torch.utils.swap_tensors
 
         def numpy(tensor: Tensor, *, force: bool = False) -> Any:
             values = reads.array(tensor) if isinstance(tensor, FakeTensor) else None
             with _disable_current_modes():
                 return convert(tensor if values is None else values, force=force)
 
-        with replaced(Tensor, numpy=numpy), EagerRecorder(reads):
+        def swap_tensors(one: Tensor, other: Tensor) -> None:
+            # `model.bfloat16()` swaps its weights, and torch swaps no tensor that is weakly referenced.
+            self.known.forget(one)
+            self.known.forget(other)
+            swap(one, other)
+
+        with (
+            replaced(Tensor, numpy=numpy),
+            replaced(torch.utils, swap_tensors=swap_tensors),
+            EagerRecorder(reads),
+        ):
             yield
 
 

@@ -400,6 +400,10 @@ class ConstantTensors:
         if tensor in self._twin:
             self._twin[other] = self._twin[tensor]
 
+    def forget(self, tensor: Tensor) -> None:
+        """Drop the value of `tensor` and the weak reference to it."""
+        self._twin.pop(tensor, None)
+
     def value(self, tensor: Tensor) -> Tensor | None:
         """Return the value of a fake tensor, None if it is not known."""
         found: Tensor | None = self._twin.get(tensor)

@@ -702,3 +702,18 @@ def test_declared_worst_batch_is_recorded(tmp_path: Path) -> None:
     step = found.at(4)
     assert int(step.storages.bytes[step.storages.kind == Kind.BATCH].max()) == 4 * 39 * 16 * 4
     assert not any("vary" in note for note in found.notes)
+
+
+def test_model_that_converts_its_weights_is_recorded_on_fake_tensors(tmp_path: Path) -> None:
+    """`model.bfloat16()` swaps tensors, which torch refuses for those that something refers to weakly."""
+    path = tmp_path / "model.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\n\n\n"
+        "class Scale(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.weight = nn.Parameter(torch.ones(8))\n\n"
+        "    def forward(self, x):\n        return x * self.weight\n\n\n"
+        "def model():\n    return nn.Sequential(Scale(), nn.Linear(8, 8)).bfloat16()\n\n\n"
+        "def batch(size):\n    return torch.randn(size, 8, dtype=torch.bfloat16)\n\n\n"
+        "def loss(model, batch):\n    return model(batch).float().square().mean()\n"
+    )
+    assert record(Workload.load(path)).rung == "fake"
