@@ -126,7 +126,6 @@ if TYPE_CHECKING:
         keep_groups as keep_groups,
         replace_step as replace_step,
         run_last as run_last,
-        unfinished_step_error as unfinished_step_error,
         weakly as weakly,
         with_hooks as with_hooks,
     )

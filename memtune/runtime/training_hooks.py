@@ -486,7 +486,16 @@ class EarlyUpdates:
         self._drop()
         self._hide_spent()
         if self._updated:
-            raise unfinished_step_error(len(self._updated), self._what, _LOAD)
+            n_updated = len(self._updated)
+            raise ApplyError(
+                "A step was begun and optimizer.step() did not end it.",
+                evidence=(
+                    f"{n_updated} {self._what}{'s were' if n_updated > 1 else ' was'} updated inside"
+                    " backward, which cannot be undone."
+                ),
+                fix=_LOAD,
+                code="MT368",
+            )
 
     def forget(self) -> None:
         """Clear the record: `optimizer.step()` has ended the step, or a loaded state replaces the updates."""
@@ -542,16 +551,3 @@ class PartialStep:
                 fix=_LOAD,
                 code="MT368",
             )
-
-
-def unfinished_step_error(n_updated: int, what: str, fix: str) -> ApplyError:
-    """Return the error of a step that updated `n_updated` of `what` (singular) inside backward and was never
-    ended.
-    """
-    evidence = (
-        f"{n_updated} {what}{'s were' if n_updated > 1 else ' was'} updated inside backward, which cannot be"
-        " undone."
-    )
-    return ApplyError(
-        "A step was begun and optimizer.step() did not end it.", evidence=evidence, fix=fix, code="MT368"
-    )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.zoo_paths import ZOO
+from torch import nn
+from torch.optim import Optimizer
 
 from memtune.api import apply
 from memtune.errors import WorkloadError
@@ -15,7 +18,7 @@ from memtune.search_spaces.offload.states import angel_ptm, elixir, l2l, lohan, 
 from memtune.ssd import offload_dir
 from memtune.technique import Technique
 from memtune.testing.training import build, config_of
-from memtune.workload import to_device
+from memtune.workload import Workload, to_device
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("one_thread")]
 HERE = torch.device(torch._C._get_privateuse1_backend_name(), 1)
@@ -45,14 +48,19 @@ def test_second_backward_through_one_forward_adds_its_gradients(
     assert trained_twice(technique) == trained_twice(None)
 
 
-def trained_twice(technique: Technique | None) -> float:
-    """Return the loss after a step from two backwards through one forward."""
+def begun(technique: Technique | None) -> tuple[Workload, nn.Module, Optimizer, Any]:
+    """Return a workload, its model under `technique`, its optimizer and a batch on the device."""
     path = ZOO["gpt"]
     workload, model, optimizer = build(path, HERE)
     if technique is not None:
         apply(model, optimizer, config_of(path, technique, device="sim"), strict=False)
     torch.manual_seed(0)
-    batch = to_device(workload.make_batch(2), HERE)
+    return workload, model, optimizer, to_device(workload.make_batch(2), HERE)
+
+
+def trained_twice(technique: Technique | None) -> float:
+    """Return the loss after a step from two backwards through one forward."""
+    workload, model, optimizer, batch = begun(technique)
     loss = workload.loss(model, batch)
     loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
     loss.backward()  # type: ignore[no-untyped-call]
@@ -64,12 +72,7 @@ def trained_twice(technique: Technique | None) -> float:
 
 def evaluated(technique: Technique | None, interrupt: bool) -> float:
     """Return the loss without autograd, after a forward that `interrupt` ends in each block in turn."""
-    path = ZOO["gpt"]
-    workload, model, optimizer = build(path, HERE)
-    if technique is not None:
-        apply(model, optimizer, config_of(path, technique, device="sim"), strict=False)
-    torch.manual_seed(0)
-    batch = to_device(workload.make_batch(2), HERE)
+    workload, model, _, batch = begun(technique)
     blocks = [model.get_submodule(name) for name in workload.find_blocks(model)]
     for block in blocks if interrupt else ():
 
