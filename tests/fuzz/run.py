@@ -438,8 +438,9 @@ class _Loop:
         return total
 
     def _on_forward(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
-        if torch._C._current_graph_task_id() == -1:  # not of a block that backward runs again
-            self.seen[f"output of {name}"] = output.detach().float().mean()
+        mean = output.detach().float().mean()  # also of a block that backward runs again, as users' hooks do
+        if torch._C._current_graph_task_id() == -1:
+            self.seen[f"output of {name}"] = mean
 
     def _one(self, batch: Any, count: int) -> Tensor:
         loss = self._workload.loss(self._model, to_device(batch, self._device))
