@@ -28,7 +28,6 @@ class OwnAllocator(Technique):
 
     @property
     def needs(self) -> tuple[Capability, ...]:
-        """Return an allocator that torch lets replace."""
         return (Capability.OWN_ALLOCATOR,)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
@@ -54,9 +53,6 @@ class OwnAllocator(Technique):
         return None
 
     def env(self) -> dict[str, str]:
-        """Return the variable with the allocator and its knobs, for the simulator and for the process that
-        starts a trial.
-        """
         return {VARIABLE: self.settings().text()}
 
     def apply(self, context: Context, plan: Plan) -> None:

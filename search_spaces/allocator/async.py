@@ -29,7 +29,6 @@ class Async(Technique):
 
     @property
     def needs(self) -> tuple[Capability, ...]:
-        """Return the driver's pool."""
         return (Capability.STREAM_ORDERED,)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
@@ -37,9 +36,9 @@ class Async(Technique):
         return not_remapped(target)
 
     def env(self) -> dict[str, str]:
-        """Return the backend option, which is read when CUDA starts."""
+        # Read when CUDA starts.
         return environment({"backend": "cudaMallocAsync"})
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the option; nothing on CPU, where it has no effect."""
+        # On CPU the option has no effect.
         return {} if target.device == "cpu" else {"allocator": {"backend": "cudaMallocAsync"}}

@@ -27,7 +27,6 @@ class ExpandableSegments(Technique):
 
     @property
     def needs(self) -> tuple[Capability, ...]:
-        """Return the option itself."""
         return (Capability.EXPANDABLE_SEGMENTS,)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
@@ -35,9 +34,9 @@ class ExpandableSegments(Technique):
         return not_remapped(target)
 
     def env(self) -> dict[str, str]:
-        """Return the option, which is read when CUDA starts."""
+        # Read when CUDA starts.
         return environment({"expandable_segments": True})
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the option; nothing on CPU, where it has no effect."""
+        # On CPU the option has no effect.
         return {} if target.device == "cpu" else {"allocator": {"expandable_segments": True}}

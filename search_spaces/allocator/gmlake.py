@@ -44,13 +44,10 @@ class GMLake(OwnAllocator):
     """
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the allocator and its knobs."""
         return {"allocator": {"stitched": dict(self.knobs())}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return sizes from which requests are stitched (at once; the paper's value for small models) and
-        sizes that share pages.
-        """
+        # Stitched from any size, and from the paper's value for small models.
         return {"stitch_from_mb": (2, 256), "arena_below_mb": (2, 20, 64)}
 
     def settings(self) -> ArenaSettings:

@@ -44,7 +44,6 @@ class LifetimePools(OwnAllocator):
     """
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the allocator and its knobs."""
         return {"allocator": {"pools": dict(self.knobs())}}
 
     def settings(self) -> ArenaSettings:

@@ -114,7 +114,6 @@ class Native(Technique):
 
     @property
     def needs(self) -> tuple[Capability, ...]:
-        """Return the environment, if a knob is set."""
         return (Capability.ALLOCATOR_SETTINGS,) if self._options() else ()
 
     def fits(self, program: Program, target: Target) -> Reason | None:
@@ -129,16 +128,15 @@ class Native(Technique):
         return None
 
     def env(self) -> dict[str, str]:
-        """Return the knobs that are set, in the allocator's syntax; empty if none is."""
         return environment(self._options())
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the allocator's options; nothing on CPU, where they have no effect."""
+        # On CPU the options have no effect.
         options = self._options()
         return {"allocator": options} if options and target.device != "cpu" else {}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return values that published runs found worth trying."""
+        # Values that published runs found worth trying.
         return {
             "max_split_size_mb": (None, 128, 512),
             "roundup_power2_divisions": (None, 4, 8),

@@ -38,7 +38,6 @@ class PlannedLayout(OwnAllocator):
     """
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the allocator and its knob."""
         return {"allocator": {"planned": dict(self.knobs())}}
 
     def settings(self) -> ArenaSettings:

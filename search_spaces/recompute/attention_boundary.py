@@ -122,7 +122,6 @@ class AttentionBoundary(Technique):
         return found if isinstance(found, Reason) else None
 
     def plan(self, program: Program, target: Target) -> BoundaryPlan | BlockBoundariesPlan:
-        """Return the schedule, or that of each block, with bytes and seconds."""
         if needs_calls_of_blocks(target):
             return _by_blocks(placement_of(program, target), self.residual_every)
         step, found, region = (
@@ -155,7 +154,6 @@ class AttentionBoundary(Technique):
         install_schedule(plan, context, made_by=self.kind)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the positions at which regions are cut."""
         return {"activations.recompute": {"regions": "attention", "residual_every": self.residual_every}}
 
 

@@ -37,7 +37,6 @@ class AttentionOutput(Technique):
     effects: ClassVar[Effects] = Effects(activations="uniform", eager_only=DISPATCH_MODE)
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Refuse a model without blocks."""
         return no_blocks(facts)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
@@ -56,5 +55,4 @@ class AttentionOutput(Technique):
             context.activations.claim_recompute(region.index, is_attention)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return that every block is recomputed and keeps attention."""
         return {"activations.recompute": {"every": 1, "keep": "attention"}}

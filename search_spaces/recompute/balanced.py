@@ -56,7 +56,6 @@ class Balanced(Technique):
         return reason
 
     def plan(self, program: Program, target: Target) -> CallsPlan:
-        """Return the calls of each block that are kept or skipped."""
         return plan_calls(program.step, inputs_of_products)
 
     def rewrite(self, program: Program, plan: CallsPlan, target: Target) -> Program:
@@ -73,5 +72,4 @@ class Balanced(Technique):
             context.activations.claim_recompute(region.index, each)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return that every block keeps all but norms and activation functions."""
         return {"activations.recompute": {"every": 1, "keep": "all but inputs of products"}}

@@ -120,7 +120,6 @@ class Checkmate(Technique):
         return None
 
     def plan(self, program: Program, target: Target) -> CheckmatePlan:
-        """Return the order of ops, repeated ones included, and of frees, with peak and time."""
         if self.share is None and (self.budget_bytes or target.budget_bytes) is None:
             raise refusals.no_budget_to_plan(self)
         found = self._found(program, target)
@@ -142,7 +141,6 @@ class Checkmate(Technique):
         install_schedule(plan, context, made_by=self.kind)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the budget and the solver."""
         budget = self.budget_bytes or target.budget_bytes
         asked: Any = f"share {self.share}" if self.share is not None else budget or "no budget"
         return {"activations.recompute": {"checkmate": asked, "nodes": self.nodes, "solver": self.solver}}

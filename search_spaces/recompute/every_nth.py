@@ -59,16 +59,14 @@ class EveryNth(Technique):
                 context.activations.claim_recompute(region.index)
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Refuse a model without blocks, or with too few for `n`."""
         if (reason := no_blocks(facts)) is not None or self.n == 1 or self.n < facts.blocks:
             return reason
         fix = f"n below {facts.blocks}" if facts.blocks > 2 else "n: 1"
         return Reason(f"n={self.n} would recompute one of {facts.blocks} blocks", fix, "MT303")
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the interval; with n = 1 this is `full`."""
+        # With n = 1 this is `full`.
         return {"activations.recompute": {"every": self.n, "keep": "nothing"}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return one half, a third and a quarter of the blocks."""
         return {"n": (2, 3, 4)}

@@ -35,7 +35,6 @@ class Full(Technique):
     effects: ClassVar[Effects] = Effects(activations="uniform")
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Refuse a model without blocks."""
         return no_blocks(facts)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
@@ -54,5 +53,4 @@ class Full(Technique):
             context.activations.claim_recompute(region.index)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return that every block is recomputed and keeps nothing."""
         return {"activations.recompute": {"every": 1, "keep": "nothing"}}

@@ -159,9 +159,6 @@ class Lohan(Technique):
         return no_directory(target)
 
     def plan(self, program: Program, target: Target) -> LohanPlan:
-        """Return what each block recomputes, swaps and spills to SSD, with the step times that were
-        compared.
-        """
         options, choice, by_block = self._chosen(program, target)
         different, swapped = list(dict.fromkeys(options)), sum(by_block.values())
         on_ssd = spilled_blocks(by_block, self.host_bytes or 0) if self.spill == "ssd" else []
@@ -190,7 +187,6 @@ class Lohan(Technique):
         claim_planned(context, plan, plan.spilled, plan.window)
 
     def explain(self, plan: LohanPlan) -> tuple[str, ...]:
-        """Return the bytes, and the step times against swapping nothing and everything."""
         best, none, everything = (format_seconds(each) for each in plan.step_s)
         swapped = format_bytes(plan.swapped_bytes)
         if plan.spilled_bytes:
@@ -199,7 +195,6 @@ class Lohan(Technique):
         return (f"{swapped} of activations are swapped in a micro-batch: {best} a step; {others}",)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the knobs that decide."""
         how = {"swapped": "least seconds", "host_bytes": self.host_bytes, "min_bytes": self.min_bytes}
         how |= {"window": self.window}
         how |= {"spill": self.spill, "read_prefetch": self.read_prefetch} if self.spill != "none" else {}

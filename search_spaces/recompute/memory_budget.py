@@ -49,7 +49,6 @@ class MemoryBudget(Technique):
         return f"recomputes ops inside compiled graphs, which then save {self.budget:.0%} of the bytes"
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Refuse code that is not compiled."""
         return (
             None
             if facts.compiled
@@ -65,9 +64,7 @@ class MemoryBudget(Technique):
         return None
 
     def partitioning(self) -> dict[str, Any]:
-        """Return budget, solver, and FLOPs as the measure of time, which is equal on every machine
-        and rank.
-        """
+        # FLOPs as the measure of time are equal on every machine and rank.
         return {
             "activation_memory_budget": max(self.budget, LEAST_BUDGET),
             "activation_memory_budget_solver": self.solver,
@@ -80,9 +77,8 @@ class MemoryBudget(Technique):
         context.loop.compiled.partitioning.update(self.partitioning())
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the partitioner's options."""
         return {"compile.partitioning": self.partitioning()}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return budgets from one half to 0; the solvers differ little, so only the first is tried."""
+        # The solvers differ little, so only the first is tried.
         return {"budget": (0.5, 0.25, 0.0)}

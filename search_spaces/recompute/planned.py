@@ -108,7 +108,7 @@ class Planned(Technique):
 
     @property
     def effects(self) -> Effects:
-        """Return the effects, those of a schedule if one may replace the plan."""
+        # A schedule may replace the plan.
         return Effects(
             calls="schedule" if self.by_schedule else "plain", activations="model", eager_only=DISPATCH_MODE
         )
@@ -168,7 +168,6 @@ class Planned(Technique):
         )
 
     def plan(self, program: Program, target: Target) -> _Plans:
-        """Return what each block keeps, recomputes and offloads, with bytes and seconds."""
         if self._budget(target) is None:
             raise refusals.no_budget_to_plan(self)
         solution = self._solution(program, target)
@@ -198,19 +197,14 @@ class Planned(Technique):
         claim_planned(context, plan)
 
     def explain(self, plan: _Plans) -> tuple[str, ...]:
-        """Return the peak, then for each run of blocks what is kept, recomputed and offloaded, with bytes and
-        seconds.
-        """
         return (
             explain_schedule(plan) if isinstance(plan, BudgetSchedulePlan) else tuple(explain_planned(plan))
         )
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return plans by blocks, and by a schedule where that is faster."""
         return {"by_schedule": (None, True)}
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the budget, which determines all else."""
         budget = self._budget(target)
         what = {"planned": "no budget" if budget is None else budget.n_bytes or f"share {budget.share}"}
         return {"activations.recompute": {**what, **({"by_schedule": True} if self.by_schedule else {})}}

@@ -81,7 +81,6 @@ class Selective(Technique):
         return "recomputes norms, activation functions and dropout in backward"
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Refuse a model without blocks."""
         return no_blocks(facts)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
@@ -131,7 +130,6 @@ class Selective(Technique):
         return set(block.ops) - kept
 
     def plan(self, program: Program, target: Target) -> Plan:
-        """Return the calls of each block that are kept or skipped; an empty plan if names decide that."""
         return NO_PLAN if self._by_name else plan_calls(program.step, self._again)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
@@ -158,14 +156,12 @@ class Selective(Technique):
         return calls_by_block(plan, blocks)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return what every block keeps."""
         keep = "matmul_and_attention" if self.scope == "block" else "all but core attention"
         keep = "every second matmul and attention" if self.matmuls == "every_second" else keep
         keep = ", ".join(sorted(self.save_ops)) or keep
         return {"activations.recompute": {"every": 1, "keep": keep}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return both scopes, and every second product."""
         return {"scope": ("block", "core_attention"), "matmuls": ("all", "every_second")}
 
 

@@ -106,7 +106,6 @@ class Tiled(Technique):
 
     @property
     def effects(self) -> Effects:
-        """Return the effects: with `mlp`, modules are called in parts."""
         return Effects(
             calls="parts" if self.mlp > 1 else "plain",
             eager_only="compiled graphs make the logits themselves",
@@ -172,7 +171,6 @@ class Tiled(Technique):
         return None
 
     def plan(self, program: Program, target: Target) -> TiledPlan:
-        """Return the module and weight that make the logits, and the modules of the blocks to cut."""
         fields: dict[str, Any] = {}
         if self.chunks > 1:
             pattern = _pattern(program.step)
@@ -204,14 +202,11 @@ class Tiled(Technique):
             _install(context, plan.norms, self.norm, "split.norms")
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return what is cut, and into how many parts."""
         parts = {"split.logits": self.chunks, "split.mlp": self.mlp, "split.norm": self.norm}
         return {name: {"chunks": chunks} for name, chunks in parts.items() if chunks > 1}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return few parts, and many for logits that still set the peak; MLPs and norms with them
-        or alone.
-        """
+        # Many parts for logits that still set the peak.
         return {"chunks": (8, 32, 1), "mlp": (1, 8), "norm": (1, 8)}
 
 

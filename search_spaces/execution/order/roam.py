@@ -53,7 +53,6 @@ class Roam(Technique):
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Refuse compiled graphs of fused kernels."""
         if facts.compiled and facts.compile_backend == "inductor":
             return Reason("inductor orders its kernels itself", "execution: {compile_backend: aot_eager}")
         return None
@@ -83,7 +82,6 @@ class Roam(Technique):
         return program.with_step(updates_at_gradients(program.step, program.accumulate))
 
     def partitioning(self) -> dict[str, Any]:
-        """Return the option that orders both graphs of the partitioner."""
         return {LOW_PEAK: True}
 
     def apply(self, context: Context, plan: Plan) -> None:
@@ -96,7 +94,6 @@ class Roam(Technique):
         context.checks[self.slot] = compiled.check_orders
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the option of the graphs, or the time at which updates run."""
         if target.compiled:
             return {"compile.partitioning": self.partitioning()}
         return {"optimizer.updates": "at gradient"}

@@ -85,9 +85,7 @@ class Compressed(Technique):
             context.activations.claim_move(region.index, 1.0, self.min_bytes, policy=self._policy)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the form of the activations."""
         return {"activations.compress": dict(self.knobs())}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return 8 and 4 bits."""
         return {"bits": (8, 4)}

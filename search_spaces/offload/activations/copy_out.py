@@ -108,7 +108,6 @@ class CopyOut(Technique):
         return None
 
     def plan(self, program: Program, target: Target) -> CopyOutPlan:
-        """Return the share of each block; an empty plan if all blocks have the same size."""
         groups, sizes = _groups(program), claimable_bytes(program.step, self.min_bytes, program.stages)
         each = shares_of(program, self.min_bytes, groups, lambda _, mine: leading_bytes(self.ratio, mine))
         counted = self._equal_shares(program)
@@ -187,7 +186,6 @@ class CopyOut(Technique):
         return self.prefetch if self.prefetch is not None else _PREFETCHED[self.target]
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the tier of the activations, and the share that is offloaded."""
         how = {
             "prefetch": self._prefetched(on_stages=False),
             "ratio": self.ratio,
@@ -196,7 +194,6 @@ class CopyOut(Technique):
         return {"activations.move": {"tier": "host" if self.target == "cpu" else "ssd", **how}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return all, a half and a quarter; SSD if a directory was given."""
         return {"ratio": (1.0, 0.5, 0.25), "target": ("cpu", "ssd")}
 
 

@@ -182,7 +182,6 @@ class Pipelined(Technique):
         )
 
     def plan(self, program: Program, target: Target) -> PipelinedPlan:
-        """Return the share of each block to offload, and the peaks."""
         ranks = program.stages.ranks if program.stages else 1
         peaks: dict[str, Any] = {}
         if self.ratio is not None:
@@ -230,18 +229,15 @@ class Pipelined(Technique):
                 table.claim_move(region.index, share, self.min_bytes)
 
     def explain(self, plan: PipelinedPlan) -> tuple[str, ...]:
-        """Return the ratio of each stage, and the offloaded bytes."""
         ratios = ", ".join(f"{each:g}" for each in plan.ratios)
         sent = ", ".join(format_bytes(each) for each in plan.predicted.offloaded_bytes)
         return (f"ratio {ratios} by stage; {sent} are offloaded and reloaded for each micro-batch",)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the ratio or budget, and the slots."""
         how = self.ratio if self.ratio is not None else {"budget": self.budget_bytes or target.budget_bytes}
         return {
             "activations.move": {"tier": "host", "in_slots": True, "ratio": how, "min_bytes": self.min_bytes}
         }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return the smallest ratio that fits."""
         return {"ratio": (None,)}

@@ -152,7 +152,6 @@ class TSplit(Technique):
         )
 
     def plan(self, program: Program, target: Target) -> TsplitPlan:
-        """Return the modules to split and the calls whose tensors are offloaded."""
         if self.share is None and self._budget(target) is None:
             raise refusals.no_budget_to_plan(self)
         why = self._unsplit(program.step, target)
@@ -175,7 +174,6 @@ class TSplit(Technique):
                 table.claim_move(region.index, 1.0, self.min_bytes, calls)
 
     def explain(self, plan: TsplitPlan) -> tuple[str, ...]:
-        """Return the peak, the offloaded bytes and their cost."""
         outcome, split = plan.predicted, plan.split
         if outcome is None:
             return self.unmet(plan)
@@ -192,11 +190,9 @@ class TSplit(Technique):
         return line, *self.unmet(plan)
 
     def unmet(self, plan: TsplitPlan) -> tuple[str, ...]:
-        """Return why nothing is split."""
         return (f"tsplit splits nothing: {plan.unsplit}",) if plan.unsplit else ()
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the budget, which decides all else."""
         budget = f"share {self.share}" if self.share is not None else self._budget(target)
         limits = {
             "planned": budget,
@@ -208,11 +204,9 @@ class TSplit(Technique):
         return {"activations.move": limits}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return plans with and without splits."""
         return {"parts": (8, 1)}
 
     def exactly(self) -> Exactness:
-        """Return bitwise if nothing is split."""
         return Exactness.BITWISE if self.parts == 1 else Exactness.REORDERED
 
     def _budget(self, target: Target) -> int | None:

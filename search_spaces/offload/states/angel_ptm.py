@@ -122,7 +122,6 @@ class AngelPtm(Technique):
 
     @property
     def effects(self) -> Effects:
-        """Return the effects; optimizer state is on the host except if cached on the device or on SSD."""
         return Effects(
             averages="blocks",
             calls="block_hooks",
@@ -134,7 +133,6 @@ class AngelPtm(Technique):
         )
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Refuse other gathers than FSDP2's default ones."""
         return other_gathers(facts)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
@@ -148,9 +146,6 @@ class AngelPtm(Technique):
         return cannot_run_on_ranks(self, program, target, natively=self.lock_free or self._on_ssd is not None)
 
     def plan(self, program: Program, target: Target) -> PagesPlan:
-        """Return the number of frames, the cached parameters, and the pages that are prefetched in each
-        moment.
-        """
         page_bytes = page_bytes_for(program.step) if self.page_mib is None else _bytes_of(self.page_mib)
         parts = target.optimizer is None or not target.optimizer.not_one_by_one
         how = {"scheduled": self.moves == "scheduled", "cache": self._caches and parts}
@@ -173,12 +168,10 @@ class AngelPtm(Technique):
         apply_pages(context, self.kind, plan, self.max_staleness if self.lock_free else None, self._on_ssd)
 
     def explain(self, plan: PagesPlan) -> tuple[str, ...]:
-        """Return the number and size of frames, and the cached parameters."""
         cached = (f"{plan.cached} parameters are resident with their optimizer state",) if plan.cached else ()
         return (f"{plan.frames} frames of {format_bytes(plan.page_bytes)} on the device", *cached)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the tiers of parameters and optimizer, the unit, and the times of copies and updates."""
         page = "solved" if self.page_mib is None else _bytes_of(self.page_mib)
         how: dict[str, Any] = {"unit": "page", "page_bytes": page, "moves": self.moves, "cache": self._caches}
         how |= {"max_staleness": self.max_staleness} if self.lock_free else {}
@@ -190,7 +183,6 @@ class AngelPtm(Technique):
         }
 
     def exactly(self) -> Exactness:
-        """Return lossy if weights may be stale."""
         return Exactness.LOSSY if self.lock_free else Exactness.REORDERED
 
     @property

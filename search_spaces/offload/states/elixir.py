@@ -73,11 +73,9 @@ class Elixir(Technique):
 
     @property
     def effects(self) -> Effects:
-        """Return those of chunks."""
         return effects_of_chunks(device_updates=self.device_updates)
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Refuse other gathers than FSDP2's default ones."""
         return other_gathers(facts)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
@@ -87,7 +85,6 @@ class Elixir(Technique):
         return cannot_chunk(self, program, target, self.chunk_bytes)
 
     def plan(self, program: Program, target: Target) -> ChunksPlan:
-        """Return the chunk size, the number of cached chunks, and the resident parameters."""
         budget_bytes, found = target.budget_bytes, None
         if self.device_updates and budget_bytes is not None and can_split_optimizer(target):
             found = split_cache(program, target.hardware, budget_bytes, self.chunk_bytes, self.prefetch)
@@ -107,11 +104,9 @@ class Elixir(Technique):
         apply_chunks(context, self.kind, plan, "lru", self.prefetch)
 
     def explain(self, plan: ChunksPlan) -> tuple[str, ...]:
-        """Return the chunk size, the number on the device, and the resident parameters."""
         return plan.explain()
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the tiers of parameters and optimizer, the unit, the eviction rule and prefetch."""
         how: dict[str, Any] = {
             "unit": "chunk",
             "chunk_bytes": self.chunk_bytes or "searched for",
@@ -123,7 +118,7 @@ class Elixir(Technique):
         }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return with and without prefetch, which hides copies and takes room."""
+        # Prefetch hides copies and takes room.
         return {"prefetch": (1, 0)}
 
 

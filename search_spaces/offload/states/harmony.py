@@ -120,7 +120,6 @@ class Harmony(Technique):
         return ranks > 1 and self.parallelism == "pipeline"
 
     def plan(self, program: Program, target: Target) -> HarmonyPlan | StagesPlan:
-        """Return the blocks of each pack, and its rank."""
         if self._is_pipeline(program.ranks):
             return StagesPlan(
                 **stages_plan_fields(program, _on_ranks(self, program, target.hardware, target.budget_bytes))
@@ -149,7 +148,6 @@ class Harmony(Technique):
         return {"prefetch": self.prefetch, "group": self.group or 0}
 
     def explain(self, plan: HarmonyPlan | StagesPlan) -> tuple[str, ...]:
-        """Return the number of packs, and the bytes that they copy."""
         if isinstance(plan, StagesPlan):
             return plan.explain()
         widest, swapped = max(last - first for first, last in plan.backward), format_bytes(plan.swapped_bytes)
@@ -161,7 +159,6 @@ class Harmony(Technique):
         )
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the tiers of parameters and optimizer, the trigger, and the settings of the packs."""
         knobs = {name: value for name, value in self.knobs() if name != "parallelism" or target.ranks > 1}
         return {
             "states.offload": {
@@ -173,10 +170,9 @@ class Harmony(Technique):
         }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return with and without prefetch, which hides copies and takes room, and the fewest packs or as
-        many as blocks, which leave less at the ends of the step that no computation hides. Forward runs the
-        packs of backward: wider ones load later and were never faster (simulated).
-        """
+        # Prefetch hides copies and takes room. Few packs copy least; as many as blocks leave less at the ends
+        # of the step that no computation hides. Forward runs the packs of backward: wider ones load later and
+        # were never faster (simulated).
         return {"prefetch": (False, True), "backward": (None, 1)}
 
 

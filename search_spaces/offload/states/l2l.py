@@ -82,7 +82,7 @@ class L2L(Technique):
 
     @property
     def effects(self) -> Effects:
-        """Packs of one block if layer-major, else a window of one."""
+        # Layer-major it is Harmony with packs of one block, else a window of one.
         if self._is_layer_major:
             return Effects(
                 averages="all",
@@ -103,7 +103,6 @@ class L2L(Technique):
         )
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Refuse other gathers than FSDP2's default ones."""
         return None if self._is_layer_major else other_gathers(facts)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
@@ -135,9 +134,6 @@ class L2L(Technique):
             apply_layers(context, 1)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the tiers of parameters and optimizer, and the trigger; layer-major, in the form of packs of
-        one block.
-        """
         how: dict[str, Any] = {"parameters": "host", "optimizer": "host", "trigger": "in_backward"}
         if not self._is_layer_major:
             return {"states.offload": {**how, "slots": 1}}

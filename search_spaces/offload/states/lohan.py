@@ -67,7 +67,6 @@ class Lohan(NativelyUpdated):
 
     @property
     def effects(self) -> Effects:
-        """Return the effects: gradients are offloaded when they are ready."""
         return Effects(
             calls="grad_hooks", eager_only=GRADIENTS_AT_END, keeps_steps=self.resume == "last_step"
         )
@@ -113,7 +112,6 @@ class Lohan(NativelyUpdated):
         return int(self.bucket_mib * MIB)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the tier of the state, and the triggers of gradient offload and update."""
         how: dict[str, Any] = {"update": self.update, "bucket_bytes": self._bucket_bytes}
         how |= {"resume": self.resume} if self.effects.keeps_steps else {}
         return {

@@ -135,7 +135,6 @@ class Mobius(Technique):
     """
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Refuse more stages than blocks on one rank, and blocks that the model does not have."""
         if facts.ranks == 1 and self.stages is not None and self.stages > facts.blocks:
             return refusals.few_blocks(facts.blocks, "fewer stages, or none to have them solved")
         return refusals.no_block_to_defer(self.deferred or (), facts.blocks)
@@ -154,7 +153,6 @@ class Mobius(Technique):
         return cannot_run_packs(self, program, target)
 
     def plan(self, program: Program, target: Target) -> MobiusPlan | MobiusStagesPlan:
-        """Return the blocks of each stage, its rank, and the blocks of deferred updates."""
         hardware, deferred = target.hardware, self.deferred
         if program.ranks > 1:
             layout = _on_ranks(program, hardware, target.budget_bytes, self.stages, self.mapping == "cross")
@@ -190,7 +188,6 @@ class Mobius(Technique):
         apply_packs(context, plan.packs(prefetch=True), "host", self.kind)
 
     def explain(self, plan: MobiusPlan | MobiusStagesPlan) -> tuple[str, ...]:
-        """Return the number of stages, the bytes that they copy, and the number of deferred blocks."""
         rest = (f"{len(plan.deferred)} blocks with deferred updates",) if plan.deferred else ()
         if isinstance(plan, MobiusStagesPlan):
             return plan.explain() + rest
@@ -198,7 +195,6 @@ class Mobius(Technique):
         return (f"{plan.stages} stages over all micro-batches, {moved}", *rest)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the tiers of parameters and optimizer, the trigger, and the stages."""
         settings: dict[str, Any] = {"stages": self.stages or "solved", "boundaries": "host", "prefetch": True}
         settings |= {"mapping": self.mapping} if target.ranks > 1 else {}
         settings |= {"deferred": "solved" if self.deferred is None else list(self.deferred)}

@@ -125,7 +125,6 @@ class Moesys(Technique):
         )
 
     def plan(self, program: Program, target: Target) -> MoesysPlan:
-        """Return the number of predicted experts, and the device peak of a step that uses all of them."""
         experts, used = experts_in(program.step), _used(program)
         max_peak_bytes = None if used == experts else self._on_ssd(program, experts).step.peak_bytes()
         return MoesysPlan(experts=len(experts), used=len(used), max_peak_bytes=max_peak_bytes)
@@ -140,7 +139,6 @@ class Moesys(Technique):
         return program.with_step(experts_on_ssd(step, experts_in(step), how, used, replicas(program)))
 
     def explain(self, plan: MoesysPlan) -> tuple[str, ...]:
-        """Return the experts of the predicted step, and the peak of other steps."""
         experts = plan.experts
         if plan.max_peak_bytes is not None:
             others = f"other batches may need up to {format_bytes(plan.max_peak_bytes)} on the device"
@@ -172,7 +170,6 @@ class Moesys(Technique):
         context.checks["offload.states"] = store.check
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the tiers of experts and all else, and the caches."""
         how: dict[str, Any] = {
             "cache": self.cache,
             "eviction": self.eviction,

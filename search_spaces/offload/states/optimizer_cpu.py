@@ -89,9 +89,6 @@ class OptimizerCpu(Technique):
 
     @property
     def effects(self) -> Effects:
-        """Return the effects: gradients are offloaded when they are ready, except with the trigger
-        `end_of_step`.
-        """
         if self.trigger == "end_of_step":
             return Effects(host_share=1.0)
         return Effects(calls="grad_hooks", eager_only=GRADIENTS_AT_END, host_share=1.0)
@@ -133,19 +130,15 @@ class OptimizerCpu(Technique):
             apply_on_grad_ready(context, self.update, self.moments, 0, self.trigger)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the tier of the state, and the trigger of the update."""
         how = {} if self.update == "user" else {"update": self.update, "moments": self.moments}
         return {"states.offload": {"optimizer": "host", "trigger": self.trigger, **how}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return the updates; narrow moments are never proposed."""
+        # Lossy narrow moments are never proposed.
         return {"update": ("user", "native", "master")}
 
     def exactly(self) -> Exactness:
-        """Return lossy with masters or narrow moments, reordered for a native update.
-
-        A native update rounds square roots as torch's fused kernel does, not its loops.
-        """
+        # A native update rounds square roots as torch's fused kernel does, not as its loops do: reordered.
         if self.update == "user":
             return self.exactness
         return (

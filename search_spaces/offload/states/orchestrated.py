@@ -94,7 +94,6 @@ class TensorMovement(Technique):
         return f"keeps the weights of {some} in host memory, {how}"
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Refuse a stride or a window of more blocks than the model has."""
         return _too_many_blocks(facts.blocks, self.stride or 1, self.window)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
@@ -127,7 +126,6 @@ class TensorMovement(Technique):
         return None
 
     def plan(self, program: Program, target: Target) -> OrchestratedPlan:
-        """Return the number of ranks that share a link, and the stride."""
         group = self._group(target)
         return OrchestratedPlan(group=group, stride=self._stride(group))
 
@@ -178,7 +176,6 @@ class TensorMovement(Technique):
         context.checks["offload.states"] = moved.check
 
     def explain(self, plan: OrchestratedPlan) -> tuple[str, ...]:
-        """Return the ranks that share a link."""
         if plan.group is None or plan.stride is None:
             return ()
         how = {
@@ -189,7 +186,6 @@ class TensorMovement(Technique):
         return (f"{plan.group} ranks share a link, {how}; one block in {plan.stride} is offloaded",)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the tiers of weights and optimizer, and the coordination of the link."""
         group = self._group(target)
         how = {"orchestrated": self.mode, "group": group, "stride": self._stride(group), "slots": self.window}
         slot = {"slot_mib": self.slot_mib} if self.mode == "token" else {}
@@ -204,7 +200,6 @@ class TensorMovement(Technique):
         }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return both ways to share a link."""
         return {"mode": ("disjoint", "token")}
 
     def _group(self, target: Target) -> int:

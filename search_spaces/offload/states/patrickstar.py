@@ -85,11 +85,9 @@ class PatrickStar(Technique):
 
     @property
     def effects(self) -> Effects:
-        """Return those of chunks."""
         return effects_of_chunks(device_updates=self.device_updates)
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Refuse other gathers than FSDP2's default ones."""
         return other_gathers(facts)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
@@ -99,7 +97,6 @@ class PatrickStar(Technique):
         return cannot_chunk(self, program, target, self.chunk_bytes)
 
     def plan(self, program: Program, target: Target) -> ChunksPlan:
-        """Return the chunk size, the number on the device in each moment, and the resident parameters."""
         in_place = self.gradients == "in_place" and _leaves_more_room(program)
         found = _solved(program, target.budget_bytes, self.chunk_bytes, in_place)
         if self.device_updates and target.budget_bytes is not None and can_split_optimizer(target):
@@ -119,11 +116,9 @@ class PatrickStar(Technique):
         apply_chunks(context, self.kind, plan, "belady")
 
     def explain(self, plan: ChunksPlan) -> tuple[str, ...]:
-        """Return the chunk size, the number on the device, and the resident parameters."""
         return plan.explain()
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the tiers of parameters and optimizer, the unit and the eviction rule."""
         how: dict[str, Any] = {
             "unit": "chunk",
             "chunk_bytes": self.chunk_bytes or "least waste",

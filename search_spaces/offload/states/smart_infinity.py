@@ -88,7 +88,6 @@ class SmartInfinity(NativelyUpdated):
 
     @property
     def effects(self) -> Effects:
-        """Return the effects: gradients may be offloaded when they are ready, complete steps kept."""
         kept = self.resume == "last_step"
         if self._in_backward:
             return Effects(calls="grad_hooks", eager_only=GRADIENTS_AT_END, keeps_steps=kept)
@@ -115,7 +114,6 @@ class SmartInfinity(NativelyUpdated):
         return no_native_update(step, self.update, target)
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Refuse a share of the gradients with gradients offloaded in backward, and with `last_step`."""
         if self._in_backward and self.topk_ratio:
             return Reason("a share of the gradients is chosen on the device, in the step", "gradients: step")
         if self.effects.keeps_steps and self.topk_ratio:
@@ -165,7 +163,6 @@ class SmartInfinity(NativelyUpdated):
         return max(int(self.sub_group_mib * MIB) // 4, 1)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the place, the parts and the update of the state."""
         how = {
             "optimizer": "updaters",
             "trigger": "end_of_step",
@@ -185,11 +182,8 @@ class SmartInfinity(NativelyUpdated):
         }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return one update for each type of parameter, and both times at which gradients are offloaded;
-        sending a share of them is never proposed.
-        """
+        # A share of the gradients is lossy: never proposed.
         return {"update": ("native", "master"), "gradients": ("step", "backward")}
 
     def exactly(self) -> Exactness:
-        """Return lossy with masters, and with a share of the gradients."""
         return Exactness.LOSSY if self.update == "master" or self.topk_ratio else Exactness.REORDERED

@@ -99,7 +99,6 @@ class Stronghold(Technique):
         return self
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Refuse other gathers than FSDP2's default ones, and more blocks than the model has."""
         return other_gathers(facts) or _too_many_blocks(facts.blocks, self.window or 1, self.deferred or ())
 
     def fits(self, program: Program, target: Target) -> Reason | None:
@@ -109,7 +108,6 @@ class Stronghold(Technique):
         return self.refuses(Facts.of(program, target)) or cannot_run_on_ranks(self, program, target)
 
     def plan(self, program: Program, target: Target) -> StrongholdPlan:
-        """Return the width of the window, and the blocks of deferred updates."""
         if self.deferred is not None or self.trigger == "end_of_step":
             deferred = frozenset(self.deferred or ())
         else:
@@ -144,12 +142,10 @@ class Stronghold(Technique):
         apply_layers(context, slots, self._overlap(deferred))
 
     def explain(self, plan: StrongholdPlan) -> tuple[str, ...]:
-        """Return the width of the window, and the number of blocks with deferred updates."""
         rest = f", {len(plan.deferred)} of them with deferred updates" if plan.deferred else ""
         return (f"{plan.slots} blocks on the device at once{rest}",) if plan.slots else ()
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the tiers of parameters and optimizer, the trigger, and the window."""
         slots = self.window if self.window is not None else "solved"
         how = {"parameters": "host", "optimizer": "host", "trigger": self.trigger, "slots": slots}
         return {

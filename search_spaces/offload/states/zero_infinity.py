@@ -153,9 +153,6 @@ class ZeroInfinity(NativelyUpdated):
 
     @property
     def effects(self) -> Effects:
-        """Return the effects; blocks are hooked, and their gradients averaged when ready, if their parameters
-        are offloaded.
-        """
         share, keeps_steps = 1.0 if self.optimizer == "host" else 0.0, self.resume == "last_step"
         if self.parameters == "device":
             return Effects(host_share=share, keeps_steps=keeps_steps)
@@ -200,7 +197,6 @@ class ZeroInfinity(NativelyUpdated):
         return found if ranks == 1 else tuple(p for p in found if not is_in_expert(step.parameters[p].name))
 
     def plan(self, program: Program, target: Target) -> ZeroInfinityPlan:
-        """Return the weights that are loaded in tiles."""
         if self.tiles == 1:
             return ZeroInfinityPlan()
         step = program.step
@@ -211,7 +207,6 @@ class ZeroInfinity(NativelyUpdated):
         return "ssd" in (self.optimizer, self.parameters, self.gradients)
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Refuse combinations of tiers, and other gathers of offloaded weights than FSDP2's default ones."""
         if self.optimizer == "device":
             if self.parameters == "device":
                 return Reason(
@@ -339,7 +334,7 @@ class ZeroInfinity(NativelyUpdated):
         return linear_layers(context, names)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the tiers and the update; equal to `optimizer_cpu` if only the optimizer is on the host."""
+        # Equal to `optimizer_cpu` if only the optimizer is on the host, so that a search tries one of them.
         how: dict[str, Any] = {"optimizer": self.optimizer, "trigger": "end_of_step", "update": self.update}
         how |= (
             {"optimizer_prefetch": self.optimizer_prefetch}
@@ -356,15 +351,13 @@ class ZeroInfinity(NativelyUpdated):
         return {"states.offload": {**how, **({"resume": self.resume} if self.effects.keeps_steps else {})}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return one update for each type of parameter, tiers of optimizer and parameters, and tiles."""
         tiers = {"optimizer": ("ssd", "host"), "parameters": ("device", "host", "ssd")}
         return {"update": ("native", "master"), **tiers, "tiles": (1, 4)}
 
     def is_tried(self) -> bool:
-        """Return False for the same work as `optimizer_cpu`, and for tiles except with the optimizer on SSD.
-
-        The device's bytes are the same for any tier of the state, and programs with tiles take long to make.
-        """
+        # With the optimizer on the host and weights on the device it does the work of `optimizer_cpu`. Tiles
+        # are tried with the optimizer on SSD only: the device's bytes are the same for any tier of the state,
+        # and programs with tiles take long to make.
         return self.optimizer != "host" or (self.parameters != "device" and self.tiles == 1)
 
 

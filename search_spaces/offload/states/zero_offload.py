@@ -105,7 +105,7 @@ class ZeroOffload(NativelyUpdated):
 
     @property
     def effects(self) -> Effects:
-        """Return the effects; before a ratio is solved, no part of the state is known to be on the host."""
+        # Before a ratio is solved, no part of the state is known to be on the host.
         return Effects(calls="grad_hooks", eager_only=GRADIENTS_AT_END, host_share=self.ratio or 0.0)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
@@ -151,14 +151,12 @@ class ZeroOffload(NativelyUpdated):
         return OffloadTiming(self._bucket_bytes, delayed=self.delayed, replicas=replicas)
 
     def plan(self, program: Program, target: Target) -> ZeroOffloadPlan:
-        """Return the ratio, if the config gives none."""
         if self.ratio is not None or target.budget_bytes is None:
             return ZeroOffloadPlan()
         found = self._solved(program, target.budget_bytes, replicas_of(program, target))
         return ZeroOffloadPlan(ratio=found.ratio, resident_parameters=found.resident, trained=found.trained)
 
     def explain(self, plan: ZeroOffloadPlan) -> tuple[str, ...]:
-        """Return the part of the state on the host."""
         if plan.ratio is None:
             return ()
         resident = f"that of {plan.resident_parameters} of {plan.trained} parameters is on the device"
@@ -205,7 +203,6 @@ class ZeroOffload(NativelyUpdated):
         return int(self.bucket_mib * MIB)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the tier of the state, and the triggers of gradient offload and update."""
         trigger = "one_step_delayed" if self.delayed else "end_of_step"
         how = {"update": self.update, "moments": self.moments, "bucket_bytes": self._bucket_bytes}
         knobs: dict[str, Any] = {"delay_after": self.delay_after} if self.delayed else {}
@@ -221,13 +218,9 @@ class ZeroOffload(NativelyUpdated):
         }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return one update for each type of parameter, with all or the smallest part of the state offloaded.
-
-        Delay and narrow moments, which are knobs, are never proposed.
-        """
+        # Lossy delay and narrow moments are never proposed.
         return {"update": ("native", "master"), "ratio": (1.0, None)}
 
     def exactly(self) -> Exactness:
-        """Return knobs with masters, narrow moments or delay."""
         narrow = self.update == "master" or self.moments != "float32"
         return Exactness.LOSSY if narrow or self.delayed else Exactness.REORDERED

@@ -157,9 +157,6 @@ class DynamicPolicy(Technique):
         return None
 
     def plan(self, program: Program, target: Target) -> DynamicPlan:
-        """Return the schedule that the policy's decisions make, its peak, and the seconds of
-        recomputation.
-        """
         frozen = self._frozen(program, target)
         if frozen is None:
             raise ApplyError(
@@ -243,7 +240,6 @@ class DynamicPolicy(Technique):
         return OnlinePlan(budget_bytes=budget_bytes, peak_bytes=peak or 0, **fields)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the policy and its budget."""
         # The budget is listed below by its value: the target's is the same as one that is given.
         settings = {name: value for name, value in self.knobs() if name not in BUDGET_KNOBS}
         return {

@@ -34,7 +34,6 @@ class _CustomCollectives(Technique):
     def _communication(self, ranks_per_node: int) -> Communication: ...
 
     def plan(self, program: Program, target: Target) -> _node_groups.NodesPlan:
-        """Return the size of a node."""
         return _node_groups.nodes_plan(target, self.ranks_per_node)
 
     def rewrite(self, program: Program, plan: _node_groups.NodesPlan, target: Target) -> Program:
@@ -54,12 +53,10 @@ class _CustomCollectives(Technique):
         )
 
     def explain(self, plan: _node_groups.NodesPlan) -> tuple[str, ...]:
-        """Return the size of a node."""
         size = plan.ranks_per_node
         return () if size is None else (f"nodes of {size} ranks",)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the collectives and the size of a node."""
         return {
             "communication": asdict(self._communication(_node_groups.node_size(target, self.ranks_per_node)))
         }

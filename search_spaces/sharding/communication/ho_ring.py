@@ -45,11 +45,9 @@ class HoRing(_GathersByNode):
         return f"{what} on rings between nodes and inside them at the same time"
 
     def exactly(self) -> Exactness:
-        """Return reordered if reductions go by node, too."""
         return Exactness.REORDERED if self.reductions else Exactness.BITWISE
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return gathers alone, or both."""
         return {"reductions": (False, True)}
 
     def _communication(self, ranks_per_node: int) -> Communication:

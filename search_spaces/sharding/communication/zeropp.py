@@ -80,7 +80,6 @@ class ZeroPp(_CustomCollectives):
         return self
 
     def exactly(self) -> Exactness:
-        """Return lossy if anything is quantized."""
         return Exactness.LOSSY if self.qwz or self.qgz else Exactness.BITWISE
 
     def fits(self, program: Program, target: Target) -> Reason | None:
@@ -112,7 +111,7 @@ class ZeroPp(_CustomCollectives):
         return Communication(ranks_per_node, weights, self.hpz, gradients, feedback=self.error_feedback)
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return every part on and off; lossy parts are proposed only if the user allows them."""
+        # Lossy parts are proposed only if the user allows them.
         return {
             "hpz": (True, False),
             "qwz": (False, True),

@@ -93,7 +93,6 @@ class SharedLayers(Technique):
         return Reason(text, "sharding.states: {kind: none}")
 
     def plan(self, program: Program, target: Target) -> Plan:
-        """Return the divided layers, as confirmed by the recording."""
         return self.plan_types[0](**self._recorded(target).fields)
 
     def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:
@@ -116,11 +115,9 @@ class PartitionedLayers(SharedLayers):
     """
 
     def ranks_of_a_copy(self, ranks: int) -> int:
-        """Return the ranks of a group."""
         return self.degree or ranks
 
     def divides_parameters(self, ranks: int, plan: Any) -> bool:
-        """Return True: parameters of shared layers are divided."""
         return True
 
     def _refuse_states(self, states: Technique, target: Target) -> Reason | None:
@@ -168,7 +165,6 @@ class MicroBatchRotation(SharedLayers):
         return Resource.INTER_LINK if target.hardware.local_ranks(target.ranks) == 1 else Resource.INTRA_LINK
 
     def passes(self) -> Mapping[PassStage, Rewrite]:
-        """Return the rewrite, and sums inside a group after the states' own reductions."""
         return {**super().passes(), PassStage.WHOLE_STEP: self._sum_in_group}
 
     def _sum_in_group(self, program: Program, plan: Any, target: Target) -> Program | Reason:
@@ -210,7 +206,6 @@ class CutLayers(PartitionedLayers, MicroBatchRotation):
         self.cut_live(context, checked_pairs(self.kind, context, plan, degree), degree)
 
     def explain(self, plan: PairsPlan) -> tuple[str, ...]:
-        """Return the numbers of shared layers and of ranks."""
         heads = sum(pair.attention for pair in plan.pairs)
         return (
             f"{plan.degree} ranks share {heads} attentions and {len(plan.pairs) - heads} MLPs",

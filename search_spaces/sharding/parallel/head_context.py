@@ -138,7 +138,6 @@ class HeadContext(MicroBatchRotation):
         return replace(split, context_first=split.context_first and split.ranks > node)
 
     def plan(self, program: Program, target: Target) -> Plan:
-        """Return the division, as confirmed by the recording."""
         return HeadContextPlan(**{**self._recorded(target).fields, "split": self._split(target)})
 
     def _refuse_states(self, states: Technique, target: Target) -> Reason | None:
@@ -174,7 +173,6 @@ class HeadContext(MicroBatchRotation):
         return planned
 
     def explain(self, plan: HeadContextPlan) -> tuple[str, ...]:
-        """Return the number of ranks that share a sequence, and the division."""
         split = plan.split
         rings = "" if split.inner == split.contexts else f", in inner rings of {split.inner}"
         rings += ", the first of which attend for the last" if split.work_sharing else ""
@@ -187,7 +185,6 @@ class HeadContext(MicroBatchRotation):
         )
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the division of a sequence."""
         return {"parallel.head_context": self._split(target).document()}
 
     def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:

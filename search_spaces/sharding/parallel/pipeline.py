@@ -162,11 +162,9 @@ class Pipeline(Technique):
         return None
 
     def ranks_of_a_copy(self, ranks: int) -> int:
-        """Return the ranks of a pipeline."""
         return self.degree or ranks
 
     def divides_parameters(self, ranks: int, plan: PipelinePlan) -> bool:
-        """Return True: parameters are divided by stages."""
         return True
 
     def _cannot_cut(self, step: Step, count: int) -> Reason | None:
@@ -182,9 +180,6 @@ class Pipeline(Technique):
         return None
 
     def plan(self, program: Program, target: Target) -> PipelinePlan:
-        """Return the blocks of each stage: the slowest stage as fast as possible, then the fullest as small
-        as possible.
-        """
         step, degree = program.step, self.degree or target.ranks
         chain = chain_of(step)
         assert isinstance(chain, Chain), "fits refuses others"
@@ -215,9 +210,7 @@ class Pipeline(Technique):
         return Program(ranks, program.micro_batch, accumulate, program.notes, sharers=degree, stages=stages)
 
     def passes(self) -> Mapping[PassStage, Rewrite]:
-        """Return the rewrite, and the division into the stages of each rank once all other passes have
-        run.
-        """
+        # A pipeline is cut into stages once every other pass has run on the complete step.
         return {**super().passes(), PassStage.WHOLE_STEP: self._into_stages}
 
     def _into_stages(self, program: Program, plan: PipelinePlan, target: Target) -> Program | Reason:
@@ -256,7 +249,6 @@ class Pipeline(Technique):
         pipe(context, _layout(self, context, plan))
 
     def explain(self, plan: PipelinePlan) -> tuple[str, ...]:
-        """Return the number of blocks in each stage, and the bytes between stages."""
         sizes = ", ".join(str(len(stage)) for stage in plan.stages)
         return (
             f"{len(plan.stages)} stages of {sizes} blocks on {plan.degree} ranks",
@@ -268,13 +260,12 @@ class Pipeline(Technique):
         )
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the number of ranks and stages, and the schedule."""
         degree = self.degree or target.ranks
         stages = self._count(target.ranks) // degree
         return {"parallel.pipeline": {"degree": degree, "schedule": self.schedule, "stages_per_rank": stages}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return one stage on each rank or two; `gpipe` takes as long as `1f1b` and holds more."""
+        # `gpipe` takes as long as `1f1b` and holds more.
         return {"schedule": ("1f1b", "interleaved_1f1b")}
 
     def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:

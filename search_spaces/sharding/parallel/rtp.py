@@ -104,7 +104,6 @@ class Rtp(PartitionedLayers):
         return program.with_step(edit.done())
 
     def passes(self) -> Mapping[PassStage, Rewrite]:
-        """Return the rewrite, and averages inside a ring after the states' own reductions."""
         return {**super().passes(), PassStage.WHOLE_STEP: self._average_in_ring}
 
     def _average_in_ring(self, program: Program, plan: RtpPlan, target: Target) -> Program | Reason:
@@ -131,7 +130,6 @@ class Rtp(PartitionedLayers):
         rotate(context, plan.layers, degree, in_place=self.in_place)
 
     def explain(self, plan: RtpPlan) -> tuple[str, ...]:
-        """Return the number of rotated layers and ranks, and the bytes that a micro-batch sends."""
         n_bytes = format_bytes(plan.rotated_bytes)
         return (
             f"the weights of {len(plan.layers)} layers rotate over {plan.degree} ranks, {n_bytes} in all",
@@ -139,11 +137,9 @@ class Rtp(PartitionedLayers):
         )
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the degree, and whether shards are received in place."""
         return {"parallel.rotated": {"degree": self.degree or target.ranks, "in_place": self.in_place}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return a second buffer, or in place."""
         return {"in_place": (False, True)}
 
 

@@ -57,10 +57,8 @@ class SequenceParallel(CutLayers):
         return frozenset(unsharded_in_blocks(trainable, plan.pairs, step.blocks))
 
     def explain(self, plan: PairsPlan) -> tuple[str, ...]:
-        """Return the lines of `tensor`, and that positions are divided."""
         lines = super().explain(plan)
         return (*lines, "between pairs each rank holds its share of every sequence") if lines else ()
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the degree."""
         return {"parallel.sequence": {"degree": self.degree or target.ranks}}

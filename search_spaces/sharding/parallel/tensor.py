@@ -55,9 +55,7 @@ class TensorParallel(CutLayers):
         cut(context, pairs, degree)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the degree and the divided layers."""
         return {"parallel.tensor": {"degree": self.degree or target.ranks, "layers": self.layers}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return all pairs, or MLPs only."""
         return {"layers": ("all", "mlp")}

@@ -62,12 +62,10 @@ class _FsdpUnits(Technique):
     """Cast floating-point inputs of each unit to `param_dtype`."""
 
     def exactly(self) -> Exactness:
-        """Return lossy if parameters or gradients may have fewer bits than their shards."""
         lossy = self.param_dtype is not None or "bfloat16" in (self.reduce_dtype, self.output_dtype)
         return Exactness.LOSSY if lossy else self.exactness
 
     def computes_in(self) -> ComputePrecision | None:
-        """Return the types of units with `param_dtype`."""
         if self.param_dtype is None:
             return None
         return ComputePrecision(self.param_dtype, self.output_dtype, self.cast_forward_inputs)
@@ -108,11 +106,9 @@ class _FsdpUnits(Technique):
         return False
 
     def divides_parameters(self, ranks: int, plan: Any) -> bool:
-        """Return whether more than one rank shares a copy; all parameters are sharded then."""
         return self._degree(ranks, plan) > 1
 
     def refuses(self, facts: Facts) -> Reason | None:
-        """Refuse one compiled graph of the whole model."""
         if facts.compiled == "model":
             return Reason(
                 "one graph holds all blocks, whose parameters are unsharded one by one",
@@ -218,7 +214,6 @@ class _FsdpUnits(Technique):
         return reduce if precision is None else reduce | {"states.compute": asdict(precision)}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return both values of reshard, and units of one and two blocks."""
         return {
             "reshard_after_forward": (True, False),
             "blocks_per_unit": (1, 2),

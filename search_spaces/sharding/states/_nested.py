@@ -31,7 +31,6 @@ class _NestedSharding(_FsdpUnits):
     def _factors(self, ranks: int, plan: Any) -> Factors: ...
 
     def divides_parameters(self, ranks: int, plan: Any) -> bool:
-        """Return whether the parameters' factor exceeds one."""
         return self._factors(ranks, plan).parameters > 1
 
     def _why_not(self, factors: Factors, program: Program, target: Target) -> Reason | None:

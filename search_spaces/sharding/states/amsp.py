@@ -113,20 +113,15 @@ class Amsp(_NestedSharding):
         return schedule_of(program, target, gathers=1 + self.reshard_after_forward)
 
     def plan(self, program: Program, target: Target) -> AmspPlan:
-        """Return the factors with the least time on the links that fit into the budget; all ranks if none
-        does.
-        """
         if self._given() is not None:
             return AmspPlan()
         schedule = self._schedule(program, target)
         return AmspPlan(**_chosen(program.step, schedule, target.hardware, target.budget_bytes).document())
 
     def explain(self, plan: AmspPlan) -> tuple[str, ...]:
-        """Return the factor of each state."""
         return tuple(f"{state} over {over} ranks" for state, over in plan.document().items())
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the factor of each state, the buckets and the gathers."""
         given = self._given()
         factors: dict[str, Any] = (
             given.document() if given is not None else dict.fromkeys(_NONE.document(), "planned")

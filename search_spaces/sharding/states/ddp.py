@@ -49,7 +49,6 @@ class Ddp(Technique):
 
     @property
     def effects(self) -> Effects:
-        """Return the effects of replicas, whose gradients are final when their bucket is reduced."""
         return Effects(
             among_copies=True, shards="replicas", reduces="ready", finds_unused=self.find_unused_parameters
         )
@@ -103,13 +102,10 @@ class Ddp(Technique):
         kind(context, bucket_cap_mb=self.bucket_cap_mb, find_unused_parameters=self.find_unused_parameters)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the factors, all one, and the buckets."""
         factors = {"parameters": 1, "gradients": 1, "optimizer": 1}
         buckets = {"bytes": self.bucket_cap_mb << 20, "find_unused": self.find_unused_parameters}
         return {"states.shard": factors, "states.buckets": buckets}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return torch's own bucket size and a large one; `fits` decides on the search for unused
-        parameters.
-        """
+        # Torch's own bucket size and a large one; `fits` decides on the search for unused parameters.
         return {"bucket_cap_mb": (25, 100), "find_unused_parameters": (False, True)}

@@ -115,7 +115,6 @@ class Fsdp(_FsdpUnits):
         return refusals.uneven_reshard(group, degree)
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the number of ranks that shard each state, the gathers, and the type of reductions."""
         settings = self._settings(self.degree or target.ranks, target.ranks)
         more = {"prefetch": self.prefetch} if self.prefetch is not None else {}
         gather = settings["states.gather"] | more | ({} if self.keep_root else {"keep_root": False})

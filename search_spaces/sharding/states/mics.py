@@ -79,13 +79,9 @@ class Mics(_FsdpUnits):
         return self.group or target.hardware.local_ranks(target.ranks)
 
     def plan(self, program: Program, target: Target) -> GroupPlan:
-        """Return the size of a node if the config has no group."""
         return GroupPlan(group=None if self.group else self._group(target))
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the number of ranks that shard each state, the gathers, and that copies are averaged once a
-        step.
-        """
         return self._settings(self._group(target), target.ranks)
 
     def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:

@@ -86,15 +86,12 @@ class Paro(_NestedSharding):
         return self._why_not(factors, program, target)
 
     def plan(self, program: Program, target: Target) -> GroupPlan:
-        """Return the size of a group if the config has none."""
         return GroupPlan(group=None if self.group else self._group(target))
 
     def explain(self, plan: GroupPlan) -> tuple[str, ...]:
-        """Return the number of ranks in a group."""
         return (f"groups of {plan.group} ranks",) if plan.group else ()
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the factor of each state, the buckets and the gathers."""
         factors = self._over(self._group(target), target.ranks)
         return self._divided_settings(factors.document(), factors.parameters > 1)
 

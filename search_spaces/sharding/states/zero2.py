@@ -71,5 +71,4 @@ class Zero2(Technique):
         )
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the number of ranks that shard each state, and the buckets."""
         return settings(target, self.bucket_cap_mb, every_micro_batch=True)

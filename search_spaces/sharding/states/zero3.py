@@ -30,5 +30,4 @@ class Zero3(_FsdpUnits):
     paper: ClassVar[str] = "ZeRO-3"
 
     def record(self, target: Target) -> dict[str, Any]:
-        """Return the settings of `fsdp` over all ranks."""
         return self._settings(target.ranks, target.ranks)

@@ -38,13 +38,10 @@ class NativelyUpdated(Technique):
     """
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return one update for each type of parameter."""
         return {"update": ("native", "master")}
 
     def exactly(self) -> Exactness:
-        """Return lossy with masters: it trains as bfloat16 with float32 masters, not as the user's
-        optimizer.
-        """
+        # With masters it trains as bfloat16 with float32 masters, not as the user's optimizer.
         return Exactness.LOSSY if self.update == "master" else self.exactness
 
 
