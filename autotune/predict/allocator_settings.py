@@ -42,9 +42,7 @@ class AllocatorSettings:
     max_split_size_mb: int | None = None
     """Blocks of at least this many MiB are neither split nor given to smaller requests."""
     max_non_split_rounding_mb: int | None = None
-    """Limit in MiB on how much larger than the request such a block may be; None for
-    large_segment_size_mb.
-    """
+    """Limit in MiB by which larger than the request such a block may be; None for large_segment_size_mb."""
     large_segment_size_mb: int = 20
     """Segment in MiB for requests between 1 and 10 MiB, and page of expandable segments."""
     roundup_power2_divisions: tuple[int, ...] = NO_ROUNDUP

@@ -51,9 +51,7 @@ class Prediction:
     interval: Interval
     calibrated: bool
     step_correction: float = 1.0
-    """Correction factor from trials, included in `step_s`; the seconds of single ops and resources exclude
-    it.
-    """
+    """Correction factor from trials, included in `step_s`, not in seconds of ops or resources."""
     communicator_bytes: int = 0
     """Device bytes that communicators hold outside PyTorch's allocator; included in no peak."""
     outside_bytes: int = 0

@@ -130,9 +130,7 @@ class PlanReport:
     rows: tuple[PlanRow, ...] = ()
     baselines: tuple[PlanRow, ...] = ()
     front: tuple[PlanRow, ...] = ()
-    """Candidates that fit and are beaten by none in both cost and memory, the cheapest first
-    (`space/pareto.py`).
-    """
+    """Candidates that fit, beaten by none in both cost and memory, cheapest first (`space/pareto.py`)."""
     unfit: dict[str, str] = field(default_factory=dict)
     """Reason why each technique (`slot: kind`) was omitted."""
     refused: dict[str, int] = field(default_factory=dict)
@@ -378,9 +376,7 @@ def _plan_config(
 
 
 def _ranked_settings(setup: Setup, scored: Scored, row: PlanRow) -> PlanRow:
-    """Return `row`, if it is tight, with the allocator's settings under the budget and the time of
-    retries.
-    """
+    """Return a tight `row` with the allocator's settings under the budget and the time of retries."""
     budget = setup.budget_bytes
     if row.status != "tight" or budget is None:
         return row
@@ -552,9 +548,7 @@ def _slower(setup: Setup, best: Scored, first: Scored | None, subject: str = "it
 
 
 def _alone(setup: Setup, first: Scored | None, slot: str, kind: str) -> Iterator[str]:
-    """Yield why the technique alone is not used, on the plain micro-batch: it was refused, or not worth
-    solving.
-    """
+    """Yield why the technique alone is unused on the plain micro-batch: refused, or not worth solving."""
     replicas = {"sharding.states": find("sharding.states", "ddp")(kind="ddp")} if setup.ranks > 1 else {}
     technique = find(slot, kind)(kind=kind)
     execution = setup.space.executions[0]

@@ -1,6 +1,4 @@
-"""`memtune search`: baselines, candidates, audit, repeats, verdict, confirmation; then one config is
-written.
-"""
+"""`memtune search`: baselines, candidates, audit, repeats, verdict, confirmation; writes one config."""
 
 from __future__ import annotations
 

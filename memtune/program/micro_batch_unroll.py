@@ -331,9 +331,7 @@ class UnrolledRows:
         self.n_ops += len(ops)
 
     def _share(self, ops: I32, here: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-        """Return (ops,) the fraction of the bytes each op uses that belongs to this rank (a foreach op's
-        cost).
-        """
+        """Return (ops,) this rank's fraction of the bytes that each op uses (a foreach op's cost)."""
         step = self._step
         weights = step.storages.bytes[step.uses.storage].astype(np.float64)
         total, part = (np.bincount(step.uses.op, each, step.ops.n)[ops] for each in (weights, weights * here))

@@ -1,6 +1,4 @@
-"""Addresses of op calls in plans: the op name, and the number of earlier calls of that name in the same
-block.
-"""
+"""Addresses of op calls in plans: the op name, and the number of its earlier calls in the block."""
 
 from __future__ import annotations
 

@@ -82,9 +82,7 @@ def idle_share(ranks: int, stages_per_rank: int, micro_batches: int) -> float:
 def stage_actions(
     schedule: PipelineSchedule, rank: int, ranks: int, stages_per_rank: int, micro_batches: int
 ) -> list[StageAction]:
-    """Return the actions of `rank`, in order: forwards to fill the pipeline, pairs (1F1B), the last
-    backwards.
-    """
+    """Return the actions of `rank`: forwards to fill the pipeline, pairs (1F1B), the last backwards."""
     total = stages_per_rank * micro_batches
     if schedule == "gpipe":
         warm_up, paired = total, 0

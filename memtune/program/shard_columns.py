@@ -116,9 +116,7 @@ def optimizer_moments(step: Step) -> I32:
 
 
 def moments_of_parameters(step: Step, mine: npt.NDArray[np.intp]) -> tuple[I32, npt.NDArray[np.intp]]:
-    """Return the moments of the parameters `mine`, which ascend, and the index of each one's parameter in
-    `mine`.
-    """
+    """Return the moments of the ascending parameters `mine`, and each one's index in `mine`."""
     moments, chosen = optimizer_moments(step), np.zeros(len(step.parameters), bool)
     chosen[mine] = True
     moments = moments[chosen[step.storages.owner[moments]]]
@@ -353,9 +351,7 @@ class Gathers:
     begins: I32
     """(2 · blocks,) the first op of FSDP2 for each block, forward and backward."""
     copies: I32
-    """(2 · blocks,) the op that copies a block's parameters out of the all-gather buffer, forward and
-    backward.
-    """
+    """(2 · blocks,) op that copies a block's parameters from the gather buffer, forward and backward."""
 
     @property
     def of_moments(self) -> I32:
@@ -400,9 +396,7 @@ def members_of_units(step: Step) -> list[I32]:
 
 
 def _blocks(step: Step) -> I32:
-    """Return (parameters,) the block of each parameter, -1 for none, including parameters that are not
-    offloaded.
-    """
+    """Return (parameters,) block of each, -1 for none, including parameters that are not offloaded."""
     columns = columns_of(step.parameters)
     found: I32 = np.where(columns.block >= 0, columns.block, _by_name(columns.names, step.blocks)).astype(
         np.int32

@@ -1,6 +1,4 @@
-"""Segments that grow: device memory is mapped into one long address range as needed, so that freed parts
-rejoin.
-"""
+"""Segments that grow: memory is mapped into one address range as needed, so freed parts rejoin."""
 
 from __future__ import annotations
 

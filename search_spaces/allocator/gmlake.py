@@ -39,9 +39,7 @@ class GMLake(OwnAllocator):
     """Addresses (GiB) in stitched blocks before the least recently used ones are freed (the paper's autoGC).
     """
     arena_below_mb: Annotated[int, Field(ge=2, le=64)] = 2
-    """Smaller requests (MiB) share pages in an expandable arena: no rounding to 2 MiB, but holes of their
-    own.
-    """
+    """Smaller requests (MiB) share pages in an expandable arena: no rounding to 2 MiB, but more holes."""
 
     def record(self, target: Target) -> dict[str, Any]:
         return {"allocator": {"stitched": dict(self.knobs())}}

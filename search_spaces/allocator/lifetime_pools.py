@@ -1,6 +1,4 @@
-"""Pools by lifetime: parameters, gradients, tensors kept for backward and transient ones do not
-share memory.
-"""
+"""Pools by lifetime: parameters, gradients, tensors kept for backward and transient ones are apart."""
 
 from __future__ import annotations
 

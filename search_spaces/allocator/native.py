@@ -1,6 +1,4 @@
-"""The caching allocator as torch ships it, with the knobs for splitting, rounding and collecting
-its blocks.
-"""
+"""The caching allocator as torch ships it, with the knobs to split, round and collect blocks."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ def _power_of_two(value: int) -> int:
 
 
 def _divisions(value: int | str | None) -> int | str | None:
-    """Validate a power of two up to 64, or one by size in MiB as `[256:1,512:2,>:8]`; `>` means all larger
-    sizes.
-    """
+    """Validate a power of two up to 64, or one by size in MiB: `[256:1,512:2,>:8]`; `>`: larger sizes."""
     if isinstance(value, str) and not re.fullmatch(r"\[(\d+:\d+,)*(\d+|>):\d+\]", value):
         raise ValueError(
             "must be a power of two, or a list of sizes in MiB with one each as [256:1,512:2,>:8]"
@@ -84,9 +80,7 @@ class Native(Technique):
     may.
     """
     pinned_use_cuda_host_register: bool | None = None
-    """Pinned host memory is malloc's, then registered: faster to allocate, with
-    `pinned_num_register_threads`.
-    """
+    """Pin memory of malloc: faster to allocate, with `pinned_num_register_threads`."""
     pinned_num_register_threads: Annotated[int, AfterValidator(_power_of_two), Field(ge=1, le=128)] | None = (
         None
     )

@@ -105,9 +105,7 @@ class AttentionBoundary(Technique):
     """
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Refuse blocks without fused attention, data-dependent ops, and mechanisms that act inside the
-        model.
-        """
+        """Refuse no fused attention, data-dependent ops, and mechanisms that act inside the model."""
         if not program.step.blocks:
             return NO_BLOCKS
         by_blocks = needs_calls_of_blocks(target)

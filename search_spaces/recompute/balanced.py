@@ -59,9 +59,7 @@ class Balanced(Technique):
         return plan_calls(program.step, inputs_of_products)
 
     def rewrite(self, program: Program, plan: CallsPlan, target: Target) -> Program:
-        """Return the program with every block's norms and activation functions run again before its
-        backward.
-        """
+        """Return the program with norms and activation functions of blocks run again in backward."""
         blocks = list(range(len(program.step.blocks)))
         return program.with_step(recompute_blocks(program.step, blocks, calls_by_block(plan, len(blocks))))
 

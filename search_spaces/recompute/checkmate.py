@@ -68,9 +68,7 @@ class Checkmate(Technique):
     effects: ClassVar[Effects] = MODEL_SCHEDULED
 
     budget_bytes: Annotated[int, Field(gt=0)] | None = None
-    """Largest peak allowed; less frees more and recomputes more. Default: all the memory that the target
-    gives.
-    """
+    """Largest peak allowed; less frees more and recomputes more. Default: the target's memory."""
     share: Annotated[float, Field(ge=0, le=1)] | None = None
     """Instead of bytes: 0 is the smallest peak found, 1 the peak without recomputation."""
     nodes: Annotated[int, Field(ge=4, le=80)] = 16
@@ -84,9 +82,7 @@ class Checkmate(Technique):
         return f"recomputes single ops by a solved schedule, {format_budget(self.budget_bytes, self.share)}"
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Refuse a budget that plain training meets or no schedule meets, and models with
-        data-dependent ops.
-        """
+        """Refuse a budget met by plain training or no schedule, and models with data-dependent ops."""
         if (reason := cannot_schedule_model(program, target)) is not None:
             return reason
         if self.budget_bytes is not None and self.share is not None:

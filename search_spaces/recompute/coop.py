@@ -30,9 +30,7 @@ class Coop(DynamicPolicy):
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     groups: Literal[1, 2] = 1
-    """2: outputs of cheap ops are at the other end of the arena than those of matrix products and
-    convolutions.
-    """
+    """2: outputs of cheap ops are at the arena's other end than those of products and convolutions."""
     neighbours: bool = True
     """A tensor's cost includes that of its evicted neighbourhood, not its own op alone."""
     small_area: bool = True

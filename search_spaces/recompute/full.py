@@ -42,9 +42,7 @@ class Full(Technique):
         return holds_blocks_in_one_graph(target.compiled) or cannot_recompute(program.step, False)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Return the program with every block run again before the first of its backward ops that
-        needs it.
-        """
+        """Return the program with every block run again before its first backward op that needs it."""
         return program.with_step(recompute_blocks(program.step, list(range(len(program.step.blocks)))))
 
     def apply(self, context: Context, plan: Plan) -> None:

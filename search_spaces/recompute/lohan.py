@@ -243,9 +243,7 @@ def _most_moved(step: Step, options: list[Option]) -> int:
 
 @lru_cache(maxsize=256)
 def _points(ops: tuple[tuple[Any, ...], ...], min_bytes: int) -> tuple[Combination, ...]:
-    """Return the hull of a block described by `_facts`, cached for equal blocks, also those of other
-    candidates.
-    """
+    """Return the hull of a block described by `_facts`, cached for equal blocks of all candidates."""
     made = tuple(
         BlockOp(name, seconds, reads, size, saved, keepable, is_input=is_input)
         for name, seconds, reads, size, saved, keepable, is_input in ops
@@ -309,9 +307,7 @@ def _solved(
     spill: bool,
     waits: bool,
 ) -> tuple[list[Option], Choice, dict[int, int]]:
-    """Return each block's option, the choice, and the bytes that each block swaps; cached for `fits` and
-    `plan`.
-    """
+    """Return each block's option, the choice, and the swapped bytes; cached for `fits` and `plan`."""
     blocks = _blocks(step, hardware, ranks, min_bytes)
     full = Program((RankClass(ranks, blocks.full),), micro_batch, accumulate)
     later = apply_later_passes(full, techniques, hardware)

@@ -1,6 +1,4 @@
-"""Let the compiler decide what backward recomputes: min-cut over the joint graph, under a budget for saved
-bytes.
-"""
+"""Let the compiler decide what backward recomputes: min-cut of the joint graph, under a byte budget."""
 
 from __future__ import annotations
 

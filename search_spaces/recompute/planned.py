@@ -78,9 +78,7 @@ class Planned(Technique):
     by_budget: ClassVar[bool] = True
 
     budget_bytes: Annotated[int, Field(gt=0)] | None = None
-    """Largest peak allowed; less frees more and recomputes more. Default: all the memory that the target
-    gives.
-    """
+    """Largest peak allowed; less frees more and recomputes more. Default: the target's memory."""
     share: Annotated[float, Field(ge=0, le=1)] | None = None
     """Instead of bytes: 0 is the smallest peak that recomputation can reach, 1 the peak without any."""
 
@@ -180,9 +178,7 @@ class Planned(Technique):
         return _plan(solution)
 
     def rewrite(self, program: Program, plan: _Plans, target: Target) -> Program:
-        """Return the program with blocks recomputed as planned; under a schedule, with single ops
-        recomputed.
-        """
+        """Return the program with blocks recomputed as planned, under a schedule op by op."""
         if isinstance(plan, BudgetSchedulePlan):
             return rewrite_by_schedule(plan, program)
         return rewrite_planned(program, plan)

@@ -84,9 +84,7 @@ class Selective(Technique):
         return no_blocks(facts)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Refuse blocks that change their input and compiled code; for `core_attention` also fused
-        attention.
-        """
+        """Refuse blocks that change their input and compiled code; with `core_attention` fused attention."""
         if sum((self.scope != "block", self.matmuls != "all", bool(self.save_ops))) > 1:
             return Reason(
                 "scope, matmuls and save_ops are three ways to choose what is kept", "give one of them"

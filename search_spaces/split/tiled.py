@@ -28,9 +28,7 @@ from memtune.runtime import Context
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 _WORTH = 0.05
-"""Smallest fraction of the step's peak that logits, or the tensors saved by MLPs or norms, must take to be
-cut.
-"""
+"""Fraction of the step's peak from which logits, or what MLPs or norms save, are cut."""
 _KEEPS_PRODUCTS = {"activations.recompute": {"every": 1, "keep": "matmul_and_attention"}}
 """The record of `selective`. It selects matrix products by op name, so it would keep the products of all
 parts, which tiling is to free.
@@ -38,9 +36,7 @@ parts, which tiling is to free.
 
 
 class TiledPlan(Plan):
-    """The module that makes the logits, and the modules of the blocks that run in parts; others are
-    omitted.
-    """
+    """The module that makes the logits, and the modules of the blocks that run in parts."""
 
     head: str | None = None
     """Name of the module that makes the logits, "" for the model itself; None: the widest linear layer

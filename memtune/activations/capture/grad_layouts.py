@@ -143,9 +143,7 @@ def is_accumulated(edge: Any) -> bool:
 
 
 def accumulate_grad(parameter: Tensor, gradient: Tensor) -> None:
-    """Accumulate `gradient` as autograd's own node does; a parameter that no longer requires one is
-    skipped.
-    """
+    """Accumulate `gradient` as autograd's own node does; a parameter that requires none is skipped."""
     if not parameter.requires_grad:
         return
     # As AccumulateGrad without create_graph: the first gradient is taken over, later ones are added in place.

@@ -44,9 +44,7 @@ class SideEffectError(CaptureError):
 
 
 class Outside(NamedTuple):
-    """Tensor from outside a region, by kind (`parameter`, `buffer`, `input`, `gradient`, `constant`) and
-    number.
-    """
+    """Outside tensor, by kind (`parameter`, `buffer`, `input`, `gradient`, `constant`) and number."""
 
     kind: str
     number: int
@@ -296,9 +294,7 @@ class ConstantTensors:
                 self._twin[fake] = real.detach().to("cpu", copy=True)
 
     def look(self, func: Any, args: Any) -> Any | None:
-        """Return the value that code reads from constant tensors with `func`; None for other ops and
-        tensors.
-        """
+        """Return the value that code reads from constant tensors with `func`, else None."""
         if func not in READ_OUTS or any(each not in self._twin for each in tensors_in(args)):
             return None
         with _disable_current_modes():

@@ -1,6 +1,4 @@
-"""Eviction and rematerialization of tensors under a byte budget while the model runs (DTR, MegTaiChi,
-Coop).
-"""
+"""Eviction and recomputation of tensors under a byte budget while the model runs (DTR, MegTaiChi, Coop)."""
 
 from __future__ import annotations
 

@@ -60,9 +60,7 @@ class Value:
     counter counts them.
     """
     version: int | None = None
-    """Version counter of its storage when forward returned it; None if it did not, or has another storage
-    now.
-    """
+    """Version counter of its storage when forward returned it; None if not returned, or moved."""
 
     @property
     def is_written(self) -> bool:

@@ -185,9 +185,7 @@ class OnlineRegion(ReplacedForward):
         return [each for each in self._members[0] if each.requires_grad]
 
     def _key(self, args: Any, kwargs: Any) -> Any:
-        """Return the key of decisions: how the module is called, and which gradients and optimizer state
-        exist.
-        """
+        """Return the key of decisions: the call's form, and which gradients and optimizer state exist."""
         # The first step differs: gradients and optimizer state do not exist yet, and so the budget is another
         # one.
         called = call_key(args, kwargs)
@@ -211,9 +209,7 @@ class OnlineRegion(ReplacedForward):
         return table
 
     def _background_bytes(self, inputs: Iterable[Any]) -> int:
-        """Return the bytes resident throughout: parameters, buffers, gradients, optimizer state and
-        inputs.
-        """
+        """Return the bytes always resident: parameters, buffers, gradients, optimizer state and inputs."""
         parameters, buffers = self._members
         held = [*parameters, *buffers, *(p.grad for p in parameters), *inputs]
         held += tree_leaves(list(self._optimizer.state.values()))

@@ -34,9 +34,7 @@ class RuntimeCosts:
 
 
 def online_policy(policy: Policy) -> Policy:
-    """Return `policy` as the runtime uses it: bytes decide whether a request fits, addresses only select
-    victims.
-    """
+    """Return `policy` as at run time: bytes decide if a request fits, addresses only select victims."""
     return replace(policy, in_place=True, forget=True, compacts=True)
 
 

@@ -210,9 +210,7 @@ class OnlineTable:
             self.watch(whole)
 
     def _spoil(self, func: Any, args: Any, written: list[Tensor]) -> None:
-        """Hold values that an unrepeatable op wrote into, because ops that read them before cannot run
-        again.
-        """
+        """Hold values that an unrepeatable op wrote into, as earlier readers cannot run again."""
         for each in written:
             value = self._values.get(each.untyped_storage()._cdata)
             if value is not None:

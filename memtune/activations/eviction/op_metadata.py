@@ -59,9 +59,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Costs:
-    """Cost model of ops, used to select values that are cheap to recompute; equal on every rank and in every
-    run.
-    """
+    """Cost model of ops, which selects values cheap to recompute; equal on every rank and in every run."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -178,9 +176,7 @@ def _read_by(about: OpProperties, args: Any, kwargs: Any) -> str:
 
 
 def _fake_output_bytes(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[int, ...]:
-    """Return the bytes of each storage that `func` would make, by its fake implementation; none if that
-    fails.
-    """
+    """Return the bytes of each storage that `func` would make, by its fake form; none if that fails."""
     twins: dict[int, Tensor] = {}
 
     def twin(leaf: Any) -> Any:

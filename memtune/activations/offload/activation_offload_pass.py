@@ -578,9 +578,7 @@ def insert_ssd_spill(
 
 
 def hold_locals(edit: Edit, step: Step, storage: I32, ops: I32) -> None:
-    """Hold the local variables of a block's first run while its kept outputs are reloaded in the
-    second run.
-    """
+    """Hold local variables of a block's first run while its kept outputs are reloaded in the second run."""
     # Generated code has no frames whose locals could hold anything.
     if step.runs_schedules or not (step.ops.copy_of >= 0).any():
         return

@@ -228,9 +228,7 @@ def _added_s(taken: Sequence[Action]) -> float:
 
 
 def _mirrored(copy: Copy) -> Copy:
-    """Return a reload on the reversed clock, where it starts when it is needed and may last until it can
-    begin.
-    """
+    """Return a reload on the reversed clock: it starts when needed and may last until it can begin."""
     return Copy(-copy.until_s, -copy.start_s, copy.seconds)
 
 

@@ -1,6 +1,4 @@
-"""Recomputation of parts of forward in backward, and the activation table of keep, recompute and offload
-claims.
-"""
+"""Recomputation in backward, and the activation table of keep, recompute and offload claims."""
 
 from __future__ import annotations
 

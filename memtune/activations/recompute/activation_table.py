@@ -175,9 +175,7 @@ class ActivationTable:
         region.move, region.min_bytes, region.only, region.policy = fraction, min_bytes, only, policy
 
     def install(self) -> None:
-        """Wrap the forward of every region with a claim, and of regions at whose end copies complete (Rule
-        6).
-        """
+        """Wrap the forward of every region with a claim or with copies that complete at its end (Rule 6)."""
         moves = [region for region in self.regions if region.move]
         for region in self.regions:
             if region.recompute or region.move:

@@ -161,9 +161,7 @@ class Fingerprinter:
             waiting += following
 
     def _parameters(self, nodes: list[Any]) -> Iterator[str]:
-        """Yield the names of the parameters among `nodes`, also behind casts; a cast may be older than the
-        run.
-        """
+        """Yield names of parameters among `nodes`, also behind casts, which may be older than the run."""
         for node in nodes:
             while node is not None and node.name() == _CAST:
                 node = node.next_functions[0][0]
@@ -240,9 +238,7 @@ def _norm(some: Tensor) -> float | None:
 
 
 def is_close(before: Tensor | float | None, now: Tensor | float | None) -> bool:
-    """Return whether two magnitudes agree up to summation order; unknown and non-finite ones agree
-    with all.
-    """
+    """Return whether two magnitudes agree up to summation order; unknown and non-finite ones always do."""
     if before is None or now is None:
         return True
     with without_modes():

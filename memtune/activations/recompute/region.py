@@ -46,9 +46,7 @@ class Region:
     compared: Compared | None = None
     """Values of its latest second run, which are being copied from the device."""
     is_quick: bool = False
-    """A second run equalled its first in full, and in the quick form of fingerprints, which later runs
-    compare.
-    """
+    """A second run equalled its first in full; later runs compare quick fingerprints."""
     value_checks: int = 0
     """Number of runs so far whose values could be compared."""
 

@@ -102,9 +102,7 @@ def _taken(kept: Tensor | OffloadedTensor) -> Tensor:
 
 
 def _of_tensors(convert: Callable[[Any], Any], out: Any) -> Any:
-    """Return the result of an op with its tensors converted; most ops return one tensor or a tuple of
-    them.
-    """
+    """Return the result of an op with its tensors converted."""
     if isinstance(out, _CONVERTED):
         return convert(out)
     if type(out) is tuple and not any(isinstance(each, tuple | list | dict) for each in out):
@@ -370,9 +368,7 @@ class SkippedCalls:
         return call in self._calls
 
     def take(self, call: OpAddress, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return uninitialized tensors like the outputs of `call`; for a call that writes in place, its
-        argument.
-        """
+        """Return uninitialized tensors like the outputs of `call`; of an in-place call its argument."""
         left = self._calls[call]
         if self._all_run:
             out = func(*args, **kwargs)

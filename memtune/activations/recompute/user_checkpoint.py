@@ -1,6 +1,4 @@
-"""Detection of the user's own checkpoints and of dropped saves, where the activation table may claim
-nothing.
-"""
+"""Detection of user checkpoints and dropped saves, where the activation table may claim nothing."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ def saves_are_dropped() -> bool:
 
 
 def hooks_of_table() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """Return the activation table's pack and unpack hooks, or None if it claims nothing of the current
-    block.
-    """
+    """Return the activation table's pack and unpack hooks, or None without a claim on the current block."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) if _hooks_of() == _TABLE else None
 
 

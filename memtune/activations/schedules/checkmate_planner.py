@@ -25,9 +25,7 @@ Flags = npt.NDArray[np.bool_]
 F64 = npt.NDArray[np.float64]
 
 THRESHOLDS = (0.05, 0.15, 0.25, 0.35, 0.5, 0.65, 0.75, 0.85, 0.95)
-"""Thresholds on the relaxed S above which a node is kept; the cheapest schedule within the budget is
-selected.
-"""
+"""Thresholds on the relaxed S above which a node is kept; the cheapest schedule in the budget wins."""
 EPSILONS = (0.0, 0.1)
 """Fractions of the budget that the relaxation leaves free for the rounding."""
 
@@ -98,9 +96,7 @@ class Solution:
 def live_bytes(
     problem: Problem, computes: Sequence[Sequence[int]], kept: Sequence[Iterable[int]]
 ) -> list[list[int]]:
-    """Return the bytes live while each node of each stage runs; outputs are allocated before inputs are
-    freed.
-    """
+    """Return the bytes live while each node of each stage runs; outputs exist before inputs are freed."""
     n, found = problem.n, []
     for stage, running in enumerate(computes):
         kept_next = set(kept[stage + 1]) if stage + 1 < n else set()
@@ -394,9 +390,7 @@ _Terms: TypeAlias = Sequence[tuple[tuple[Any, ...], int]]
 
 @functools.lru_cache(maxsize=4)
 def _structure_of(graph: Problem) -> _Structure:
-    """Return the part of the program that is equal for the budgets that one search tries; `graph` has
-    none.
-    """
+    """Return the part of the program equal for the budgets that one search tries; `graph` has none."""
     return _Structure(graph)
 
 

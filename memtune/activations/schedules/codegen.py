@@ -472,9 +472,7 @@ def _by_value(outputs: Sequence[Any]) -> dict[int, list[int]]:
 
 
 class CheckedCode:
-    """Code of one tape; the first forward and the first backward check the layouts of outputs against the
-    tape.
-    """
+    """Code of one tape; its first forward and backward check layouts of outputs against the tape."""
 
     def __init__(self, tape: Tape, generated: Callable[..., Code]) -> None:
         self.tape, self._generated = tape, generated

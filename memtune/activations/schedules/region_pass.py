@@ -210,9 +210,7 @@ def _with_bytes(
 def _outside_until(
     step: Step, graph: OpGraph, rows: I32, carried: tuple[tuple[int, ...], ...], storages: I32, value_of: I32
 ) -> I32:
-    """Return the last op during which each value is held outside the region, by outside readers or by
-    lifetime.
-    """
+    """Return the last op at which each value is held outside the region, by readers or by lifetime."""
     first, last = int(rows[graph.n_forward - 1]), int(rows[graph.n_forward])
     where = np.full(step.ops.n, -1, np.int32)  # region op that an outside op follows, n_ops after the region
     where[first:last] = graph.n_forward - 1

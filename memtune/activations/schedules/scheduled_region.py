@@ -135,9 +135,7 @@ class ScheduledRegion(ReplacedForward):
     """
 
     _most_alike = 4
-    """Maximal number of captures per way of calling; a module that changes ever again runs plainly from then
-    on.
-    """
+    """Captures per way of calling; a module that keeps changing runs plainly afterwards."""
 
     def __init__(
         self,
@@ -206,9 +204,7 @@ class ScheduledRegion(ReplacedForward):
         return sum({each._cdata: each.nbytes() for each in storages}.values())  # each storage once
 
     def _find(self, args: Any, kwargs: Any) -> _Captured | str:
-        """Return the capture for these arguments and the module's state, or the reason why the plain module
-        runs.
-        """
+        """Return the capture for these arguments and this module state, or why the plain module runs."""
         key = call_key(args, kwargs)
         if key is None:
             return self._plainly("an argument cannot be compared with those of other calls")
@@ -303,9 +299,7 @@ class ScheduledRegion(ReplacedForward):
                     yield call(gradients)
 
     def _wanted(self) -> tuple[dict[int, GradientLike] | Callable[[int, Tensor], bool], ...]:
-        """Return predicates on outputs that may get a gradient, to try one after the other (see
-        `capture`).
-        """
+        """Return predicates on outputs that may get a gradient, in the order to try (see `capture`)."""
         return (lambda _, out: out.dim() == 0), (lambda _, out: True)
 
     def _token(self) -> Tensor:
@@ -606,9 +600,7 @@ class _GradNode(torch.autograd.Function):
 
 
 class _RegionOutputs(torch.autograd.Function):
-    """Node behind the region's outputs: stores their gradients for the region and returns a token's
-    gradient.
-    """
+    """Node behind a region's outputs: keeps their gradients for the region, returns a token's."""
 
     @staticmethod
     def forward(ctx: Any, run: ScheduledRun, token: Tensor) -> tuple[Tensor, ...]:

@@ -1,6 +1,4 @@
-"""Pattern of a linear head, elementwise ops and one cross-entropy in a recorded step, which `tiled_loss`
-tiles.
-"""
+"""Pattern that `tiled_loss` tiles: a linear head, elementwise ops and one cross-entropy in a step."""
 
 from __future__ import annotations
 
@@ -76,9 +74,7 @@ class LossPattern:
     gradients: tuple[int, ...]
     """Output storage of each of them; the last is the gradient of the logits."""
     given: tuple[int, ...]
-    """Storages that the first op of backward reads in addition to forward's outputs: the gradient of the
-    loss.
-    """
+    """Storages that the first op of backward reads besides forward's outputs: the loss's gradient."""
     dx: OperandGradient | None
     dweight: OperandGradient | None
     dbias: OperandGradient | None
@@ -140,9 +136,7 @@ class _NoPattern(Exception):
 
 @lru_cache(maxsize=8)
 def loss_pattern(step: Step) -> LossPattern | str:
-    """Return the head and its cross-entropy, or the reason why they cannot be computed over parts of the
-    rows.
-    """
+    """Return the head and its cross-entropy, or why they cannot run over parts of the rows."""
     cut = cut_first(step)
     try:
         return _found(_Graph(step)) if cut is None else replace(_found(_Graph(cut.step)), uncut=cut.hidden)
@@ -426,9 +420,7 @@ def _moved(step: Step, clone: int, chain: list[int], cut_back: int) -> Cut | Non
 
 
 def _to_hidden(step: Step, gradient: int, weight: int) -> tuple[list[int], int, int] | None:
-    """Return the ops from the logits' gradient to the hidden states' gradient, the last one, and its
-    output.
-    """
+    """Return the ops from the logits' gradient to the hidden states' gradient, the last, and its output."""
     ops: list[int] = []
     while True:
         readers = sorted(set(step.uses.op[step.uses.storage == gradient].tolist()))

@@ -116,9 +116,7 @@ class Logits(Tensor):
     steps: tuple[Step, ...] = ()
     """Elementwise ops applied so far."""
     source: tuple[Logits, Step] | None = None
-    """The logits and op that this is the result of, to compute plain values; None for the head's own
-    output.
-    """
+    """The logits and op that this is the result of, for plain values; None for the head's own output."""
     classes_second: bool = False
     """Rows are (B, T, D) and this has shape (B, V, T)."""
     _plain: Tensor | None = None

@@ -233,9 +233,7 @@ class _KeptParts(torch.autograd.Function):
 
 
 class _Entered(torch.autograd.Function):
-    """Node at which a part's graph begins: its gradient can be requested, and unlike a leaf it holds no
-    tensor.
-    """
+    """Node at which a part's graph begins: it has a gradient, and unlike a leaf holds no tensor."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, anchor: Tensor) -> Tensor:

@@ -17,9 +17,7 @@ class PagePlan:
     pages: Pages
     prefetch: Units
     cached: int = 0
-    """Number of block parameters on no page: the first in the order of use, resident with their optimizer
-    state.
-    """
+    """Number of block parameters on no page: the first in use, resident with their optimizer state."""
 
 
 def in_frames(

@@ -219,9 +219,7 @@ def runs(pages: Pages, wanted: I32) -> tuple[I32, I32]:
 # -- chunks --------------------------------------------------------------------------------------------------
 
 ALIGNMENT: Final = 256
-"""Alignment of each parameter in bytes: kernels choose by alignment, and the bits must not depend on the
-place.
-"""
+"""Alignment of each parameter in bytes: kernels choose by it, and bits must not depend on the place."""
 
 
 def aligned(n_bytes: int) -> int:

@@ -257,9 +257,7 @@ class ExpertOptimizer:
                 self._zero.add(piece.device)
 
     def _average(self, piece: Piece, group: dist.ProcessGroup) -> None:
-        """Average a gradient on the device; one at a time, and its host copy is freed first, which bounds
-        memory.
-        """
+        """Average a gradient on the device; one at a time, without its host copy, which bounds memory."""
         mine, piece.held.grad = piece.held.grad, None
         device = self._compute_device
         whole = (

@@ -175,9 +175,7 @@ def _counters(step: Step, plain: Step, mine: npt.NDArray[np.intp]) -> Mask:
 
 
 def _on_ssd(edit: Edit, step: Step, plain: Step, mine: npt.NDArray[np.intp]) -> I32:
-    """Move weights and moments of the parameters `mine` to SSD, step counters to the host; return the
-    moments.
-    """
+    """Move weights and moments of `mine` to SSD, step counters to the host; return the moments."""
     columns = columns_of(step.parameters)
     theirs = (step.storages.producer < 0) & np.isin(step.storages.owner, mine)
     weights = theirs & (step.storages.kind == Kind.PARAMETER) & (step.storages.tier == Tier.HOST)

@@ -148,9 +148,7 @@ def offload_in_place(edit: Edit, grads: BlockGradients, placed: I32, copies: I32
 
 
 def bytes_in_copies(step: Step) -> I64:
-    """Return (n,) bytes of gradients that are on the device only for their D2H copies, at each op of
-    `step`.
-    """
+    """Return (n,) bytes of gradients on the device only for their D2H copies, at each op of `step`."""
     downs = (step.ops.name == step.names.index("memtune.to_host.default")) & (
         step.ops.phase == Phase.BACKWARD
     )

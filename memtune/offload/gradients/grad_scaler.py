@@ -150,9 +150,7 @@ def _has(parameter: nn.Parameter) -> bool:
 
 
 def unscale_everywhere(context: Context) -> Gradients:
-    """Have a `GradScaler` that is given the optimizer of `context` find all gradients from here on; return
-    these.
-    """
+    """Make a `GradScaler` of the optimizer find all gradients of `context` from now on; return these."""
     gradients = Gradients(context)
     optimizer: Any = context.optimizer
 

@@ -1,6 +1,4 @@
-"""Layer-major order: packs of blocks run over all micro-batches, one pack after the other (L2L, Harmony,
-Mobius).
-"""
+"""Layer-major order: each pack of blocks runs over all micro-batches (L2L, Harmony, Mobius)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Boundary activations: the arguments of packs, saved for each micro-batch on device or host until the pack
-runs.
-"""
+"""Boundary activations: packs' arguments, saved per micro-batch on device or host until the pack runs."""
 
 from __future__ import annotations
 

@@ -258,9 +258,7 @@ class MultiplexedStages:
         return (2 * stage + backward) * count + index
 
     def _start(self, use: StageUse, index: int, count: int) -> Tensor | None:
-        """Return the stage's arguments on the device; None for the first stage, which has the
-        model's input.
-        """
+        """Return the stage's arguments on the device; None for the first stage, which has the input."""
         if use.stage == 0:
             return None
         key = use.stage, index

@@ -311,9 +311,7 @@ class _RankWriter:
         )
 
     def _next_micro_batch(self, phase: Phase) -> None:
-        """Copy a part of the next stage to the device and a part of the last stage's gradients to
-        the host.
-        """
+        """Copy a part of the next stage to the device and of the last stage's gradients to the host."""
         for row, number in self._load_parts.pop() if self._load_parts else ():
             self._load(row, number, phase, prefetch=True)
         for row, number in self._gradient_parts.pop() if self._gradient_parts else ():
@@ -379,9 +377,7 @@ class _RankWriter:
             rows.hold_number(stage_input, rows.n_ops - 1)
 
     def _backward(self, use: StageUse, index: int, posted: list[int], on_host: dict[int, int] | None) -> None:
-        """Add a backward run of a stage (Rule 2); `on_host` receives the host gradients of the last
-        micro-batch.
-        """
+        """Add a backward run of a stage (Rule 2); `on_host` gets the last micro-batch's host gradients."""
         rows, parts, key = self._rows, self._parts, (use.stage, index)
         held = [self._start(use, index, key, posted)]
         self._next_micro_batch(Phase.BACKWARD if use.kind == "backward" else Phase.FORWARD)

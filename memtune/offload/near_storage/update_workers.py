@@ -76,9 +76,7 @@ from memtune.ssd import LastStep
 
 @dataclass(eq=False)
 class _Parameter:
-    """A parameter whose master weight and moments are with the updaters; of a sharded one, this
-    rank's shard.
-    """
+    """A parameter whose master weight and moments are with the updaters; or this rank's shard of it."""
 
     name: str
     rows: nn.Parameter
@@ -118,9 +116,7 @@ class _Parameter:
 
 @dataclass(frozen=True, eq=False)
 class _Domain:
-    """The shared memory and SSD extents of an updater, and its process; under fake tensors without
-    a process.
-    """
+    """The shared memory and SSD extents of an updater, and its process; no process under fake tensors."""
 
     slots: list[Tensor]
     buffers: list[Tensor]

@@ -1,6 +1,4 @@
-"""The pass of `offload.near_storage.update_workers`: optimizer state with updater processes, round
-by round.
-"""
+"""The pass of `offload.near_storage.update_workers`: optimizer state at updaters, round by round."""
 
 from __future__ import annotations
 

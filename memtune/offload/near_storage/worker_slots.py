@@ -93,9 +93,7 @@ class UpdaterSlots:
         """Return nothing: the extents belong to the updaters."""
 
     def durable(self) -> Durable:
-        """Return two extents for each sub-group, weights and moments, and one step counter for each
-        parameter.
-        """
+        """Return two extents for each sub-group (weights, moments), and a step counter for each parameter."""
         for link in self._links:
             # All orders first: updaters flush at once, and the slowest drive alone determines the wait.
             link.order(["keep", self._name])

@@ -34,9 +34,7 @@ class Cut(NamedTuple):
     share: F64
     """Share of the op's bytes and FLOPs."""
     owner: I32
-    """(m,) parameter of each storage of the optimizer, its counters included; -1 for storages of all
-    parameters.
-    """
+    """(m,) parameter of each optimizer storage, counters included; -1: of all parameters."""
     why_not: str
     """Reason why the optimizer's phase cannot be cut; '' if it can."""
 

@@ -93,9 +93,7 @@ class InsertedOps(NamedTuple):
 
 
 def resident_rows(step: Step, ratio: float) -> Mask:
-    """Return (parameters,) True where the optimizer state is resident, when `ratio` of the bytes is
-    offloaded.
-    """
+    """Return (parameters,) True where optimizer state is resident if `ratio` of the bytes is offloaded."""
     # In the order of use, as `resident_count` expects.
     trained = np.flatnonzero(columns_of(step.parameters).trainable)
     found = np.zeros(len(step.parameters), bool)

@@ -250,9 +250,7 @@ def no_native_update(step: Step, update: Literal["native", "master"], target: Ta
 
 
 def not_contiguous(step: Step) -> Reason | None:
-    """Return why a parameter cannot be divided as a flat row of elements: it has gaps in memory, or shares
-    it.
-    """
+    """Return why a parameter is no flat row of elements: it has gaps in memory, or shares it."""
     columns = columns_of(step.parameters)
     wrong = (columns.gradient >= 0) & (step.storages.bytes[columns.storage] != columns.n_bytes)
     if not wrong.any():

@@ -295,9 +295,7 @@ class BlockUnits:
             self.fill(unit)
 
     def fill(self, unit: int, pieces: int | None = None) -> None:
-        """Load the values of the first `pieces` pieces of `unit` that miss them, or of all; wait for its
-        update.
-        """
+        """Load missing values of the first `pieces` pieces of `unit`, or of all; wait for its update."""
         # Values first exist on the host when the update has ended.
         self.deferred.finish(unit)
         unfilled = self.unfilled[unit]

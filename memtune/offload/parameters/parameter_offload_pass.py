@@ -121,9 +121,7 @@ def first_ops(step: Step) -> I32:
 
 
 def moment_of_ops(step: Step) -> I32:
-    """Return (n,) the moment of each op of forward and backward, -1 before the first one and after
-    backward.
-    """
+    """Return (n,) the moment of each op of forward and backward, -1 before and after them."""
     moment = np.searchsorted(first_ops(step), np.arange(step.ops.n), side="right") - 1
     found: I32 = np.where(step.ops.phase < Phase.BOUNDARY, moment, -1).astype(np.int32)
     return found
@@ -389,9 +387,7 @@ def insert(edit: Edit, step: Step, pieces: Pieces, inserted: MomentOps, begins: 
 
 
 def native_update_bytes(step: Step) -> I64:
-    """Return (parameters,) bytes that one native pass over each moves: gradient, weight, moments both
-    ways.
-    """
+    """Return (parameters,) bytes that one native pass moves: gradient, weight, moments both ways."""
     columns, state = columns_of(step.parameters), optimizer_moments(step)
     moments = np.bincount(step.storages.owner[state], step.storages.bytes[state], len(columns.numel)).astype(
         np.int64

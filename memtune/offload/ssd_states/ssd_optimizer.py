@@ -334,9 +334,7 @@ class SsdOptimizer:
         return self._store_weight(piece, new)
 
     def _store_weight(self, piece: Piece, up: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Copy the new weight to the device, or to the parameter's host or SSD copy; return as `_update`
-        does.
-        """
+        """Copy the new weight to the device, the host or SSD; return as `_update` does."""
         kept = self.offloaded_weights.get(piece.device)
         if kept is None:
             torch.ops.memtune.copy_to_device_(local(piece.device), up)

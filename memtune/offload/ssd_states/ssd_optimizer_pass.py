@@ -50,9 +50,7 @@ class OffloadedParameters:
     gradients: I32
     """(parameters,) Storage of each gradient; -1 for parameters on the device."""
     weights: I32
-    """(parameters,) Storage on the host or SSD that receives each new weight; -1 for parameters on the
-    device.
-    """
+    """(parameters,) Storage on the host or SSD that receives each new weight; -1 if on the device."""
 
     @classmethod
     def of(cls, step: Step) -> OffloadedParameters:
@@ -158,9 +156,7 @@ def _piece_by_piece(step: Step, read_ahead: int, slots: int, offloaded: Offloade
 
 
 def _updated(step: Step, offloaded: OffloadedParameters) -> tuple[npt.NDArray[np.intp], Mask]:
-    """Return the parameters with a gradient, on the device or offloaded, and a mask of the optimizer's own
-    ops.
-    """
+    """Return the parameters with a gradient, resident or offloaded, and a mask of optimizer ops."""
     columns = columns_of(step.parameters)
     mine = np.flatnonzero(columns.trainable & ((columns.gradient >= 0) | (offloaded.gradients >= 0)))
     return mine, (step.ops.phase == Phase.OPTIMIZER) & (step.ops.resource == Resource.COMPUTE)
@@ -511,9 +507,7 @@ def gradients_on_ssd(step: Step, offloaded: OffloadedParameters) -> tuple[Step, 
 
 
 def _release_after(edit: Edit, step: Step, after: I32, ops: I32, which: Mask) -> None:
-    """Hold the device storages `which` that end at `after[i]` until the op `ops[i]`, inserted right
-    after it.
-    """
+    """Hold the device storages `which` that end at `after[i]` until the op `ops[i]`, inserted after it."""
     op_of = np.full(step.ops.n, -1, np.int32)
     op_of[after] = ops
     ends = (
@@ -528,9 +522,7 @@ def _release_after(edit: Edit, step: Step, after: I32, ops: I32, which: Mask) ->
 
 
 def _host_sums(step: Step, sums: I32) -> tuple[I32, I32, I32]:
-    """Return of each of `sums` on the host: the gradient added to it, that gradient's D2H copy, and the
-    addition.
-    """
+    """Return of each of the host's `sums`: the gradient added to it, that one's D2H copy, the addition."""
     row_of = np.full(step.storages.n, -1, np.int32)
     row_of[sums] = np.arange(len(sums))
     in_body = (step.use_phase < Phase.BOUNDARY) & (step.ops.resource[step.uses.op] == Resource.HOST_THREADS)
@@ -570,9 +562,7 @@ def _read_sums(edit: Edit, step: Step, sums: I32, hosts: I32, copies: I32, adds:
 
 
 def _copy_ends(step: Step, copies: I32) -> I32:
-    """Return the op after which each copy is finished: its source is freed, or the next copy from
-    it starts.
-    """
+    """Return the op after which each copy is finished: its source is freed, or copied again."""
     source = _sources(step, copies)
     after = step.freed_after[source].copy()
     shared = np.flatnonzero(source[1:] == source[:-1])  # rows of a block's gradients are contiguous

@@ -224,9 +224,7 @@ def _by_node(
 def _rings(
     edit: Edit, step: Step, found: Messages, mine: I32, degree: int, local: int, stream: int, phase: Phase
 ) -> None:
-    """Gather node by node: a shard is sent to the next node while the one before it is gathered inside this
-    one.
-    """
+    """Gather node by node: send a shard to the next node while the one before is gathered in this one."""
     at, buffer, nodes = found.ops[mine], found.buffer[mine], degree // local
     whole, part = step.storages.bytes[buffer], buffer
     add = functools.partial(edit.add_ops, before=at, phase=phase, prefetch=step.ops.prefetch[at])

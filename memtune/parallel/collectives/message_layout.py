@@ -90,9 +90,7 @@ class Communication:
     HO-Ring).
     """
     ring_reductions: bool = False
-    """Gradients are summed inside each node and, at the same time, in rings over the nodes (HO-Ring in
-    reverse).
-    """
+    """Sum gradients inside each node and at the same time in rings over nodes (HO-Ring reversed)."""
     feedback: bool = False
     """True if the quantization error of the first hop is added to the next gradients, which takes float32
     memory of their size.

@@ -147,9 +147,7 @@ def plain_quantise_(
 
 
 def _coded(x: Tensor, row: Row) -> tuple[Tensor, Tensor]:
-    """Return (rows, blocks) scales and (rows, blocks · block) codes of x (rows, count), zeros after its
-    end.
-    """
+    """Return (rows, blocks) scales and (rows, blocks · block) codes of x (rows, count), padded by zeros."""
     blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % row.block)).view(len(x), -1, row.block)
     largest = blocks.abs().amax(2)
     # A tensor: torch divides by a number by multiplying with its inverse, which rounds twice.

@@ -133,9 +133,7 @@ def merge(total: Attended, more: Attended) -> None:
 
 
 def _kernel(query: Tensor) -> str:
-    """Return the kernel for `query`: CPU's, flash attention's, the memory-efficient one, or plain
-    products.
-    """
+    """Return the kernel for `query`: CPU's, flash attention's, the memory-efficient one, plain products."""
     if query.device.type == "cpu":
         return "cpu"
     capability = accelerator.compute_capability(query.device)

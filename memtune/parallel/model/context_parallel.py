@@ -289,9 +289,7 @@ def divide_blocks(
 def _on_shares(
     forward: Callable[..., Any], name: str, layout: SequenceLayout, attention: Attention
 ) -> Callable[..., Any]:
-    """Return `forward` of a block for a share of the positions; its other arguments by position are divided
-    too.
-    """
+    """Return a block's `forward` for a share of the positions; arguments by position are divided too."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         x = first_tensor(args, kwargs)

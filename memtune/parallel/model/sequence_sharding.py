@@ -119,9 +119,7 @@ def shard_positions(x: Tensor, layout: SequenceLayout) -> Tensor:
 
 
 class SharedDropout(nn.Dropout):
-    """Dropout of this rank's positions, drawn for all positions, so that the numbers are those of a single
-    rank.
-    """
+    """Dropout of this rank's positions, drawn for all: the numbers are those of a single rank."""
 
     layout: SequenceLayout
 
@@ -214,9 +212,7 @@ def _sum_gradients(context: Context, mesh: DeviceMesh, names: Sequence[str]) -> 
 
 
 class ScaledGradients:
-    """A block's pre-forward hook for parameters that exist only while the block runs: it hooks their
-    gradients.
-    """
+    """Pre-forward hook of a block whose parameters exist only while it runs: hooks their gradients."""
 
     def __init__(self, ranks: int, names: Sequence[str]) -> None:
         self.names, self._hook = frozenset(names), scaled_by(ranks)
@@ -233,9 +229,7 @@ class ScaledGradients:
 
 
 def is_summed(model: nn.Module, blocks: Sequence[str], name: str) -> bool:
-    """Return True if the gradient of the parameter `name` of `blocks` is scaled so that its average is the
-    sum.
-    """
+    """Return True if `name`'s gradient in `blocks` is scaled so that its average is the sum."""
     if model.get_parameter(name)._backward_hooks:
         return True
     block = next(each for each in blocks if name.startswith(f"{each}."))

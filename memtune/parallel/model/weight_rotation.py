@@ -457,9 +457,7 @@ def _not_plain_convolution(module: nn.modules.conv._ConvNd, degree: int) -> str:
 
 
 def rotate_layers(model: nn.Module, layers: Sequence[str], ring: Ring) -> list[str]:
-    """Replace the weights of `layers` in `model` by this rank's shards; return the names of these
-    parameters.
-    """
+    """Replace the weights of `layers` in `model` by this rank's shards; return the names."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name in layers:
         module = model.get_submodule(name)

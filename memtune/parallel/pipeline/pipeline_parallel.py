@@ -146,9 +146,7 @@ class Pipeline:
         self._owners = {name: layout.owners(name) for name, _ in context.model.named_parameters()}
         self.sent_bytes = 0
         self.reduce: Callable[[], None] | None = None
-        """Reduces the sums of gradients over other pipelines, or averages them, when the last backward has
-        ended.
-        """
+        """Reduces or averages the sums of gradients over pipelines when the last backward has ended."""
         self.before_backward: Callable[[bool], None] | None = None
         """Called before each backward, with True for the last one of a step."""
         self._sharers: dist.ProcessGroup | None = None
@@ -171,9 +169,7 @@ class Pipeline:
             raise error_of(tied_stages(kind, tied[0]))
 
     def divided_among(self, sharers: dist.ProcessGroup) -> None:
-        """Declare that gradients of this rank's stages are sharded over `sharers`, so that norms sum over
-        them.
-        """
+        """Declare that gradients of this rank's stages are sharded over `sharers`: norms sum over them."""
         self._sharers = sharers
         mix_plain_and_sharded()
 

@@ -309,9 +309,7 @@ class _Tied:
 
 
 def _crossing_back(step: Step, chain: Chain, stage: I32) -> tuple[dict[int, int], list[int]]:
-    """Return stage → the gradient of its input, and uses of all other storages that cross a cut in
-    backward.
-    """
+    """Return stage → the gradient of its input, and uses of others that cross a cut in backward."""
     made = np.where(step.storages.producer >= 0, step.storages.producer, 0)
     from_ = np.where(
         (step.storages.producer >= 0) & (step.ops.phase[made] >= Phase.RECOMPUTE), stage[made], -1

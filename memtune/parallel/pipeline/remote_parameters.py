@@ -44,9 +44,7 @@ class OtherStages:
         return self.absent.get(name, here.shape)
 
     def full_value(self, name: str, here: Any) -> Any:
-        """Return the value of `name` from its owner; collective, in the same order on all ranks of the
-        group.
-        """
+        """Return the value of `name` from its owner; collective, in one order on all ranks."""
         if not isinstance(here, Tensor):
             return here
         value = here.detach() if self.owns(name) else here.new_empty(self.shape(name, here))
@@ -128,9 +126,7 @@ def parameter_places(model: nn.Module) -> list[ParameterPlace]:
 
 
 class PlaceholderGradients:
-    """The gradients of placeholders: views of one tensor of norms per dtype, made once and filled by each
-    step.
-    """
+    """Gradients of placeholders: views of one tensor of norms per dtype, filled by each step."""
 
     def __init__(self) -> None:
         self._made_for: list[tuple[int, torch.dtype, int]] = []

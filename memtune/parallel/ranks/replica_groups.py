@@ -64,9 +64,7 @@ def _shard_meshes(device_type: str, parts: int, degree: int, group: int) -> Shar
 
 
 def shard_meshes(context: Context, degree: int) -> ShardMeshes:
-    """Return meshes in which `degree` of the ranks that hold this rank's part shard it; cached per process
-    group.
-    """
+    """Return meshes in which `degree` of the ranks with this part shard it; cached per process group."""
     # Making a mesh runs tensor ops of its own, which a recorder must not see.
     with _disable_current_modes():
         default = dist.distributed_c10d._get_default_group()
@@ -74,18 +72,14 @@ def shard_meshes(context: Context, degree: int) -> ShardMeshes:
 
 
 def same_part_group(context: Context) -> dist.ProcessGroup:
-    """Return the ranks that hold the same part of the model as this one; all ranks if each has the whole
-    model.
-    """
+    """Return the ranks that hold this rank's part of the model; all if each has the whole model."""
     if context.placement.model_parallel_size == 1:
         return dist.distributed_c10d._get_default_group()
     return shard_meshes(context, context.placement.data_parallel_size).sharers.get_group()
 
 
 def forget_meshes() -> None:
-    """Clear the cache; call it when the process group is destroyed, since the next one may have the same
-    `id`.
-    """
+    """Clear the cache when the process group is destroyed: the next one may have the same `id`."""
     _shard_meshes.cache_clear()
 
 
@@ -130,9 +124,7 @@ FullParameters = dict[tuple[nn.Module, str], FullParameter]
 
 
 def unwrap_dtensors(model: nn.Module) -> FullParameters:
-    """Replace DTensor parameters by plain ones of the local part; return the full layout of every
-    parameter.
-    """
+    """Replace DTensor parameters by plain ones of the local part; return each one's full layout."""
     wholes: FullParameters = {}
     plain: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -177,9 +169,7 @@ def rows_like(mine: Tensor, like: DTensor) -> DTensor:
 
 
 def shard_like(mine: Tensor, like: DTensor) -> DTensor:
-    """Return the rows of `mine`, a tensor of the part, that `like` assigns to this rank, in memory of their
-    own.
-    """
+    """Return a copy of the rows of `mine`, a tensor of the part, that `like` assigns to this rank."""
     rows = mine.detach()
     for dim in range(1, like.device_mesh.ndim):
         # Rounded up, as `Shard(0)` does: the last ranks may have fewer rows, or none.
@@ -191,9 +181,7 @@ def shard_like(mine: Tensor, like: DTensor) -> DTensor:
 
 
 def allow_nested_collectives(mesh: DeviceMesh) -> None:
-    """Silence torch's warning that collectives over several dims of `mesh` run dim by dim, which is
-    intended.
-    """
+    """Silence torch's warning that collectives over several dims of `mesh` run dim by dim, as intended."""
     warned: set[tuple[int, tuple[int, ...], str]] | None = getattr(
         _redistribute, "_warned_flatten_issues", None
     )

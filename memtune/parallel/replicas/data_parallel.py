@@ -1,6 +1,4 @@
-"""DistributedDataParallel: the whole model on every rank, gradients averaged bucket by bucket during
-backward.
-"""
+"""DistributedDataParallel: replicas, with gradients averaged bucket by bucket during backward."""
 
 from __future__ import annotations
 

@@ -56,9 +56,7 @@ class Replication:
     become ready.
     """
     unbucketed: bool = False
-    """True without buckets: each gradient is averaged as soon as it is ready, by the pass that offloads
-    it.
-    """
+    """No buckets: each gradient is averaged as soon as it is ready, by the pass that offloads it."""
 
 
 @dataclass(frozen=True)

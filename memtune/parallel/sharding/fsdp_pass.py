@@ -527,9 +527,7 @@ class Reductions:
     after: I32
     """(units,) last op of each unit's backward."""
     raw: I32
-    """(parameters,) the storage of this micro-batch's gradient, not of the sum over micro-batches; -1:
-    none.
-    """
+    """(parameters,) the storage of this micro-batch's gradient, not of the sum over micro-batches, or -1."""
     sums: Ragged
     """Existing sums of earlier micro-batches: rows of the parameters, by unit."""
     accumulated: bool
@@ -595,9 +593,7 @@ class _ReductionOps:
 
 
 def reduce_gradients(edit: Edit, step: Step, how: Sharding) -> ReducedUnit:
-    """Reduce-scatter each unit after its backward, and add the result to the sums of the earlier
-    micro-batches.
-    """
+    """Reduce-scatter each unit after its backward, and add the result to earlier micro-batches' sums."""
     of, shards = (
         _reductions(step, how.blocks_per_unit, how.sums),
         shards_of(columns_of(step.parameters), how.degree),
@@ -775,13 +771,9 @@ class Sharding:
     reduce_itemsize: int | None = None
     """Bytes per gradient element in a message; None: as in the gradient."""
     replicas_across_nodes: bool = False
-    """True if the ranks that hold the same shard are on different nodes, each with a network card of its
-    own.
-    """
+    """True if the ranks that hold the same shard are on different nodes with a network card each."""
     stages_messages: bool = False
-    """True if reductions first copy their whole message and compute waits for collectives, as with gloo on
-    CPU.
-    """
+    """True if reductions first copy their message and compute waits for collectives (gloo on CPU)."""
     two_hop: bool = False
     """True if gradients are averaged between replicas once per step, not in every micro-batch."""
     sums: Sums = "shards"

@@ -198,9 +198,7 @@ def _smaller_groups(device_type: str, replicas: int, degree: int, size: int, gro
 
 
 def forget_meshes() -> None:
-    """Clear the caches; call it when the process group is destroyed, since the next one may have the same
-    `id`.
-    """
+    """Clear the caches when the process group is destroyed: the next one may have the same `id`."""
     _meshes.cache_clear()
     _grid.cache_clear()
     _smaller_groups.cache_clear()
@@ -427,9 +425,7 @@ def _gathers(module: FSDPModule) -> bool:
 
 
 def _average_copies(context: Context, copies: DeviceMesh, two_hop: bool) -> None:
-    """Register hooks that average between replicas: FSDP2's own all-reduce on 2-D meshes bypasses the
-    seam.
-    """
+    """Add hooks that average between replicas: FSDP2's own all-reduce on 2-D meshes bypasses the seam."""
     once = OncePerStep(copies.get_group())
     for module, unit in units_of(context.model):
         module.set_all_reduce_hook(once.hook(unit) if two_hop else SeamAllReduce(copies.get_group()))
@@ -559,9 +555,7 @@ def _dtensor_like(rows: Tensor, shard: DTensor) -> DTensor:
 
 
 def rebind(optimizer: Optimizer, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> None:
-    """Make the same optimizer object update `after` instead of `before`, with its state sharded in the same
-    way.
-    """
+    """Make the optimizer object update `after` instead of `before`, with its state sharded alike."""
     new_of = {old: after[name] for name, old in before.items()}
     for group in optimizer.param_groups:
         group["params"] = [new_of.get(parameter, parameter) for parameter in group["params"]]

@@ -56,9 +56,7 @@ def _mesh(device_type: str, parts: int, ranks: int, factors: Factors, group: int
 
 
 def forget_meshes() -> None:
-    """Clear the caches; call it when the process group is destroyed, since the next one may have the same
-    `id`.
-    """
+    """Clear the caches when the process group is destroyed: the next one may have the same `id`."""
     _mesh.cache_clear()
 
 
@@ -207,9 +205,7 @@ class _Levels:
         context.checks["sharding.states"] = lambda: (others() if others is not None else {}) | self._check()
 
     def _listen(self, context: Context) -> None:
-        """Register callbacks at the end of each backward that reduces, and before each sum to which FSDP2
-        adds.
-        """
+        """Add callbacks at the end of each backward that reduces, and before each sum of FSDP2."""
         first = self.rows[0]
         if context.loop.pipeline is not None:
             pipeline: Any = context.loop.pipeline

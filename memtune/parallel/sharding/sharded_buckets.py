@@ -47,9 +47,7 @@ class ShardAxes:
     sharded them already, or hold parts of the model (`parallel.ranks.replica_groups`).
     """
     copies: dist.ProcessGroup | None = None
-    """The ranks that hold the same rows in the end, where this is the last division and there are several
-    copies.
-    """
+    """Ranks that hold the same rows in the end, if this is the last division of several copies."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -456,9 +454,7 @@ class ShardedBuckets:
     # -- proof -----------------------------------------------------------------------------------------------
 
     def strays(self) -> int:
-        """Return the number of inputs that no longer share memory with the shards that the optimizer
-        updates.
-        """
+        """Return the number of inputs that have lost the memory of the shards that the optimizer updates."""
         return sum(not _same_storage(part.parameter, part.shard) for part in self.parts)
 
     def shard_bytes(self) -> int:

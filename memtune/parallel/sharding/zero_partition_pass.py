@@ -57,13 +57,9 @@ class Partitioning:
     reduced once.
     """
     stages_messages: bool = False
-    """True if reductions first copy their whole message and compute waits for collectives, as with gloo on
-    CPU.
-    """
+    """True if reductions first copy their message and compute waits for collectives (gloo on CPU)."""
     at_end: bool = False
-    """True if gradients are already sharded by groups whose results are sharded further when backward has
-    ended.
-    """
+    """True if gradients are sharded by groups whose results are sharded further after backward."""
     after_schedule: bool = False
     """True if by then a pipeline's schedule, and its references except the micro-batches, have been freed."""
     link: Resource = Resource.INTRA_LINK

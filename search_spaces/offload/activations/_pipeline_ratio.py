@@ -57,9 +57,7 @@ def ratios_by_stage(program: Program, ratios: Sequence[float]) -> list[float]:
 
 
 def shares(program: Program, ratios: Sequence[float], min_bytes: int) -> list[float]:
-    """Return the share of each block to offload: its stage's ratio to the byte, equal shares without a
-    pipeline.
-    """
+    """Return each block's share to offload: its stage's ratio to the byte, equal ones without a pipeline."""
     stages, n_blocks = program.stages, len(program.step.blocks)
     if stages is None:
         return shares_of(

@@ -1,6 +1,4 @@
-"""TSPLIT's plans for a program and budget: the planner's choice, its effect on the Step, and its true
-peak.
-"""
+"""TSPLIT's plans for a program and budget: the planner's choice, its effect on the Step, its true peak."""
 
 from __future__ import annotations
 

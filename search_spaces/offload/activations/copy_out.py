@@ -172,9 +172,7 @@ class CopyOut(Technique):
         return SPILL if self.target == "ssd" else OFFLOAD
 
     def _runs(self, plan: CopyOutPlan) -> Runs | None:
-        """Return the planned shares; None if the ratio was edited after planning, which then means equal
-        blocks.
-        """
+        """Return the planned shares; None (equal blocks) if the ratio was edited after planning."""
         return plan.shares if plan.ratio == self.ratio else None
 
     def _prefetched(self, *, on_stages: bool) -> int:

@@ -119,9 +119,7 @@ class Pipelined(Technique):
         return f"moves {self.ratio:.0%} of the saved activations to host memory between micro-batches"
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Require a budget that the step exceeds and some ratio meets; in a pipeline also stages with
-        slots.
-        """
+        """Require a budget the step exceeds and some ratio meets; in a pipeline also stages with slots."""
         if not program.step.blocks:
             return refusals.no_blocks_to_offload()
         if target.compiled:

@@ -29,9 +29,7 @@ from memtune.units import format_budget, format_bytes, format_seconds
 _WHOLE_BATCH = ("batch_norm", "instance_norm", "group_norm")
 
 _MOST = 1200
-"""Most saved tensors for a plan: the greedy planner's time grows with their square, for hundreds of
-candidates.
-"""
+"""Most saved tensors for a plan: the greedy planner's time grows with their square."""
 
 
 class TSplit(Technique):
@@ -94,9 +92,7 @@ class TSplit(Technique):
         return f"moves as few saved activations to host memory as needed {needed}"
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Require a budget that the step exceeds and some plan meets, and blocks whose tensors have
-        addresses.
-        """
+        """Require a budget that the step exceeds and some plan meets, and tensors with addresses."""
         if (reason := self._cannot_plan(program.step, target)) is not None:
             return reason
         solution = self._solution(program, target)

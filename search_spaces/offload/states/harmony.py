@@ -187,9 +187,7 @@ def _swapped_bytes(program: Program, packs: Packs) -> int:
 
 
 def _counts(technique: Harmony, program: Program, ranks: int) -> list[int]:
-    """Return the possible numbers of packs, multiples of `ranks`, ascending; `ranks` if there are fewer
-    blocks.
-    """
+    """Return possible numbers of packs, ascending multiples of `ranks`; `ranks` for fewer blocks."""
     blocks = len(program.step.blocks)
     least = -(-blocks // technique.backward) if technique.backward else 1
     return list(range(-(-least // ranks) * ranks, blocks + 1, ranks)) or [max(blocks // ranks, 1) * ranks]

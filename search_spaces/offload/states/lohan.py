@@ -84,9 +84,7 @@ class Lohan(NativelyUpdated):
         return Reason(why_not, "offload: {states: {kind: zero_infinity}}") if why_not else None
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Move state and masters to SSD; put D2H copies, reads, updates, H2D copies and writes inside
-        backward.
-        """
+        """Move state and masters to SSD; put copies, reads, updates and writes inside backward."""
         return program.with_step(
             optimizer_on_ssd_overlapped(
                 program.step,
@@ -125,7 +123,5 @@ class Lohan(NativelyUpdated):
 
 
 def _reducing_ranks(program: Program, target: Target) -> int:
-    """Return the ranks among which gradients are reduced in groups; replicas average each gradient by
-    itself.
-    """
+    """Return the ranks among which gradients are reduced in groups; replicas reduce each by itself."""
     return program.ranks if replicas_of(program, target) == 1 else 1

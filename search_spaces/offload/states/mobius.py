@@ -240,9 +240,7 @@ def _moved(program: Program, packs: Packs) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _solved(program: Program, hardware: Hardware, budget_bytes: int | None, count: int | None) -> Packs:
-    """Return the fastest stages within the budget, confirmed by the pass; else single blocks, which need
-    least.
-    """
+    """Return the fastest stages within the budget by the pass; else single blocks, which need least."""
     costs, other_bytes = _costs(program, hardware), block_bytes(program.step).other
     smallest = spans([1] * len(costs.weights))
     if budget_bytes is None:

@@ -111,9 +111,7 @@ class OptimizerCpu(Technique):
         return no_native_update(step, self.update, target)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Move the state to the host tier and the update to host threads, and add copies before and after
-        it.
-        """
+        """Move state and update to the host, and add copies before and after the update."""
         if self.update == "user":
             return program.with_step(optimizer_on_host(program.step))
         native = native_of(self.moments)

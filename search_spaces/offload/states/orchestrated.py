@@ -27,9 +27,7 @@ from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
 from memtune.units import MIB
 
 _MOST_RANK_CLASSES = 8
-"""Ranks up to which each is a rank class of its own; beyond, all are priced as if they copied at the same
-time.
-"""
+"""Ranks up to which each is its own rank class; more are priced as if all copied at the same time."""
 
 
 class OrchestratedPlan(Plan):
@@ -218,8 +216,6 @@ def _too_many_blocks(blocks: int, stride: int, window: int) -> Reason | None:
 
 
 def _with_matched_collectives(step: Step) -> Step:
-    """Return `step` with its collectives numbered, so that ranks whose steps differ wait for each other in
-    them.
-    """
+    """Return `step` with numbered collectives, in which ranks with differing steps wait for each other."""
     talk = step.ops.group > 1
     return step.with_ops(match=np.where(talk, np.cumsum(talk), step.ops.match).astype(np.int32))

@@ -104,9 +104,7 @@ class PatrickStar(Technique):
         return chunk_plan_of(found)
 
     def rewrite(self, program: Program, plan: ChunksPlan, target: Target) -> Program:
-        """Load chunks and evict them by next use, with the optimizer on the host except for resident
-        chunks.
-        """
+        """Load chunks and evict them by next use; the optimizer is on the host except for resident chunks."""
         return in_chunks(
             program, chunk_plan_from(*sizes_in_blocks(program.step), plan, are_sharded(program)), "belady"
         )

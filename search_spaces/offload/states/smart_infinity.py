@@ -56,9 +56,7 @@ class SmartInfinity(NativelyUpdated):
     round-robin; else all have a folder of their own in the one directory.
     """
     sub_group_mib: Annotated[float, Field(gt=0, le=65536)] = 64.0
-    """Float32 weights that are read, updated and written at once; with AdamW a buffer has three times this
-    size.
-    """
+    """Float32 weights read, updated and written together; with AdamW a buffer is three times as large."""
     buffers: Annotated[int, Field(ge=2, le=64)] = 3
     """Buffers of each updater in host memory: while one is updated the others are read and written."""
     topk_ratio: Annotated[float, Field(gt=0, le=0.25)] | None = None

@@ -234,9 +234,7 @@ class ZeroInfinity(NativelyUpdated):
         )
 
     def rewrite(self, program: Program, plan: ZeroInfinityPlan, target: Target) -> Program:
-        """Move state and masters to SSD or host; replace the optimizer's ops with reads, updates and
-        writes.
-        """
+        """Move state and masters to SSD or host; replace optimizer ops by reads, updates and writes."""
         step, offloaded = program.step, None
         if self.parameters != "device":
             read_ahead = self.parameter_prefetch if self.parameters == "ssd" else None

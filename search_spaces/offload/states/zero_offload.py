@@ -1,6 +1,4 @@
-"""Offload gradients in buckets during backward, with optimizer state and update on the host
-(ZeRO-Offload).
-"""
+"""Offload gradients in buckets in backward, with optimizer state and update on the host (ZeRO-Offload)."""
 
 from __future__ import annotations
 
@@ -109,9 +107,7 @@ class ZeroOffload(NativelyUpdated):
         return Effects(calls="grad_hooks", eager_only=GRADIENTS_AT_END, host_share=self.ratio or 0.0)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Require gradients that are ready one by one, reduced on several ranks, and a type of the native
-        update.
-        """
+        """Require gradients ready one by one, reduced on several ranks, and a type of the native update."""
         step = program.step
         if (reason := no_state_to_offload(step)) is not None:
             return reason

@@ -43,9 +43,7 @@ _PRICE_TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class Budget:
-    """Largest peak allowed: bytes, or a fraction of the way from the smallest possible peak to the
-    plain one.
-    """
+    """Largest peak allowed: bytes, or a fraction between the smallest possible peak and the plain one."""
 
     n_bytes: int | None = None
     share: float | None = None
@@ -108,9 +106,7 @@ class PassInputs:
     """Inputs of the later passes other than the techniques themselves."""
 
     recompute: Technique | None = None
-    """The recompute technique, if a later pass offloads activations: that pass must not prefetch what runs
-    again.
-    """
+    """The recompute technique, if activations are offloaded: what runs again must not be prefetched."""
 
 
 NO_PASS_INPUTS = PassInputs()
@@ -224,9 +220,7 @@ def _after(
     chosen: dict[str, Technique],
     hardware: Hardware,
 ) -> Program | None:
-    """Return `program` after the pass of `technique` next to the `chosen` techniques; None if it does not
-    fit.
-    """
+    """Return `program` after the pass of `technique` next to the `chosen` ones; None if it does not fit."""
     known = _known_results(program, technique, hardware)
     for seen, result in known:
         if all(chosen.get(slot) is other or chosen.get(slot) == other for slot, other in seen.items()):
@@ -248,9 +242,7 @@ def _after(
 def _known_results(
     program: Program, technique: Technique, hardware: Hardware
 ) -> list[tuple[Mapping[str, Technique | None], Program | None]]:
-    """Return the mutable cache of `_after`: for each result, the other techniques that were read to compute
-    it.
-    """
+    """Return the mutable cache of `_after`: for each result, the techniques read to compute it."""
     return []
 
 
@@ -412,9 +404,7 @@ class _Search:
         return self.peak_of(0) if other is None else other[0]
 
     def best_row(self, budget_bytes: int) -> int:
-        """Return the row of the fastest plan within the budget by true peaks, else that of the
-        smallest plan.
-        """
+        """Return the row of the fastest plan within the budget by true peaks, else of the smallest plan."""
         return best_row(self.frontier, self.peak_of, budget_bytes)
 
     def _peak(self, choice: I32) -> int:

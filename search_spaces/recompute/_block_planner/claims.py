@@ -1,6 +1,4 @@
-"""Plans that list, for each block, what its second run keeps and what is offloaded: data, pass and
-runtime.
-"""
+"""Plans that list for each block what its second run keeps and what is offloaded: data, pass and runtime."""
 
 from __future__ import annotations
 
@@ -66,9 +64,7 @@ def options_by_block(plan: OptionsPlan, blocks: int) -> list[Option]:
 
 
 class SpillSpec(NamedTuple):
-    """Blocks whose offloaded tensors go on from host to SSD, and the number of tensors prefetched
-    from there.
-    """
+    """Blocks whose offloaded tensors go on from host to SSD, and the number prefetched from there."""
 
     blocks: frozenset[int] = frozenset()
     prefetch: int = 0
@@ -88,9 +84,7 @@ def rewrite_planned(
 
 @memoized
 def _with_options(program: Program, options: tuple[Option, ...], spilled: SpillSpec, window: int) -> Program:
-    """Return the rewritten program, cached: plans for different later techniques often have the
-    same options.
-    """
+    """Return the rewritten program, cached: plans often share options."""
     again = [index for index, option in enumerate(options) if option.calls is not None]
     step = (
         recompute_blocks(program.step, again, [option.calls or OpAddresses() for option in options])

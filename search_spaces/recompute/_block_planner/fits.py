@@ -52,9 +52,7 @@ def no_blocks(facts: Facts) -> Reason | None:
 
 
 def holds_blocks_in_one_graph(compiled: CompileScope) -> Reason | None:
-    """Return a reason if compiled code calls the blocks, so that wrapping a block has no effect;
-    else None.
-    """
+    """Return a reason if compiled code calls blocks, so that wrapping a block has no effect; else None."""
     return refusals.one_graph() if compiled == "model" else None
 
 
@@ -77,9 +75,7 @@ def no_attention(step: Step) -> Reason | None:
 
 
 def _frees_something(step: Step, keeps: Callable[[str], bool] | None, every: int) -> bool:
-    """Return True if one block in `every` saves the output of one of its own ops, other than those of
-    `keeps`.
-    """
+    """Return True if one block in `every` saves an output of its own ops other than those of `keeps`."""
     made_by = step.storages.producer[step.saves.storage]
     mine = (step.saves.block >= 0) & (step.saves.block % every == 0)
     inside = made_by[(made_by >= 0) & mine & (step.ops.block[made_by] == step.saves.block)]

@@ -171,9 +171,7 @@ class _BlockColumns(NamedTuple):
 
 @lru_cache(maxsize=_REMEMBERED)
 def _step_back(rows: _BlockColumns, after: _Layer, same_class: bool, width: int) -> _Layer:
-    """Return the plans that begin one block earlier. Problems with equal last blocks share their
-    last layers.
-    """
+    """Return the plans that begin one block earlier. Problems share layers of equal last blocks."""
     options = _undominated_options(rows)
     held, own, takes = (each[options, None] for each in rows.columns())
     # The recurrence of the module docstring, for all pairs of an option and a later plan.

@@ -126,9 +126,7 @@ class Levels:
     claims_s: F64 | None = None
     """(blocks, options) part of the seconds that the host spends on hooks and modes."""
     others: tuple[I32, ...] = ()
-    """Plans of other techniques: each of their decisions for all blocks, and full recompute of one block in
-    n.
-    """
+    """Plans of other techniques: each decision for all blocks, and full recompute of one block in n."""
 
     def problem(self, now: Moments | None = None) -> Problem:
         """Return the planner's problem; `now` are the windows of the plain step after the later passes."""
@@ -271,9 +269,7 @@ def _op_counts(block: Block, again: set[int]) -> tuple[tuple[str, int], ...]:
 
 
 def block_ops(step: Step, block: Block, op_s: F64, links: Hardware | None) -> tuple[BlockOp, ...]:
-    """Return `block`'s inputs and forward ops as the planner sees them; without `links` nothing is
-    offloaded.
-    """
+    """Return `block`'s inputs and forward ops as the planner sees them; no offload without `links`."""
     place = {op: i for i, op in enumerate(block.ops, start=1)}
     bytes_of = _bytes_of(step)
     entered = {
@@ -441,9 +437,7 @@ def live_bytes(step: Step, hardware: Hardware) -> I64:
 
 @lru_cache(maxsize=2)
 def _ends(step: Step) -> tuple[I32, I32]:
-    """Return the (blocks,) last forward op of each block and the last op of its backward, -1 where there is
-    none.
-    """
+    """Return (blocks,) the last forward and the last backward op of each block, -1 if there is none."""
     n_blocks = len(step.blocks)
     forward, backward = np.full(n_blocks, -1, np.int32), np.full(n_blocks, -1, np.int32)
     rows = np.flatnonzero((step.ops.block >= 0) & (step.ops.phase == Phase.FORWARD))
@@ -467,9 +461,7 @@ def moments(step: Step, order: I32, hardware: Hardware) -> Moments:
 
 
 def windows(step: Step, order: I32) -> I32:
-    """Return the (2 · blocks + 2,) first op of each window that the blocks, run in `order`, cut
-    `step` into.
-    """
+    """Return the (2 · blocks + 2,) first op of each window into which blocks in `order` cut `step`."""
     forward, backward = (ends[order] for ends in _ends(step))
     begins = np.flatnonzero((step.ops.phase == Phase.BACKWARD) | (step.ops.phase == Phase.RECOMPUTE))
     inside = begins[step.ops.block[begins] >= 0]

@@ -124,9 +124,7 @@ def combinations(
 
 
 def keep_only(ops: tuple[BlockOp, ...], kept: frozenset[int]) -> Combination:
-    """Return the combination that keeps `kept`, as far as possible, and recomputes all else that backward
-    needs.
-    """
+    """Return the combination that keeps `kept`, if possible, and recomputes all else backward needs."""
     undecided = _undecided(ops)
     resident: OffloadActions = [None] * len(ops)
     return _combination(ops, price(ops, undecided, _keeping(undecided, [kept]), resident), 0, resident)

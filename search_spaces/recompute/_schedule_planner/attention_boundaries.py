@@ -199,9 +199,7 @@ class _Regions:
         self._keep_written_together()
 
     def _keep_written_together(self) -> None:
-        """Let values that are changed in place run again together with all ops that change them, or not at
-        all.
-        """
+        """Recompute values that are changed in place with all ops that change them, or not at all."""
         graph, changed = self._graph, True
         while changed:
             changed = False

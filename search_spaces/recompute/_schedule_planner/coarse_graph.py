@@ -153,9 +153,7 @@ def _fixed(graph: OpGraph, external: set[int]) -> set[int]:
 
 
 def _forward_nodes(region: Region, op_s: F64, most: int) -> list[list[int]]:
-    """Return stretches of forward; ops that write into a value in place share the stretch of the op that made
-    it.
-    """
+    """Return stretches of forward; in-place ops share the stretch of the op that made their value."""
     graph = region.graph
     n = graph.n_forward
     saved = np.zeros(n)

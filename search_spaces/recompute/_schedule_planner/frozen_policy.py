@@ -63,9 +63,7 @@ BUDGET_KNOBS = ("budget_bytes", "ratio", "online", "freeze_after")
 
 
 class DynamicPlan(SchedulePlan):
-    """A schedule of the whole model with its peak and time, and the inputs of the online runtime if that
-    decides.
-    """
+    """A schedule of the whole model, its peak and time, and inputs of the online runtime if that decides."""
 
     peak_bytes: Bytes
     """Peak of the whole program after every later pass."""

@@ -114,9 +114,7 @@ class Placement:
         return (self._marked_after if self.later else self.step).peak_bytes()
 
     def below(self, budget_bytes: int) -> Reason | None:
-        """Return a reason if no schedule at all stays within `budget_bytes`; no schedule is
-        searched for it.
-        """
+        """Return a reason if no schedule stays within `budget_bytes`, without a search for one."""
         if budget_bytes >= self.least_bytes:
             return None
         return Reason(

@@ -274,9 +274,7 @@ def _freeing_planner(step: Step, hardware: Hardware) -> FreeAfterForwardPlanner:
 
 @lru_cache(maxsize=128)
 def _freeing(step: Step, hardware: Hardware, freed: frozenset[int]) -> Schedule:
-    """Return the schedule that frees `freed`; one object, so that all later passes share the step under
-    it.
-    """
+    """Return the schedule that frees `freed`; cached, so that later passes share the step under it."""
     return _freeing_planner(step, hardware).schedule(freed)
 
 
@@ -301,9 +299,7 @@ def _evaluate(place: Placement, schedule: Schedule) -> FastestSchedule:
 
 
 def _seconds(step: Step, hardware: Hardware) -> float:
-    """Return seconds priced as in plans by blocks: an op shorter than its launch costs the host the launch
-    time.
-    """
+    """Return seconds as in plans by blocks: an op shorter than its launch costs the launch time."""
     costs = op_costs(step, hardware)
     return float(costs.op_s.clip(min=costs.issue_s).sum())
 
@@ -346,9 +342,7 @@ def rewrite_by_schedule(plan: SchedulePlan, program: Program) -> Program:
 
 
 def install_schedule(plan: SchedulePlan, context: Context, *, made_by: str = "planned") -> None:
-    """Replace the model's forward by the executor of the plan's schedule, and add an audit check
-    that it ran.
-    """
+    """Replace the model's forward by the executor of the schedule, and audit that it ran."""
     region = install_region(context, replace(plan.schedule, made_by=made_by), made_by)
     context.checks["recompute"] = lambda: check_schedule(region)
 

@@ -50,9 +50,7 @@ def live_node_size(plan: NodesPlan, declared: int | None) -> int:
 
 
 def one_node(target: Target, declared: int | None) -> Reason | None:
-    """Return why a technique for several nodes is useless: one rank, one node, or groups that are no whole
-    nodes.
-    """
+    """Return why a technique for nodes is useless: one rank, one node, or groups that are no nodes."""
     if target.ranks < 2:
         return refusals.one_rank()
     size, node, parts = node_size(target, declared), _all_of_a_node(target, declared), target.parts

@@ -29,9 +29,7 @@ from memtune.workload import Pair, find_pairs
 
 
 def divides_states(target: Target) -> bool:
-    """Return whether a technique of `sharding.states` shards or replicates model states, and averages
-    gradients.
-    """
+    """Return True if `sharding.states` shards or replicates model states and averages gradients."""
     return active(target, "sharding.states") is not None
 
 
@@ -45,9 +43,7 @@ class PairsPlan(Plan):
 
 
 class SharedLayers(Technique):
-    """Layers that a group of ranks computes together, confirmed by a recording in which they are really
-    divided.
-    """
+    """Layers that a group of ranks computes together, as a recording with divided layers confirmed."""
 
     exactness: ClassVar[Exactness] = Exactness.REORDERED
     effects: ClassVar[Effects] = Effects(layers="shared", eager_only="graphs are made of whole layers")
@@ -86,9 +82,7 @@ class SharedLayers(Technique):
         return found if isinstance(found, Reason) else None
 
     def _refuse_states(self, states: Technique, target: Target) -> Reason | None:
-        """Return why `states`, which shards or replicates the model's states, does not work with this
-        technique.
-        """
+        """Return why `states`, which shards or replicates, does not work with this technique."""
         text = f"sharding.states: {states.kind} does not work on layers that ranks share"
         return Reason(text, "sharding.states: {kind: none}")
 
@@ -135,9 +129,7 @@ class MicroBatchRotation(SharedLayers):
     """Layers for which a group of ranks computes one micro-batch at a time, each rank's in order."""
 
     def summed(self, program: Program, plan: Any) -> frozenset[str]:
-        """Return the parameters whose gradients are summed over a group; none if every rank computes all of
-        them.
-        """
+        """Return the parameters whose gradients a group sums; none if every rank computes all of them."""
         return frozenset()
 
     def rewrite(self, program: Program, plan: Any, target: Target) -> Program:
@@ -168,9 +160,7 @@ class MicroBatchRotation(SharedLayers):
         return {**super().passes(), PassStage.WHOLE_STEP: self._sum_in_group}
 
     def _sum_in_group(self, program: Program, plan: Any, target: Target) -> Program | Reason:
-        """Sum gradients inside a group, if each rank has a part of the sum, after the states' own
-        reductions.
-        """
+        """Sum gradients inside a group, if each rank has a part of the sum, after reductions of states."""
         degree = self.ranks_of_a_copy(target.ranks)
         if degree == 1 or not divides_states(target):
             return program  # an average over all ranks includes the sum over the group

@@ -1,6 +1,4 @@
-"""Positions divided over ranks, attention over heads and contexts (LoongTrain: double rings, balanced
-work).
-"""
+"""Positions over ranks, attention over heads and contexts (LoongTrain: double rings, balanced work)."""
 
 from __future__ import annotations
 
@@ -66,9 +64,7 @@ class HeadContext(MicroBatchRotation):
     paper: ClassVar[str] = "LoongTrain"
 
     head_degree: Annotated[int, Field(ge=1)] = 1
-    """Ranks of a context, which divide the heads of attention; the other ranks of the group have other
-    contexts.
-    """
+    """Ranks of a context, which divide attention heads; the group's other ranks have other contexts."""
     placement: Literal["head_first", "context_first"] = "head_first"
     """Neighbouring ranks: those that exchange heads, or those that exchange keys and values."""
     inner_ring: Annotated[int, Field(ge=2)] | Literal["node"] | None = None
@@ -131,9 +127,7 @@ class HeadContext(MicroBatchRotation):
         return split
 
     def _recorded_split(self, target: Target) -> Split:
-        """Return the division to record; both placements have one recording if all ranks of a group share a
-        node.
-        """
+        """Return the division to record; placements share a recording if a group shares a node."""
         split, node = self._split(target), target.hardware.local_ranks(target.ranks)
         return replace(split, context_first=split.context_first and split.ranks > node)
 

@@ -214,9 +214,7 @@ class Pipeline(Technique):
         return {**super().passes(), PassStage.WHOLE_STEP: self._into_stages}
 
     def _into_stages(self, program: Program, plan: PipelinePlan, target: Target) -> Program | Reason:
-        """Return the step of each rank of a pipeline with all micro-batches, the rank of highest peak
-        first.
-        """
+        """Return the step of each pipeline rank with all micro-batches, the rank of highest peak first."""
         how, times = piped(program, target.hardware)
         representatives = _representatives(program.step, how, target)
         try:
@@ -292,9 +290,7 @@ def _representatives(step: Step, how: PipelineSettings, target: Target) -> dict[
 
 
 def _costs(step: Step, chain: Chain, target: Target, count: int, micro_batches: int) -> tuple[Any, Any]:
-    """Return (blocks,) seconds of forward and backward, and (stages, blocks) bytes of weights and saved
-    tensors.
-    """
+    """Return (blocks,) seconds of both passes, and (stages, blocks) bytes of weights and saved tensors."""
     n_blocks = len(step.blocks)
     op_s = op_costs(step, target.hardware, ranks=target.ranks).op_s
     mine = chain.place >= 0

@@ -1,6 +1,4 @@
-"""Weights sharded over ranks, with shards rotated past every rank's own samples (rotated tensor
-parallelism).
-"""
+"""Weight shards that rotate past every rank's own samples (rotated tensor parallelism)."""
 
 from __future__ import annotations
 

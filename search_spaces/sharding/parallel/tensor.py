@@ -1,6 +1,4 @@
-"""Attention heads and MLP features divided over ranks, which compute one micro-batch together
-(Megatron-LM).
-"""
+"""Attention heads and MLP features divided over ranks, which share a micro-batch (Megatron-LM)."""
 
 from __future__ import annotations
 

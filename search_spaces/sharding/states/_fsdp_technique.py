@@ -249,9 +249,7 @@ def _runs_as_one(step: Step, blocks_per_unit: int) -> bool:
 
 
 def _mixed_unit(step: Step, blocks_per_unit: int) -> str | None:
-    """Return a trainable parameter whose item size differs from that of the others in its unit, if there is
-    one.
-    """
+    """Return a trainable parameter whose item size differs from others' in its unit, or None."""
     sizes: dict[int, int] = {}
     for parameter in step.parameters:
         unit = parameter.block // blocks_per_unit if parameter.block >= 0 else -1

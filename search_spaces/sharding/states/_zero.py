@@ -11,9 +11,7 @@ from memtune.technique import Reason, Target
 
 
 def cannot_partition(program: Program, target: Target) -> Reason | None:
-    """Return why states cannot be sharded by the rows of their parameters over all ranks, None if they
-    can.
-    """
+    """Return why states cannot be sharded by the rows of their parameters over all ranks, or None."""
     if target.ranks < 2:
         return refusals.one_rank(" to divide over")
     scalar = next((p.name for p in program.step.parameters if p.trainable and not p.shape), None)

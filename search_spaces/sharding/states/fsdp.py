@@ -1,6 +1,4 @@
-"""Parameters, gradients and optimizer state sharded over ranks, gathered block by block (PyTorch FSDP2,
-ZeRO-3).
-"""
+"""Parameters, gradients and optimizer state sharded over ranks, gathered by block (FSDP2, ZeRO-3)."""
 
 from __future__ import annotations
 
@@ -80,9 +78,7 @@ class Fsdp(_FsdpUnits):
         return {"prefetch": self.prefetch, "keep_root": self.keep_root}
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Require two ranks, a degree that divides them, and units that FSDP2 can flatten and gather
-        together.
-        """
+        """Require two ranks, a degree that divides them, and units that FSDP2 can flatten and gather."""
         if target.ranks < 2:
             return super().fits(program, target)
         wrong = refusals.uneven_groups("degree", self.degree, target.ranks) if self.degree else None

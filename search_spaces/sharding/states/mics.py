@@ -61,9 +61,7 @@ class Mics(_FsdpUnits):
         return True
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Require two groups or more, several micro-batches a step, and units that FSDP2 can gather
-        together.
-        """
+        """Require two groups or more, several micro-batches a step, and units that FSDP2 can gather."""
         group, ranks = self._group(target), target.ranks
         if ranks < 2:
             return super().fits(program, target)

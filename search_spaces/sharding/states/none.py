@@ -22,9 +22,7 @@ class Alone(NullTechnique):
     source: ClassVar[str] = "PyTorch eager execution"
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Require one rank, or several whose gradients another technique reduces, such as model
-        parallelism.
-        """
+        """Require one rank, or several whose gradients another technique reduces, as in model parallelism."""
         if target.ranks == 1:
             return None
         parallel, states = active(target, "sharding.parallel"), active(target, "offload.states")

@@ -50,9 +50,7 @@ class Zero1(Technique):
         return cannot_partition(program, target)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Pack ready gradients into buckets, shrink the state to a shard, and all-gather weights after the
-        step.
-        """
+        """Pack ready gradients into buckets, shrink state to a shard, all-gather weights after the step."""
         how = partitioning(program, target, self.bucket_cap_mb, every_micro_batch=False)
         return program.with_step(partition_states(program.step, how))
 

@@ -1,6 +1,4 @@
-"""Parameters, gradients and optimizer state sharded over all ranks (ZeRO stage 3): FSDP2 by its older
-name.
-"""
+"""Parameters, gradients and optimizer state sharded over all ranks (ZeRO stage 3): FSDP2's older name."""
 
 from __future__ import annotations
 

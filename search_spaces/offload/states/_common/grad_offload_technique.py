@@ -46,9 +46,7 @@ class NativelyUpdated(Technique):
 
 
 def replicas_of(program: Program, target: Target) -> int:
-    """Return the number of ranks that have all weights of `program` and average each gradient when it is
-    ready.
-    """
+    """Return the number of ranks with all weights that average each gradient when it is ready."""
     states = target.chosen.get("sharding.states")
     return program.ranks if states is not None and states.effects.shards == "replicas" else 1
 
@@ -61,9 +59,7 @@ def native_of(moments: Moments) -> Native:
 def cannot_offload_on_grad_ready(
     technique: Technique, program: Program, target: Target, ratio: float = 1.0
 ) -> Reason | None:
-    """Return why gradients of `program`, or the last `ratio` of them, cannot be offloaded when they are
-    ready.
-    """
+    """Return why the last `ratio` of the gradients cannot be offloaded when they are ready."""
     if target.ranks > 1 and (reason := _not_reduced(technique, target)) is not None:
         return reason
     if target.compiled:

@@ -1,6 +1,4 @@
-"""Rules, pass and apply of techniques that offload the blocks' parameters
-(`offload.parameters.offloader`).
-"""
+"""Rules, pass, apply of techniques that offload the blocks' parameters (`offload.parameters.offloader`)."""
 
 from __future__ import annotations
 
@@ -86,9 +84,7 @@ def other_gathers(config: Config) -> Reason | None:
 
 
 def _not_gathered(technique: Technique, program: Program, target: Target) -> Reason | None:
-    """Return why FSDP2 does not all-gather each block once for forward and once for backward, among all
-    ranks.
-    """
+    """Return why FSDP2 does not all-gather each block once per pass, among all ranks."""
     if (reason := other_gathers(target)) is not None:
         return reason
     if (reason := conflict(technique, target, "sharding.communication")) is not None:
@@ -144,7 +140,5 @@ def replicas(program: Program) -> int:
 
 
 def window_of(program: Program, slots: int) -> Residency:
-    """Return the residency of `slots` blocks of `program`, or a rank's rows of them, on the device at
-    once.
-    """
+    """Return the residency of `slots` blocks of `program`, or of a rank's rows, on the device at once."""
     return window_residency(len(program.step.blocks), slots, gathered=gathers_of(program.step) is not None)

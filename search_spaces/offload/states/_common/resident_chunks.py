@@ -1,6 +1,4 @@
-"""Chunks that are resident and updated on the device: planners with a step's bytes, checked against the
-pass.
-"""
+"""Chunks that are resident and updated on the device: planners, checked against the pass."""
 
 from __future__ import annotations
 

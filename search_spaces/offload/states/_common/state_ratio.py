@@ -1,6 +1,4 @@
-"""Smallest part of the optimizer's state to offload for a step to stay within a budget (Twin-Flow's
-ratio).
-"""
+"""Smallest part of optimizer state to offload for a step to stay within a budget (Twin-Flow's ratio)."""
 
 from __future__ import annotations
 
