@@ -46,9 +46,7 @@ class AllocatorSettings:
     large_segment_size_mb: int = 20
     """Segment in MiB for requests between 1 and 10 MiB, and page of expandable segments."""
     roundup_power2_divisions: tuple[int, ...] = NO_ROUNDUP
-    """Number of parts into which each power of two from 1 MiB is divided for rounding; 0 and 1 round to 512
-    bytes.
-    """
+    """Parts into which each power of two from 1 MiB is divided for rounding; 0 and 1 round to 512 bytes."""
     garbage_collection_threshold: float | None = None
     """Share of the memory limit above which old blocks are released; acts only with a limit."""
     expandable_segments: bool = False

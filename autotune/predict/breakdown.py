@@ -1,6 +1,4 @@
-"""Break down a step: its time into exposed ops and the critical path, the bytes at its peak into kinds and
-modules.
-"""
+"""Break down a step: time into exposed ops and critical path, peak bytes into kinds and modules."""
 
 from __future__ import annotations
 

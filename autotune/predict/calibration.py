@@ -149,9 +149,7 @@ class SearchErrors(BaseModel):
 
 
 _Entry = tuple[float, float, float, float]
-"""Logarithm of the time at peak rates, measured and predicted seconds, all weighted by the number of ops;
-that number.
-"""
+"""Log of time at peak rates, measured and predicted seconds, weighted by the number of ops; that number."""
 _FILE: TypeAdapter[list[SearchErrors]] = TypeAdapter(list[SearchErrors])
 
 

@@ -378,9 +378,7 @@ _ON_CUDNN = ("convolution", "cudnn")
 
 
 def _outside_bytes(step: Step, groups: int, hardware: Hardware) -> tuple[int, int, int]:
-    """Return bytes outside torch's allocator (context, cuDNN if the step uses it, communicators), and their
-    bounds.
-    """
+    """Return bytes outside torch's allocator (context, cuDNN if used, communicators), and their bounds."""
     # cuDNN is loaded, with memory of its own, when the first op uses it.
     used = int(any(part in name for name in step.names for part in _ON_CUDNN))
     sizes = (hardware.context_bytes, *hardware.context_range)

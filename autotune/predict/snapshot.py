@@ -296,9 +296,7 @@ class _TraceReader:
         return sums + max(end - int(sums[-1]), -int(sums.min()))
 
     def _held(self, entries: list[dict[str, Any]], reserved: int) -> HeldMemory | None:
-        """Return the segments and blocks at the beginning; None if there are none, or the snapshot
-        contradicts itself.
-        """
+        """Return the first segments and blocks; None without any, or if the snapshot contradicts itself."""
         segments = _HeldSegments.at_end(self.snapshot, self.device, self._stream)
         if segments is None or not segments.rewind(entries, self._stream) or not segments.rows:
             return None

@@ -138,9 +138,7 @@ class PlanReport:
     n_candidates: int = 0
     n_merged: int = 0
     pruned: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Number of candidates that cannot fit and the least of their needs, by technique that shards or offloads
-    states.
-    """
+    """Candidates that cannot fit: number and least need, by technique that shards or offloads states."""
     peak: tuple[PeakRow, ...] = ()
     """The bytes at the peak of the front's first row, of the closest candidate if none fits, or of the
     config.

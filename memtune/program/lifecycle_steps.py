@@ -23,9 +23,7 @@ _OUTPUTS_IN_EVALUATION = {
     ),
     **dict.fromkeys(("aten.mkldnn_rnn_layer.default", "aten._cudnn_rnn.default"), 3),
 }
-"""Op → number of outputs that it makes outside training; the others (batch statistics, reserves) are for
-backward.
-"""
+"""Op → number of outputs outside training; the others (batch statistics, reserves) serve backward."""
 
 
 def first_step(step: Step) -> Step:

@@ -121,9 +121,7 @@ class OpGraph:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Steps that `memtune.activations.schedules.scheduled_region` runs instead of a region's forward and
-    backward.
-    """
+    """Steps that `activations.schedules.scheduled_region` runs instead of a region's two passes."""
 
     graph: str
     """`OpGraph.sha256` of its region; a region with another hash runs without schedule."""

@@ -316,9 +316,7 @@ class Step:
     runs_schedules: bool = False
     """Blocks run by schedules, which decide op by op what is saved and recomputed."""
     block_outputs: tuple[str, ...] = ()
-    """Structure of each block's output (`workload.output_structure.structure_of`); of its last call if it has
-    several.
-    """
+    """Structure of each block's output, of its last call (`workload.output_structure.structure_of`)."""
 
     def __post_init__(self) -> None:
         if self.ops.calls is not self.calls:

@@ -68,17 +68,13 @@ class Native(Technique):
     driver calls.
     """
     per_process_memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Most of the device's memory that the process takes, if others share it; a trial's memory limit
-    overrides it.
-    """
+    """Most device memory that the process takes if others share it; a trial's memory limit overrides it."""
     throw_on_cudamalloc_oom: bool | None = None
     """Raise out of memory as soon as the driver refuses, without freeing cached blocks first."""
     release_lock_on_cudamalloc: bool | None = None
     """Other threads can allocate while one waits for the driver."""
     graph_capture_record_stream_reuse: bool | None = None
-    """Blocks recorded on other streams are reused within a CUDA graph; memtune captures none, the user's code
-    may.
-    """
+    """Reuse blocks recorded on other streams within a CUDA graph; only the user's code captures any."""
     pinned_use_cuda_host_register: bool | None = None
     """Pin memory of malloc: faster to allocate, with `pinned_num_register_threads`."""
     pinned_num_register_threads: Annotated[int, AfterValidator(_power_of_two), Field(ge=1, le=128)] | None = (

@@ -14,9 +14,7 @@ from memtune.technique import CompileScope
 
 
 class Execution(BaseModel):
-    """Micro-batch × accumulation under a fixed global batch: the same samples per step, in more and smaller
-    parts.
-    """
+    """Micro-batch × accumulation under a fixed global batch: the same samples in more, smaller parts."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
@@ -74,9 +72,7 @@ class Execution(BaseModel):
         return ", ".join(parts) + backend
 
     def summary(self) -> str:
-        """Return the differences from the plain step as text, such as `mb 4×2, compiled`; empty if there are
-        none.
-        """
+        """Return the differences from the plain step as text: `mb 4×2, compiled`; empty without any."""
         accumulate = f"×{self.accumulate}" if self.accumulate > 1 else ""
         size = (
             f"mb {self.micro_batch}{accumulate}"

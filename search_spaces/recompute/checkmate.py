@@ -1,6 +1,4 @@
-"""Recompute any op of the model, as often as it pays, by an integer program over the whole step (Jain et al.
-2020).
-"""
+"""Recompute any op, as often as it pays, by an integer program over the step (Jain et al. 2020)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Recompute every block: only its input is kept, its forward runs again in backward (Chen et al. 2016,
-Algorithm 1).
-"""
+"""Recompute every block in backward and keep only its input (Chen et al. 2016, Algorithm 1)."""
 
 from __future__ import annotations
 

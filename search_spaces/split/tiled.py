@@ -39,9 +39,7 @@ class TiledPlan(Plan):
     """The module that makes the logits, and the modules of the blocks that run in parts."""
 
     head: str | None = None
-    """Name of the module that makes the logits, "" for the model itself; None: the widest linear layer
-    outside blocks.
-    """
+    """Module that makes the logits, "" for the model; None: the widest linear layer outside blocks."""
     weight: str | None = None
     """Name of the head's weight."""
     mlps: tuple[str, ...] | None = None
@@ -82,9 +80,7 @@ class Tiled(Technique):
     exactness: ClassVar[Exactness] = Exactness.REORDERED
 
     chunks: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Number of parts of the tokens in head and loss; more take fewer bytes and more, smaller kernels. 1: not
-    cut.
-    """
+    """Parts of the tokens in head and loss; more take fewer bytes and more, smaller kernels. 1: not cut."""
     mlp: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of parts of the tokens in every MLP of the blocks, with the norms inside it; each part runs
     again in backward. 1: not cut.

@@ -45,9 +45,7 @@ def is_plain(tensor: Any) -> bool:
 
 
 def named_state(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Return every parameter, then every buffer of `module`, each tensor once, as (its dictionary, its key,
-    itself).
-    """
+    """Return each parameter, then each buffer of `module`, once, as (its dictionary, its key, itself)."""
     found: list[tuple[dict[str, Any], str, Tensor]] = []
     for attribute in ("_parameters", "_buffers"):
         seen: set[int] = set()

@@ -124,9 +124,7 @@ def no_side_effects(module: nn.Module, error: type[Exception]) -> Iterator[None]
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of modules with a description of a change, '' for attributes that torch's own code
-    changes.
-    """
+    """Yield changed attributes of modules with a description, '' for those that torch's code changes."""
     for each in module.modules():
         for name, value in vars(each).items():
             is_own = name[:1] == "_" and (isinstance(value, dict) or has_attributes(value))

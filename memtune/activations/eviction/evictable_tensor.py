@@ -113,9 +113,7 @@ class ReplayRecord(NamedTuple):
 
 
 class PackedValue:
-    """The object that autograd saves instead of a tensor. Its deletion releases autograd's reference to the
-    value.
-    """
+    """Saved by autograd instead of a tensor. Its deletion releases autograd's reference to the value."""
 
     __slots__ = ("gone", "value", "view", "writes")
 

@@ -304,9 +304,7 @@ class _Run:
         )
 
     def hooked_since(self) -> list[Tensor]:
-        """Return the parameters that got hooks since forward; the outer graph calls these with the returned
-        gradients.
-        """
+        """Return the parameters hooked since forward; the outer graph calls hooks with returned gradients."""
         return [each for each in self._parameters if is_hooked(each)]
 
     def backward(self, *, accumulates: bool) -> list[Tensor | None]:

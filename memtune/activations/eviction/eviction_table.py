@@ -418,9 +418,7 @@ class OnlineTable:
         self._make_room(n_bytes, "the loss")
 
     def note_outputs(self, outputs: list[Tensor]) -> None:
-        """Note the outputs of forward. The mode does not see later writes into them, but their version
-        counters do.
-        """
+        """Note forward's outputs. The mode does not see later writes into them, but version counters do."""
         for each in outputs:
             value = self._values.get(each.untyped_storage()._cdata)
             if value is not None and value.alias is not None:

@@ -60,9 +60,7 @@ class Policy:
     requesting call has run.
     """
     forget: bool = False
-    """A storage that can never be requested again is freed and is no neighbour any more; the DTR
-    artifact keeps all.
-    """
+    """A storage that cannot be requested again is freed and no neighbour; the DTR artifact keeps all."""
     addressed: bool = False
     """The budget is an arena with addresses, which fragments; False: a counter of bytes."""
     best_fit: bool = False

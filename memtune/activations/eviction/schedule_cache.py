@@ -256,9 +256,7 @@ def places_of(tape: Tape, ran: Sequence[OpMetadata], n_forward: int) -> list[int
 
 
 def _alike(key: Key) -> Key:
-    """Return the part of a key that is equal on fake tensors; dtypes and the sizes of kernels' own saves may
-    differ.
-    """
+    """Return the part of a key that fake tensors share; dtypes and sizes of kernels' own saves may differ."""
     return tuple(
         each[0] if isinstance(each, tuple) and each and isinstance(each[-1], torch.dtype) else each
         for each in key[:4]

@@ -220,9 +220,7 @@ class _Offloaded:
 
 
 def _keep_cut_bytes(edit: Edit, step: Step, out: OffloadSelection, rest: I32) -> I32:
-    """Return the device copies of the kept bytes of cut storages, made by the ops `rest`; -1 for all other
-    storages.
-    """
+    """Return device copies of the kept bytes of cut storages, made by the ops `rest`; -1 for others."""
     kept = np.full(len(out.storage), -1, np.int32)
     cut = np.flatnonzero(out.is_cut)
     edit.add_uses(rest[cut], out.storage[cut])

@@ -129,9 +129,7 @@ class Slots:
 
 
 class OwnOutputs:
-    """Block outputs of one micro-batch's forward through one stage: the activations that this rank alone may
-    offload.
-    """
+    """Block outputs of a micro-batch's forward through a stage: activations that this rank may offload."""
 
     def __init__(self) -> None:
         self._made: list[weakref.ref[torch.UntypedStorage]] = []

@@ -43,9 +43,7 @@ class Action:
     """Alternative to keeping a tensor on the device."""
 
     frees: tuple[tuple[int, int, int], ...]
-    """(first, stop, bytes): bytes freed on the device in the moments first to stop - 1; negative if it needs
-    more.
-    """
+    """(first, stop, bytes): device bytes freed in the moments first to stop - 1; negative: needed."""
     out: tuple[Copy, ...] = ()
     """Copies to the host, in order."""
     back: tuple[Copy, ...] = ()

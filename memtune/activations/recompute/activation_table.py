@@ -293,9 +293,7 @@ class ActivationTable:
         return is_parameter or key in self._lasting or is_written_part(tensor)
 
     def complete_offloads(self) -> None:
-        """Complete the copies to the host in flight (Rule 6), and start the SSD writes of those that spill
-        (Rule 7).
-        """
+        """Complete D2H copies in flight (Rule 6), and start the SSD writes of those that spill (Rule 7)."""
         while self._on_the_way:
             self._complete_oldest()
 

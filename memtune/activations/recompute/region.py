@@ -34,15 +34,11 @@ class Region:
     min_bytes: int = 0
     """Smaller tensors are kept as they are."""
     only: frozenset[OpAddress] | None = None
-    """Calls whose outputs may be offloaded, `INPUTS` for the inputs of the region; None for all that is
-    claimable.
-    """
+    """Calls with outputs to offload, `INPUTS` for the region's inputs; None: all that is claimable."""
     watched: bool = False
     """Its first run was checked for collectives and generators."""
     last_unpacked: int = -1
-    """Number of the saved tensor that backward unpacked last after the latest run; the next run compares its
-    values.
-    """
+    """Saved tensor that backward unpacked last after the latest run; the next run compares its values."""
     compared: Compared | None = None
     """Values of its latest second run, which are being copied from the device."""
     is_quick: bool = False

@@ -40,9 +40,7 @@ class RegionContract:
         self.draws = False
         """An op of its first run drew random numbers, or a later run did."""
         self.reads_back: frozenset[str] | None = None
-        """Buffers that its forward changes and may read, as far as its runs have shown; None before the first
-        run.
-        """
+        """Buffers that its forward has changed and may read so far; None before the first run."""
         self._walk()
 
     def _walk(self) -> None:
@@ -126,9 +124,7 @@ class RegionRun:
         self._random: RandomState | None = random(contract.module, contract.generators)
         self.autocast = autocast_now()
         self.noted = NoteGenerators(contract.generators) if is_first else None
-        """Mode of the first run and of its second one: composite ops such as reshape take another path under
-        a mode.
-        """
+        """Mode of the first and second run: composite ops such as reshape take another path under a mode."""
         # Versions, not values: any change in place makes a second run start from other inputs.
         self._inputs = [(each, each._version) for each in inputs]
         buffers = contract.buffers()

@@ -1,6 +1,4 @@
-"""Outputs that a recomputed region keeps: op visitors collect them in the first run and return them in the
-second.
-"""
+"""Outputs that a recomputed region keeps: collected in its first run, returned in the second."""
 
 from __future__ import annotations
 

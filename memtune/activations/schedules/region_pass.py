@@ -240,9 +240,7 @@ def _outside_until(
 
 
 def _casts_of_parameters(step: Step, graph: OpGraph, rows: I32) -> npt.NDArray[np.bool_]:
-    """Return (n,) ops whose output autocast's cache holds; a scheduled region runs below autocast and has no
-    cache.
-    """
+    """Return (n,) ops whose output autocast caches; a scheduled region runs below autocast, without cache."""
     found = np.asarray([name == "aten._to_copy.default" for name in graph.names], bool)
     others = (step.storages.kind[step.uses.storage] != Kind.PARAMETER) & (
         step.storages.producer[step.uses.storage] != step.uses.op

@@ -1,6 +1,4 @@
-"""Pass of `activations.schedules.scheduled_region`: runs the model's forward and backward by a schedule, op
-by op.
-"""
+"""Pass of `activations.schedules.scheduled_region`: forward and backward by a schedule, op by op."""
 
 from __future__ import annotations
 

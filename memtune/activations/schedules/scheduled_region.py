@@ -70,9 +70,7 @@ from memtune.program import Action, Schedule, find_schedule_error, forward_only
 from memtune.runtime import HOST, RandomState, ReplacedForward, autocast_now, tier
 
 _MOST_CAPTURES = 16
-"""Maximal number of captures of one region; a module that is called with ever new shapes runs plainly from
-then on.
-"""
+"""Captures of one region; a module that keeps getting new shapes runs plainly afterwards."""
 
 
 @dataclass

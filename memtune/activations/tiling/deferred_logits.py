@@ -496,9 +496,7 @@ def lazy_head(head: nn.Linear, *, chunks: int, count: Count) -> Callable[[Tensor
 def lazy_product(
     module: nn.Module, weight: Callable[[], Tensor], *, chunks: int, count: Count
 ) -> Callable[..., Any]:
-    """Return a forward for `module` whose product with `weight` returns `Logits`; without gradients it runs
-    plainly.
-    """
+    """Return a forward of `module` whose product with `weight` is `Logits`; plain without gradients."""
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -284,9 +284,7 @@ def _rows(step: Step, forward: tuple[int, ...], x: int) -> int:
 
 
 def _joined(step: Step, backward: tuple[int, ...], known: set[int]) -> tuple[int, int]:
-    """Return the op of `backward` that adds an outside gradient of the input, and that gradient; (-1, -1) for
-    none.
-    """
+    """Return the op of `backward` that adds an outside gradient of the input, and that one; else (-1, -1)."""
     made = set(made_by(step, backward))
     found = (-1, -1)
     for op in backward:

@@ -108,9 +108,7 @@ class Parts:
             ops.hold(each, ops.last)
 
     def _sums_over_rows(self) -> set[int]:
-        """Return parameters' gradients and the inputs of their casts, which are as large for one part as for
-        all rows.
-        """
+        """Return parameters' gradients and inputs of their casts, as large for one part as for all rows."""
         sums, step = set(self.region.gradients), self.step
         for op in reversed(self.region.backward):
             if step.names[step.ops.name[op]] == "aten._to_copy.default" and sums.intersection(self.made[op]):

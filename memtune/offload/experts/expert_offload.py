@@ -290,9 +290,7 @@ class ExpertOptimizer:
         return list(dict.fromkeys(self.expert_of[each] for each in parameters))
 
     def _update_rest(self) -> None:
-        """Update experts that backward has not updated, and note the missed updates of zero gradients (Rules
-        4 and 5).
-        """
+        """Update experts that backward has not, and note missed updates of zero gradients (Rules 4 and 5)."""
         self.average_gradients(self.expert_of)
         self.update(self.expert_of)
         settings: dict[int, dict[str, Any]] = {}

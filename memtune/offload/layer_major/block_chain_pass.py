@@ -13,9 +13,7 @@ from memtune.offload.parameters import not_in_layers
 from memtune.program import WRITES, Kind, Phase, Step, columns_of
 
 _ATTENTION = "scaled_dot_product"
-"""Part of the names of ops that draw random numbers only with dropout; `LayerMajor` refuses dropout in a live
-model.
-"""
+"""Part of names of ops that draw only with dropout; `LayerMajor` refuses dropout in a live model."""
 
 
 @functools.lru_cache(maxsize=8)

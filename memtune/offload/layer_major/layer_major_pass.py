@@ -245,9 +245,7 @@ class _Cut(NamedTuple):
 
     rows: RowIndex
     stops: list[tuple[int, int, bool]]
-    """After that many rows, a parameter is ready and offloaded, or (True) a part of a tied weight's gradient
-    is ready.
-    """
+    """After as many rows a parameter is ready and offloaded, or (True) a part of a tied weight's gradient."""
     starts: set[int]
     """Parameters whose sums start with this micro-batch."""
     offloaded: set[int]

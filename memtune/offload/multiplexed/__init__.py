@@ -1,6 +1,4 @@
-"""Multiplexed pipeline stages: more stages than ranks, loaded one after the other on each rank (Mobius,
-Harmony-PP).
-"""
+"""Multiplexed pipeline stages: more stages than ranks, loaded in sequence (Mobius, Harmony-PP)."""
 
 from __future__ import annotations
 

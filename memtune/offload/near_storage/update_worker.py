@@ -238,9 +238,7 @@ class Updater:
 def _scattered(
     received: npt.NDArray[np.uint8], segment: dict[str, int], dtype: npt.DTypeLike
 ) -> npt.NDArray[Any]:
-    """Return the dense gradient of the largest values that were sent, followed by their indices; the others
-    are zero.
-    """
+    """Return the dense gradient of the sent largest values and their indices; the others are zero."""
     count, values_bytes = segment["n_sent"], segment["n_sent"] * segment["itemsize"]
     places = received[segment["places"] :][: 4 * count].view(np.int32)
     # The update rule then decays weights and moments of elements that were not sent, as for any zero

@@ -84,9 +84,7 @@ class _Parameter:
     held: nn.Parameter
     """The optimizer's parameter: `rows`, or with gradients on the host one that has these alone."""
     unsharded: nn.Parameter | None
-    """The model's parameter, if the optimizer has a shard that is another object (rows); both have the same
-    gradient.
-    """
+    """The model's parameter, if the optimizer's shard is another object (rows); both have one gradient."""
     group: dict[str, Any]
     moments: list[str]
     steps: int = 0
@@ -124,9 +122,7 @@ class _Domain:
     """On SSD, one per sub-group."""
     moments: list[Tensor]
     spares: list[Tensor]
-    """Second slots of weights and moments, if steps are kept: a step writes the slots of the step before the
-    last one.
-    """
+    """Second slots of weights and moments, if steps are kept: a step writes those of two steps ago."""
     link: UpdaterLink | None
 
     @property

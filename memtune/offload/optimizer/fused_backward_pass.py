@@ -18,9 +18,7 @@ from memtune.offload.optimizer.grad_offload_pass import sentinel_row
 from memtune.program import F64, FOREVER, I32, WRITES, Edit, Kind, Phase, Step, columns_of
 
 _MOST_SHARED = 64
-"""Limit of ops that use no parameter's own storages; an optimizer with more computes something over all
-parameters.
-"""
+"""Limit of ops that use no parameter's storages; an optimizer with more computes over all parameters."""
 
 
 _Rows = npt.NDArray[np.intp]

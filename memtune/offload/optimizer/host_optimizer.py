@@ -149,9 +149,7 @@ class HostOptimizer:
         self._full_parameter = {shard: full for full, shard in placement.optimizer_params.items()}
         placement.optimizer_params.update(self.pairs)
         self._versions_before_step: list[int] | None = None
-        """Versions of all that the step updates, from before its first update until the weights are on the
-        device.
-        """
+        """Versions of all that a step updates, from its first update until weights are on the device."""
         self._host_tier = ExitStack()  # open while the optimizer computes, closed even if its step raises
         self._install(context)
         self._writes = ExternalWrites(context, (device for device, _ in self.pairs))

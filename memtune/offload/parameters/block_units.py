@@ -172,9 +172,7 @@ class Prefetched:
         self._units.clear()
 
     def wait_for(self, units: Iterable[int], resident: Collection[int]) -> None:
-        """Have the compute stream, which is about to use `units`, wait if it must: blocks are called in any
-        order.
-        """
+        """Make compute, which is about to use `units`, wait if it must: blocks are called in any order."""
         # A missing unit waits as well: its frame may be the target of a copy in flight.
         if self._units and any(each in self._units or each not in resident for each in units):
             self.wait()

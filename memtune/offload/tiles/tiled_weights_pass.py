@@ -34,9 +34,7 @@ from memtune.program import (
 
 _OF_THE_HOST = (int(Resource.HOST_THREADS), int(Resource.SSD_WRITE), int(Resource.SSD_READ))
 _LARGE = 2
-"""Weights are tiled if they have at least this part (1/2) of the largest one's bytes; smaller ones decide no
-peak.
-"""
+"""Weights of at least 1/this of the largest one's bytes are tiled; smaller ones decide no peak."""
 
 
 @functools.lru_cache(maxsize=8)

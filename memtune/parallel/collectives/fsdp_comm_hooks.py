@@ -318,9 +318,7 @@ class Exchange(SeamReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce `input_tensor` (ranks · numel) over the ranks and keep this rank's part in `output_tensor`
-        (numel).
-        """
+        """Reduce `input_tensor` (ranks · numel) over the ranks into this rank's `output_tensor` (numel)."""
         # Frozen parameters have no gradient in the message.
         row, place = _row(self._form, self._group, trainable=True), self._place
         factor = {dist.ReduceOp.AVG: 1.0 / group.size(), dist.ReduceOp.SUM: 1.0}.get(op)

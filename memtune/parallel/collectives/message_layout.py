@@ -33,9 +33,7 @@ class Form:
     """Parameters with fewer elements are not quantized."""
 
     def row(self, numel: Sequence[int], kept: Sequence[bool]) -> Row:
-        """Return the row of a message that holds `numel[i]` values of the i-th parameter, quantized unless
-        `kept[i]`.
-        """
+        """Return the message row of `numel[i]` values of the i-th parameter, quantized unless `kept[i]`."""
         lengths: list[int] = []  # an even number of them: the next one is quantised
         for count, is_kept in zip(numel, kept, strict=True):
             if is_kept and lengths and len(lengths) % 2 == 0:

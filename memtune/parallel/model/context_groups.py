@@ -173,9 +173,7 @@ class Grid:
 
 
 def grid_of(split: Split, device_type: str, group: str, copies: int, rank: int) -> Grid:
-    """Return the grid of the ranks of `group`, of which this one is number `rank`; there are `copies` such
-    groups.
-    """
+    """Return the grid of the ranks of `group`, with this one as number `rank`; one of `copies` groups."""
     mesh = grid(device_type, (("copies", copies), *split.sizes()))
     context, _ = split.place(rank)
     outer, inner = divmod(context, split.inner)

@@ -151,9 +151,7 @@ class ColumnInput:
     ranks: int
     columns: int
     at_owner: bool
-    """True if the module that holds the pair gathers, so that its code sees all positions; else the column
-    layers do.
-    """
+    """True if the module of the pair gathers and its code sees all positions; else column layers gather."""
     _share: Tensor | None = field(default=None, repr=False)
     _whole: Tensor | None = field(default=None, repr=False)
     _entry: _Entry | None = field(default=None, repr=False)

@@ -358,9 +358,7 @@ class Average:
 
 
 def _same_batch(group: dist.ProcessGroup, handles: list[Any]) -> Any:
-    """Return a hook that compares the model's first input between the ranks of a group, once, and then
-    removes itself.
-    """
+    """Return a hook that compares the first input between a group's ranks once, and removes itself."""
 
     def compare(module: nn.Module, args: Any, kwargs: Any) -> None:
         for handle in handles:

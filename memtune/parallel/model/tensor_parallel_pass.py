@@ -91,9 +91,7 @@ def average(
 
 
 def sum_shards(step: Step, how: Sharing) -> Step:
-    """Return `step`, whose states have been sharded, with the gradient shards of `how.summed` averaged inside
-    a group.
-    """
+    """Return `step`, with sharded states, with gradient shards of `how.summed` averaged inside a group."""
     edit, before = Edit(step), np.flatnonzero(step.ops.phase < Phase.OPTIMIZER)
     which = np.isin(columns_of(step.parameters).names, list(how.summed))
     _average_after(edit, step, int(before[-1]), Phase.BOUNDARY, which, how.ranks, how.inside)

@@ -101,9 +101,7 @@ class Layout:
         return (len(self.stages) - 1) % self.degree
 
     def owners(self, name: str) -> list[int]:
-        """Return the stages that hold the parameter or buffer `name`; the first of them is its owner in state
-        dicts.
-        """
+        """Return the stages with the parameter or buffer `name`; the first is its owner in state dicts."""
         for index, stage in enumerate(self.stages):
             if any(name.startswith(f"{block}.") for block in stage):
                 return [index]

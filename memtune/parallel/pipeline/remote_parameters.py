@@ -23,9 +23,7 @@ from memtune.runtime import Context
 
 @dataclass(frozen=True, eq=False)
 class OtherStages:
-    """Entries that other ranks hold, by name in the plain model's state dict; a tied weight under each of its
-    names.
-    """
+    """Other ranks' entries, by name in the plain model's state dict; a tied weight under each name."""
 
     absent: Mapping[str, torch.Size]
     """Full shapes of the entries that this rank does not hold."""

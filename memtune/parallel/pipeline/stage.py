@@ -164,9 +164,7 @@ class Run:
                 held[name] = fake
 
     def _restore_prologue_weights(self) -> None:
-        """Restore each weight of this rank from the stage's first block on: the head may share one with an
-        embedding.
-        """
+        """Restore this rank's weights from the stage's first block on: the head may share an embedding's."""
         for held, name, real in self._real:
             held[name] = real
         self._real, self._without_weights = [], False
@@ -244,9 +242,7 @@ def _chain(index: int, args: Any, kwargs: Any) -> Tensor:
 
 
 class _Piece:
-    """Mixed into a block's class; outermost, around its hooks and the forwards that recompute and offload
-    install.
-    """
+    """Mixed into a block's class, around its hooks and the forwards that recompute and offload install."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run, index = vars(self)[_PIECE]

@@ -24,9 +24,7 @@ from memtune.program import I32, READS, WRITES, Mask, Phase, Resource, Step, Unr
 Divide = Callable[[Step], Step]
 """The pass of a technique that shards or replicates states, on a rank's step of one micro-batch."""
 MINE, MESSAGE, UPLOAD = 1, 2, 3
-"""Marks in `ops.match` that tell rows of the stage from those that the pass adds: of a stage, a message, an
-upload.
-"""
+"""Marks in `ops.match` of rows of the stage and of added rows: of a stage, a message, an upload."""
 _GATHER = "memtune.all_gather_into_.default"
 
 

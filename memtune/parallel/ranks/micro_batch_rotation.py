@@ -106,9 +106,7 @@ class MicroBatchRotation:
 
     @contextmanager
     def own_numbers(self, device: torch.device) -> Iterator[None]:
-        """Let random draws follow the micro-batches' seeds inside; restore this rank's own generator state
-        afterwards.
-        """
+        """Draw from the micro-batches' seeds inside; restore this rank's own generator state afterwards."""
         with ExitStack() as numbers:
             with tier(HOST):  # the generator's state is a host tensor, which the device ledger must not count
                 numbers.enter_context(accelerator.fork_rng(device))

@@ -190,9 +190,7 @@ def require_same_config(description: str, device: torch.device) -> None:
 
 
 def gather_descriptions(description: Any, device: torch.device) -> list[Any]:
-    """Return every rank's description (plain data), by rank; collective, called with the device of the rank's
-    model.
-    """
+    """Return every rank's description (plain data), by rank; collective, on the rank's model's device."""
     everyone: list[Any] = [None] * dist.get_world_size()
     # NCCL sends objects from the current device, which need not be the model's.
     with accelerator.selected(device):

@@ -79,9 +79,7 @@ class Schedule:
     ranks_per_node: int
     micro_batches: int = 1
     gathers: int = 2
-    """All-gathers of sharded parameters per micro-batch: 2, or 1 if they stay gathered between forward and
-    backward.
-    """
+    """All-gathers of sharded parameters per micro-batch: 2, or 1 if they stay gathered for backward."""
 
 
 @dataclass(frozen=True)

@@ -231,9 +231,7 @@ def _cast_parameters(step: Step, how: Sharding, parameters: Ragged) -> Mask | No
 
 @dataclass(frozen=True, eq=False)
 class _Secondary:
-    """Shards over groups smaller than the sharding degree that units keep between forward and backward, by
-    parameter.
-    """
+    """Shards over smaller groups, which units keep between forward and backward, by parameter."""
 
     part: I32
     """(units, parameters) flattened: the storage of each, -1 where there is none."""

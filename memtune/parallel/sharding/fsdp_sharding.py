@@ -125,9 +125,7 @@ class SeamReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce `input_tensor` (ranks × numel) over the ranks and keep this rank's part in `output_tensor`
-        (numel).
-        """
+        """Reduce `input_tensor` (ranks × numel) over the ranks into this rank's `output_tensor` (numel)."""
         name = next((name for known, name in _OP_NAMES.items() if op == known), None)
         if async_op or name is None:
             return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

@@ -259,9 +259,7 @@ class ShardedBuckets:
         self._in_flight: tuple[Any, ...] = ()
         self._unsure: list[tuple[Part, Tensor]] = []
         self.grad_ready: GradReady | None = None
-        """Emitted, on the link's stream, for each input whose gradient has been reduced; None without
-        subscribers.
-        """
+        """Emitted on the link's stream for each input with a reduced gradient; None without subscribers."""
 
     def _part(self, parameter: nn.Parameter) -> Part:
         length, numel = local(parameter).shape[0], local(parameter).numel()
@@ -343,9 +341,7 @@ class ShardedBuckets:
         return used
 
     def _average(self, bucket: Bucket, taken: Tensor, copies: dist.ProcessGroup) -> None:
-        """All-reduce the shards, sums included, between the copies; sums that are equal on all copies do not
-        change.
-        """
+        """All-reduce shards, sums included, between the copies; sums equal on all copies do not change."""
         rows_of = dict(zip(bucket.parts, bucket.own_rows(taken), strict=True))
         earlier = [part for part in bucket.parts if part.sum is not None]
         if earlier:

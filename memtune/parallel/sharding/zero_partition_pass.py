@@ -165,9 +165,7 @@ def _end(step: Step, *, at_end: bool = False) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _InsertionPoints:
-    """Position of each op of a bucket among all reduction ops; (buckets,) each, except those of missing
-    gradients.
-    """
+    """Position of each op of a bucket among all reduction ops; (buckets,) each, without missing gradients."""
 
     make: I64
     flags: I64

@@ -1,6 +1,4 @@
-"""Run ops in an order with fewer live bytes: all ops of compiled graphs, the optimizer's updates in eager
-programs.
-"""
+"""Run ops in an order with fewer live bytes: all of compiled graphs, updates of eager programs."""
 
 from __future__ import annotations
 
@@ -74,9 +72,7 @@ class Roam(Technique):
         return conflict(self, target, "offload.states")
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Return the program with updates moved into backward if eager; compiled graphs were recorded in
-        their order.
-        """
+        """Return the program, if eager with updates in backward; compiled graphs are recorded in order."""
         if target.compiled:
             return program
         return program.with_step(updates_at_gradients(program.step, program.accumulate))

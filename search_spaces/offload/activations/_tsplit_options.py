@@ -120,9 +120,7 @@ class _Prices:
         return found
 
     def _offload_of(self, storage: int) -> Action | None:
-        """Return the action that offloads `storage` between forward and backward; None if backward needs it
-        at once.
-        """
+        """Return the action that offloads `storage` until backward; None if backward needs it immediately."""
         step, row = self.step, self.save[storage]
         # The device memory is free only after the copy has ended and the last op of forward has read it.
         first, stop = (
@@ -138,9 +136,7 @@ class _Prices:
         )
 
     def _reload_copy(self, at_s: float, n_bytes: float) -> Copy:
-        """Return the copy to the device, started with prefetch as soon as the link is free, else by the op
-        that waits.
-        """
+        """Return the H2D copy, started by prefetch as soon as the link is free, else by the op that waits."""
         seconds = n_bytes / self.hardware.host_to_device_bytes_per_s + self.hardware.launch_s
         return Copy(0.0 if self.prefetch else at_s, at_s, seconds)
 
@@ -212,9 +208,7 @@ class _Prices:
         return set(made_by(self.step, region.backward)) - set(region.gradients)
 
     def _live_bytes(self, ops: tuple[int, ...], but: set[int], at: tuple[int, ...]) -> I64:
-        """Return (at,) bytes of the outputs of `ops`, without those in `but`, that are live at each of the
-        ops `at`.
-        """
+        """Return (at,) bytes of outputs of `ops`, without `but`, that are live at each of the ops `at`."""
         made = np.asarray([s for s in made_by(self.step, ops) if s not in but], np.int32)
         moments = np.asarray(at)[:, None]
         alive = (self.step.storages.producer[made] <= moments) & (self.step.freed_after[made] >= moments)

@@ -1,6 +1,4 @@
-"""Offload saved activations while a pipeline's stage works on other micro-batches, as few as a budget needs
-(Yuan).
-"""
+"""Offload saved activations while a stage works on other micro-batches, as few as a budget needs (Yuan)."""
 
 from __future__ import annotations
 

@@ -76,15 +76,11 @@ class TSplit(Technique):
     more is safer.
     """
     parts: Literal[1, 2, 4, 8, 16] = 8
-    """Most parts of a module; powers of two up to it are tried. With 1 nothing is split, so gradients are
-    bitwise.
-    """
+    """Most parts of a module; powers of two up to it are tried. 1: nothing is split, bitwise gradients."""
     min_bytes: Annotated[int, Field(ge=1)] = 65536
     """Smaller tensors, and parts of tensors, are resident: a copy has a fixed cost."""
     prefetch: Annotated[int, Field(ge=0, le=16)] = 1
-    """Tensors prefetched before backward needs them, overlapped with compute; each takes its bytes. 0 waits
-    for each.
-    """
+    """Tensors prefetched before backward needs them; each takes its bytes. 0: each is waited for."""
 
     def sentence(self) -> str:
         """Return the setting as one clause."""

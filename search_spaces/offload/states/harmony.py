@@ -227,9 +227,7 @@ def _layouts(technique: Harmony, program: Program, each: Partitions) -> list[Sta
 
 @functools.lru_cache(maxsize=64)
 def _planned(technique: Harmony, program: Program, budget_bytes: int | None) -> Packs:
-    """Return the fewest packs whose step stays within the budget, confirmed by the pass, or those that need
-    least.
-    """
+    """Return the fewest packs whose step stays within the budget by the pass, or those that need least."""
     blocks = len(program.step.blocks)
     widths = [technique.backward] if technique.backward else list(range(blocks, 0, -1))
     needs = {

@@ -130,9 +130,7 @@ class Mobius(Technique):
     mapping: Literal["cross", "in_order"] = "cross"
     """Placement of stages on ranks: under another root complex than their neighbours, or rank by rank."""
     deferred: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """Blocks whose updates overlap with the next step's forward. Default: solved; []: all updates end within
-    the step.
-    """
+    """Blocks updated in the next step's forward. Default: solved; []: all updates end within the step."""
 
     def refuses(self, facts: Facts) -> Reason | None:
         if facts.ranks == 1 and self.stages is not None and self.stages > facts.blocks:

@@ -90,9 +90,7 @@ class Moesys(Technique):
     read_prefetch: Annotated[int, Field(ge=0, le=64)] = 2
     """Blocks by which experts are prefetched from SSD."""
     on_device: Annotated[int, Field(ge=1, le=64)] = 2
-    """Blocks whose experts are on the device: with 2 those of the next one are loaded while the current one
-    computes.
-    """
+    """Blocks with resident experts; 2: the next one's are loaded while the current one computes."""
 
     def sentence(self) -> str:
         """Return the setting as one clause."""

@@ -91,9 +91,7 @@ class PatrickStar(Technique):
         return other_gathers(facts)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Require blocks that run one after the other and share no parameter; on several ranks replicas, or
-        `fsdp`.
-        """
+        """Require blocks in a row that share no parameter; on several ranks replicas, or `fsdp`."""
         return cannot_chunk(self, program, target, self.chunk_bytes)
 
     def plan(self, program: Program, target: Target) -> ChunksPlan:

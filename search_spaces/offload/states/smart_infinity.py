@@ -121,9 +121,7 @@ class SmartInfinity(NativelyUpdated):
         return None
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Move state to SSD; replace the optimizer's ops with transfers, and the updaters' reads, updates and
-        writes.
-        """
+        """Move state to SSD; replace optimizer ops by transfers and the updaters' reads, updates, writes."""
         how = UpdatersSpec(
             self.domains,
             self._sub_group_numel,

@@ -80,9 +80,7 @@ class Stronghold(Technique):
     until then.
     """
     deferred: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """Blocks whose updates overlap with the next step's forward. Default: solved; []: all updates end within
-    the step.
-    """
+    """Blocks updated in the next step's forward. Default: solved; []: all updates end within the step."""
 
     def sentence(self) -> str:
         """Return the setting as one clause."""

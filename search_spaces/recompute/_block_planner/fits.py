@@ -57,9 +57,7 @@ def holds_blocks_in_one_graph(compiled: CompileScope) -> Reason | None:
 
 
 def no_attention(step: Step) -> Reason | None:
-    """Return why keeping attention's output frees nothing; None if a fused attention kernel runs inside some
-    block.
-    """
+    """Return why keeping attention's output frees nothing; None if some block runs fused attention."""
     inside = [
         step.names[name]
         for name in np.unique(step.ops.name[(step.ops.block >= 0) & (step.ops.phase == Phase.FORWARD)])
@@ -149,9 +147,7 @@ _ATTENTION = (
 
 
 def is_matmul_or_attention(op: Any) -> bool:
-    """Return True for a matrix product, a convolution, a recurrent layer or an attention forward (an op or
-    its name).
-    """
+    """Return True for a matrix product, convolution, recurrent layer or attention forward (op or name)."""
     return str(op) in MATMULS or is_attention(op)
 
 

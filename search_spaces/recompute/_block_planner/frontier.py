@@ -40,9 +40,7 @@ class Problem:
     held_bytes: I64
     """Bytes held from the block's forward to its backward."""
     own_bytes: I64
-    """Largest live bytes while the block itself runs, forward or backward, without what the blocks before it
-    hold.
-    """
+    """Largest live bytes while the block runs, forward or backward, without those of earlier blocks."""
     seconds: F64
     """Seconds that the option costs compared with keeping everything."""
     class_of: I32
@@ -50,9 +48,7 @@ class Problem:
     after_bytes: int
     """Largest live bytes between the last block's forward and its backward, without what the blocks hold."""
     rest_bytes: int
-    """Largest live bytes at any other moment: before the first forward, after the last backward, in the
-    optimizer.
-    """
+    """Largest live bytes at other moments: before forward, after backward, in the optimizer."""
 
     def cost(self, choice: I32) -> tuple[int, float]:
         """Return peak bytes and seconds for one option per block."""
@@ -146,9 +142,7 @@ def solve(problem: Problem, width: int = WIDTH) -> Frontier:
 
 @lru_cache(maxsize=64)
 def _after_the_last(after_bytes: int) -> _Layer:
-    """Return the layer after the last block; cached, so that equal layers are one object in the cache of
-    `_step_back`.
-    """
+    """Return the layer after the last block; cached: equal layers are one key in `_step_back`'s cache."""
     none = np.zeros(1, np.int32)
     return _Layer(np.asarray([after_bytes], np.int64), np.zeros(1), none, none - 1, none)
 
@@ -254,9 +248,7 @@ def _undominated_options(rows: _BlockColumns) -> I32:
 
 
 def _group_equal_options(problem: Problem, choice: I32) -> I32:
-    """Return `choice` with equal blocks' options sorted: options that hold more go to the blocks that are
-    freed first.
-    """
+    """Return `choice` with equal blocks' options sorted: blocks that are freed first hold more."""
     tidy = choice.copy()
     for each in np.unique(problem.class_of):
         blocks = np.flatnonzero(problem.class_of == each)

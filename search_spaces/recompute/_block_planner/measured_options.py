@@ -80,9 +80,7 @@ class Option:
 
 PLAIN = Option(None)
 FULL = Option(OpAddresses())
-"""The whole block runs again. Never the fastest option for the bytes it holds, but it lets a plan do what
-`full` does.
-"""
+"""The whole block runs again: never the fastest for its bytes, but a plan can then do what `full` does."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -43,9 +43,7 @@ OffloadActions = list[Action | None]
 """Action by op that frees its outputs; None: they are kept."""
 
 OFFLOAD_ACTIONS = (Action.HOST, Action.SSD, Action.SPLIT)
-"""Actions that free a tensor's bytes without running anything again; those without a mechanism cost infinite
-time.
-"""
+"""Actions that free a tensor's bytes without recomputation; without a mechanism their time is infinite."""
 
 
 @dataclass(frozen=True)
@@ -267,9 +265,7 @@ def _undominated(held: I64, seconds: F64) -> npt.NDArray[np.intp]:
 
 
 def _thinned(held: I64, seconds: F64, limit: int) -> npt.NDArray[np.intp]:
-    """Return at most `limit` rows: the ends, then repeatedly the row farthest below the line between its
-    neighbours.
-    """
+    """Return at most `limit` rows: the ends, then each time the row farthest below its neighbours' line."""
     if len(held) <= limit:
         return np.arange(len(held))
     x = (held - held[-1]) / max(int(held[0] - held[-1]), 1)

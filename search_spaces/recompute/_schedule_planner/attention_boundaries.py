@@ -210,9 +210,7 @@ class _Regions:
                     changed = True
 
     def backward(self) -> list[int]:
-        """Return the ops of backward, each preceded by the recomputation of values that it reads and that
-        were freed.
-        """
+        """Return backward's ops, each preceded by the recomputation of freed values that it reads."""
         graph = self._graph
         wanted = self._wanted()
         available: set[int] = set()

@@ -55,9 +55,7 @@ from memtune.technique import Plan, Reason, Target, Technique
 from memtune.units import format_bytes
 
 _LOOKS = 4
-"""Attempts to find a budget that both the policy and the online runtime meet, each from the last result of
-the other.
-"""
+"""Attempts at a budget that policy and online runtime meet, each from the other's last result."""
 BUDGET_KNOBS = ("budget_bytes", "ratio", "online", "freeze_after")
 """Knobs that set the budget and the time of the decisions; all others are the policy's."""
 

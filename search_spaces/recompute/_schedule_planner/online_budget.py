@@ -28,9 +28,7 @@ from memtune.units import format_bytes
 
 
 class OnlinePlan(BaseModel):
-    """Inputs of the online runtime: the budget, the bytes that it does not see, and the rates that give an
-    op's cost.
-    """
+    """Inputs of the online runtime: the budget, bytes that it does not see, rates of an op's cost."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -52,9 +50,7 @@ class OnlinePlan(BaseModel):
 
 
 def online_plan_fields(step: Step, hardware: Hardware, buffer_bytes: int = 0) -> dict[str, Any]:
-    """Return the bytes that the runtime does not see, `buffer_bytes` included, and the rates that give an
-    op's cost.
-    """
+    """Return the bytes unseen by the runtime, `buffer_bytes` included, and the rates of an op's cost."""
     region = _region(step)
     return {
         "reserve_bytes": max(region.between_bytes - int(region.background_bytes[0]), 0),
@@ -69,9 +65,7 @@ def online_plan_fields(step: Step, hardware: Hardware, buffer_bytes: int = 0) ->
 
 @lru_cache(maxsize=32)
 def online_peak_bytes(step: Step, policy: Policy, budget_bytes: int, hardware: Hardware) -> int | None:
-    """Return the largest live bytes on the device while model and backward run; None if they exceed
-    `budget_bytes`.
-    """
+    """Return the largest live device bytes of model and backward; None if they exceed `budget_bytes`."""
     return peak_within(
         step, _region(step), online_policy(policy), budget_bytes, _runtime_costs(step, hardware)
     )

@@ -184,9 +184,7 @@ def _placement(
 
 
 def cannot_schedule_model(program: Program, target: Target, *, online: bool = False) -> Reason | None:
-    """Return why no schedule can replace the model's forward and backward, nor, with `online`, the online
-    runtime.
-    """
+    """Return why no schedule (with `online`, nor the online runtime) can replace forward and backward."""
     reason = schedules_nothing(target, *_ONE_SCHEDULE_FOR)
     if reason is not None:
         return reason

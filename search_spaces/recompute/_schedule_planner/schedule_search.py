@@ -54,9 +54,7 @@ _BACK_ON_RANKS = 6
 _PROBES = 12
 """Points of an order at which its peak is computed, to find the lowest."""
 _MOST_OPS = 4000
-"""Programs with more ops are left to the policies: these take milliseconds where the integer program takes
-seconds.
-"""
+"""Programs with more ops are left to the policies: milliseconds instead of the integer program's seconds."""
 
 
 @dataclass(frozen=True)

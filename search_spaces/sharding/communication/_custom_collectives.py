@@ -37,9 +37,7 @@ class _CustomCollectives(Technique):
         return _node_groups.nodes_plan(target, self.ranks_per_node)
 
     def rewrite(self, program: Program, plan: _node_groups.NodesPlan, target: Target) -> Program:
-        """Replace messages on the links and the ops that pack and unpack them, and add the copies that nodes
-        keep.
-        """
+        """Replace messages on links and the ops that pack and unpack them; add the copies that nodes keep."""
         degree, per_node = _node_groups.ranks_of(target, self.ranks_per_node)
         step = rewrite_collectives(
             program.step, self._communication(per_node), degree, stages_messages=target.device == "cpu"

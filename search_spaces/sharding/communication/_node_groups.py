@@ -43,9 +43,7 @@ def nodes_plan(target: Target, declared: int | None) -> NodesPlan:
 
 
 def live_node_size(plan: NodesPlan, declared: int | None) -> int:
-    """Return the consecutive ranks on one node of a running training: as declared, as planned, or from its
-    launcher.
-    """
+    """Return the consecutive ranks on one node in training: as declared, planned, or from the launcher."""
     return declared or plan.ranks_per_node or node_topology.ranks_per_node()
 
 

@@ -1,6 +1,4 @@
-"""The null technique: sharded tensors travel in their own type, in one flat collective over all ranks that
-share them.
-"""
+"""The null technique: sharded tensors travel in their own type, in one flat collective."""
 
 from __future__ import annotations
 

@@ -42,9 +42,7 @@ class ZeroPp(_CustomCollectives):
     exactness: ClassVar[Exactness] = Exactness.BITWISE
 
     hpz: bool = True
-    """Backward gathers inside the node, from a copy that costs 1/k of the model's bytes on each of a node's k
-    ranks.
-    """
+    """Backward gathers inside the node, from a copy of 1/k of the model's bytes on each of its k ranks."""
     qwz: bool = False
     """Weights are gathered in `weight_bits`."""
     qgz: bool = False

@@ -1,6 +1,4 @@
-"""Base classes of techniques that divide layers over ranks: recorded steps, groups of ranks, plans that name
-layers.
-"""
+"""Bases of techniques that divide layers over ranks: recorded steps, groups, plans that name layers."""
 
 from __future__ import annotations
 
@@ -104,9 +102,7 @@ class SharedLayers(Technique):
 
 
 class PartitionedLayers(SharedLayers):
-    """Layers of which each rank of a group has a part; states are sharded among the ranks that hold the same
-    part.
-    """
+    """Layers divided over a group's ranks; states are sharded among the ranks with the same part."""
 
     def ranks_of_a_copy(self, ranks: int) -> int:
         return self.degree or ranks
@@ -173,9 +169,7 @@ class MicroBatchRotation(SharedLayers):
 
 @memoized
 def _rotated(program: Program, recorded: ShardedRecording, how: Sharing) -> Program:
-    """Return one object for all sharding of states with the same copies, so that results of other passes are
-    shared.
-    """
+    """Return one object per number of copies, so that results of other passes are shared."""
     step = share(accumulate_gradients(recorded.recording.at(program.micro_batch)), how)
     ranks = (RankClass(program.ranks, step),)
     return Program(ranks, program.micro_batch, how.accumulate, program.notes, sharers=how.ranks)

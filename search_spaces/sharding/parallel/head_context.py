@@ -182,9 +182,7 @@ class HeadContext(MicroBatchRotation):
         return {"parallel.head_context": self._split(target).document()}
 
     def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:
-        """Return all ranks and sizes of a node, and divisors for heads; placements and inner rings over
-        several nodes.
-        """
+        """Return all ranks and nodes' sizes, divisors for heads; over nodes, placements and inner rings."""
         node = target.hardware.local_ranks(target.ranks)
         several = node < target.ranks
         return {

@@ -131,9 +131,7 @@ class Pipeline(Technique):
         return self._cannot_cut(program.step, self._count(target.ranks))
 
     def _wrong_states(self, step: Step, target: Target) -> Reason | None:
-        """Return why model states cannot be sharded among the ranks of parallel pipelines that have the same
-        stages.
-        """
+        """Return why model states cannot be sharded among parallel pipelines' ranks with the same stages."""
         states, degree = active(target, "sharding.states"), self.degree or target.ranks
         if states is None:
             return None

@@ -1,6 +1,4 @@
-"""Heads and features divided over ranks, with positions divided between pairs (Megatron-LM's sequence
-parallelism).
-"""
+"""Heads and features over ranks, positions divided between pairs (Megatron-LM's sequence parallelism)."""
 
 from __future__ import annotations
 

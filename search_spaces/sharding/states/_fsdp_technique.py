@@ -260,9 +260,7 @@ def _mixed_unit(step: Step, blocks_per_unit: int) -> str | None:
 
 @functools.lru_cache(maxsize=8)
 def _used_outside_unit(step: Step, blocks_per_unit: int) -> Reason | None:
-    """Return why a block's parameter cannot be sharded: it is also used outside its unit, where it would be a
-    shard.
-    """
+    """Return why a block's parameter cannot be sharded: outside its unit it would be used as a shard."""
     owner = np.asarray([p.block for p in step.parameters] + [-1], np.int32)[
         step.parameter_of[step.uses.storage]
     ]

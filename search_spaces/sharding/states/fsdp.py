@@ -42,9 +42,7 @@ class Fsdp(_FsdpUnits):
     paper: ClassVar[str] = "FSDP"
 
     degree: Annotated[int, Field(ge=2)] | None = None
-    """Ranks that share one copy of the model state. Default: all; fewer hold more bytes and gather on shorter
-    rings.
-    """
+    """Ranks that share a copy of the model state. Default: all; fewer hold more, gather on shorter rings."""
 
     reshard_after_forward: bool | Annotated[int, Field(ge=2)] = True  # type: ignore[assignment]  # wider than the others'
     """Free a unit's parameters between forward and backward; off, they are resident and the second gather is

@@ -1,6 +1,4 @@
-"""The null technique: every rank holds the full model and no component reduces gradients, so it trains on one
-rank.
-"""
+"""The null technique: a full model without reductions of gradients, so it trains on one rank."""
 
 from __future__ import annotations
 
@@ -12,9 +10,7 @@ from memtune.technique import NullTechnique, Reason, Target
 
 
 class Alone(NullTechnique):
-    """Runs the plain model without wrapper or collective, on one rank; several ranks would train different
-    models.
-    """
+    """Runs the plain model on one rank; without a collective several would train different models."""
 
     kind: Literal["none"] = "none"
     title: ClassVar[str] = "Whole model on one rank"

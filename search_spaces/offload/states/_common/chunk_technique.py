@@ -154,9 +154,7 @@ def in_blocks_of(before: Step, step: Step) -> Step:
 
 
 def can_split_optimizer(target: Target) -> bool:
-    """Return whether `target` has a budget, and an optimizer that can update parameters one by one on device
-    or host.
-    """
+    """Return True with a budget and an optimizer that can update single parameters on device or host."""
     return target.budget_bytes is not None and (
         target.optimizer is None or not target.optimizer.not_one_by_one
     )

@@ -67,9 +67,7 @@ def cannot_run_on_ranks(
 
 
 def other_gathers(config: Config) -> Reason | None:
-    """Return why blocks' parameters cannot be offloaded with the settings by which FSDP2 gathers them; for
-    `refuses`.
-    """
+    """Return why parameters of blocks cannot be offloaded with these settings of FSDP2; for `refuses`."""
     states = config.chosen.get("sharding.states") if config.ranks > 1 else None
     if states is None or states.effects.shards != "parameters":
         return None

@@ -39,9 +39,7 @@ from memtune.workload import require_structures
 def cannot_run_stages(
     technique: Technique, program: Program, target: Target, count: int | None
 ) -> Reason | None:
-    """Return why the blocks of `program` cannot be divided into stages (`count`, None: any number) over the
-    ranks.
-    """
+    """Return why blocks cannot be divided into stages (`count`, None: any number) over the ranks."""
     if (reason := cannot_run_packs(technique, program, target, alone=False)) is not None:
         return reason
     if count is not None and count % target.ranks:
@@ -135,9 +133,7 @@ def solve_within(
     solve: Callable[[F64], StageLayout | None],
     all_of_them: Partitions,
 ) -> StageLayout | None:
-    """Return the layout that `solve` finds and whose passes keep every rank within the budget; None if there
-    is none.
-    """
+    """Return the layout of `solve` whose passes keep every rank within the budget; None if there is none."""
     if budget_bytes is None:
         return solve(np.full(program.ranks, np.inf))
 
@@ -174,9 +170,7 @@ class StagesPlan(Plan):
         return self
 
     def layout(self, **settings: Any) -> StageLayout:
-        """Return the stages on their ranks, with other `settings` of
-        `memtune.offload.layer_major.packs.StageLayout`.
-        """
+        """Return the stages on their ranks, with other `settings` of `StageLayout`."""
         return StageLayout(self.spans, self.ranks, **settings)
 
     def explain(self) -> tuple[str, ...]:

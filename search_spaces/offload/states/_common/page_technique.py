@@ -1,6 +1,4 @@
-"""Plan, pass and apply of techniques that keep the blocks' parameters in pages
-(`offload.chunks.paged_offloader`).
-"""
+"""Plan, pass, apply of techniques with the blocks' parameters in pages (`offload.chunks.paged_offloader`)."""
 
 from __future__ import annotations
 

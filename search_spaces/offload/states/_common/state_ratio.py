@@ -58,9 +58,7 @@ def smallest_ratio(
 
 
 def ratio_of(n_bytes: list[int], count: int) -> float:
-    """Return the ratio under which exactly the first `count` of the trained parameters, of these bytes, are
-    resident.
-    """
+    """Return the ratio with which just the first `count` trained parameters, of these bytes, are resident."""
     if count == 0:
         return 1.0
     if count >= len(n_bytes) - 1:
