@@ -527,7 +527,8 @@ def held_bytes(step: Step, hardware: Hardware) -> I64:
 
 def next_power_of_two(n_bytes: I64) -> I64:
     """Return sizes above 0 rounded up to a power of two."""
-    found: I64 = np.int64(1) << np.ceil(np.log2(n_bytes.astype(np.float64))).astype(np.int64)
+    _, exponents = np.frexp((n_bytes - 1).astype(np.float64))  # exact below 2^53, as `log2` is not
+    found: I64 = np.int64(1) << exponents.astype(np.int64)
     return found
 
 

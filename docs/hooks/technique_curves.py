@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memtune.autotune.search import Setup
+    from memtune.autotune.search.preparation import Setup
     from memtune.autotune.space import Choice
     from memtune.technique import Reason, Technique
 

@@ -262,14 +262,17 @@ class Workload:
 
     def tokens_per_sample(self) -> int | None:
         """Return the tokens of a sample: the length of the first integer tensor of shape (samples, tokens) in
-        a batch; None if there is none. Preserves torch's random state.
+        a batch; None if there is none, or features too. Preserves torch's random state.
         """
         with torch.random.fork_rng(devices=[]):
             batch = self.make_batch(2)
         kinds = (torch.int64, torch.int32)
         sizes = (each.shape for each in tensors_of(batch) if each.dtype in kinds)
         # Class indices have the shape (samples,) or (samples, 1).
-        return next((shape[1] for shape in sizes if len(shape) == 2 and shape[0] == 2 and shape[1] > 1), None)
+        found = next((each for each in sizes if len(each) == 2 and each[0] == 2 and each[1] > 1), None)
+        # Next to features, integers are categories or captions; floats of their shape are masks and weights.
+        features = any(each.is_floating_point() and each.shape != found for each in tensors_of(batch))
+        return None if found is None or features else found[1]
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Call `loss(model, batch)`; return a floating-point scalar that requires grad (in grad mode).

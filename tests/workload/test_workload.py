@@ -148,6 +148,21 @@ def test_load_rejects_invalid_global_batch(tmp_path, value):
     assert message(Workload.load, written(tmp_path, f"{GOOD}\nglobal_batch = {value}")).code == "MT121"
 
 
+@pytest.mark.parametrize(
+    ("batch", "tokens"),
+    [
+        ("torch.zeros(size, 16, dtype=torch.int64)", 16),
+        ("{'tokens': torch.zeros(size, 16, dtype=torch.int64), 'weights': torch.ones(size, 16)}", 16),
+        ("torch.zeros(size, 13), torch.zeros(size, 26, dtype=torch.int64)", None),
+        ("torch.zeros(size, 3, 8, 8), torch.zeros(size, dtype=torch.int64)", None),
+    ],
+    ids=["tokens", "weighted tokens", "categories", "images"],
+)
+def test_tokens_per_sample_counts_tokens_but_not_categories(batch, tokens, tmp_path):
+    text = f"{GOOD}\ndef batch(size): return {batch}"
+    assert Workload.load(written(tmp_path, text)).tokens_per_sample() == tokens
+
+
 def test_loss_rejects_integer_tensor(tmp_path):
     text = GOOD.replace("model(batch).square().mean()", "model(batch).sum().long()")
     assert "torch.int64" in message(loss_of, Workload.load(written(tmp_path, text))).what

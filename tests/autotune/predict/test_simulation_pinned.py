@@ -19,8 +19,20 @@ GPU, CPU = hardware.find("h100-80g"), hardware.detect("cpu")
 
 
 def test_next_power_of_two_rounds_up() -> None:
-    sizes = np.array([1, 2, 3, 4, 5, 4096, 4097, 3 << 20, 1 << 34, (1 << 34) + 1])
-    assert next_power_of_two(sizes).tolist() == [1, 2, 4, 4, 8, 4096, 8192, 4 << 20, 1 << 34, 1 << 35]
+    sizes = np.array([1, 2, 3, 4, 5, 4096, 4097, 3 << 20, 1 << 34, (1 << 34) + 1, (1 << 48) + 1])
+    assert next_power_of_two(sizes).tolist() == [
+        1,
+        2,
+        4,
+        4,
+        8,
+        4096,
+        8192,
+        4 << 20,
+        1 << 34,
+        1 << 35,
+        1 << 49,
+    ]
 
 
 @pytest.mark.parametrize(
