@@ -464,9 +464,12 @@ def _apply_axes(context: Context, config: TunedConfig, *, moves: bool) -> None:
     # On top of sharding, so that each rank offloads its shard and not the whole.
     _apply_slot(context, config, "offload.states")
     _apply_slot(context, config, "execution.order")
-    if not config.settings.chosen.keys().isdisjoint(("offload.states", "execution.order")):
-        clip_everywhere(context, unscale_everywhere(context))
+    moves_gradients = not config.settings.chosen.keys().isdisjoint(("offload.states", "execution.order"))
+    if moves_gradients or context.placement.optimizer_params:
+        gradients = unscale_everywhere(context)
         warn_uncleared(context)
+        if moves_gradients:  # torch's own function clips shards
+            clip_everywhere(context, gradients)
     # Last: it counts from here on, and what was made before stays in torch's allocator.
     _apply_slot(context, config, "allocator")
 

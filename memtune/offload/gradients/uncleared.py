@@ -1,4 +1,4 @@
-"""Warn a loop that never clears gradients: offloaded ones do not outlive the step that uses them.
+"""Warn a loop that never clears gradients: offloaded and sharded ones do not outlive the step that uses them.
 
 In plain PyTorch the next backward would add to them. The first step finds out whether the config's mechanisms
 free gradients; from then on the cost is one flag.
@@ -53,7 +53,8 @@ class _Uncleared:
 
     def _step_ends(self, *_: Any) -> None:
         if self._with_grad:
-            self._frees = self._used or not all(map(_has_grad, self._with_grad))
+            # The next backward adds to what the model's own parameter has, not to what the optimizer's does.
+            self._frees = self._used or not all(_has_grad(chain[:1]) for chain in self._with_grad)
             self._with_grad = []
         self._is_due = self._frees
 

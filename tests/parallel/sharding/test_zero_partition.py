@@ -5,6 +5,7 @@ zeroed gradients.
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -24,8 +25,10 @@ from torch import Tensor, nn
 
 from memtune.api import apply
 from memtune.errors import ApplyError
+from memtune.offload.gradients import uncleared
 
 KINDS = ("zero1", "zero2")
+CLEARERS = ("optimizer", "model")
 CASES = [(kind, parts, clip) for kind in KINDS for parts in (1, 4) for clip in (0.0, 0.05)]
 
 
@@ -99,6 +102,24 @@ def losses(kind: str, assigned: bool) -> list[float]:
     return found
 
 
+def cleared_by(kind: str, clear: str) -> dict[str, Any]:
+    """Warnings of three steps whose gradients `clear` clears, and gradients left after the last of them."""
+    model, optimizer = build()
+    apply(model, optimizer, {"settings": {"sharding": {"states": {"kind": kind}}}}, loss=loss, strict=False)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for step in range(3):
+            loss(model, torch.cat(batches(step)[8:])).backward()
+            optimizer.step()
+            if clear == "model":
+                model.zero_grad()
+            elif clear == "optimizer":
+                optimizer.zero_grad()
+    shards = [p for group in optimizer.param_groups for p in group["params"]]
+    left = sum(p.grad is not None for p in (*shards, *model.parameters()))
+    return {"warned": sum(uncleared.TEXT in str(each.message) for each in found), "left": left}
+
+
 def after_model_move() -> str:
     model, optimizer = build()
     tuned = apply(
@@ -118,6 +139,7 @@ def everything() -> dict[str, Any]:
         "trained": {case: trained(*case) for case in CASES},
         "gradients": {(kind, how): gradients(kind, how) for kind in KINDS for how in ways},
         "losses": {(kind, how): losses(kind, how) for kind in KINDS for how in (False, True)},
+        "cleared": {(kind, how): cleared_by(kind, how) for kind in KINDS for how in ("never", *CLEARERS)},
         "moved": after_model_move(),
     }
 
@@ -177,6 +199,17 @@ def test_zero_partition_sums_gradients_until_zeroed(ranks: list[Any], kind: str,
 def test_zero_partition_gathers_into_memory_that_the_user_assigned(ranks: list[Any], kind: str) -> None:
     for rank in ranks:
         assert rank["losses"][kind, True] == rank["losses"][kind, False]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", CLEARERS)
+def test_zero_grad_of_optimizer_and_model_free_shards(ranks: list[Any], kind: str, how: str) -> None:
+    assert all(rank["cleared"][kind, how] == {"warned": 0, "left": 0} for rank in ranks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loop_without_zero_grad_is_warned_once(ranks: list[Any], kind: str) -> None:
+    assert all(rank["cleared"][kind, "never"]["warned"] == 1 for rank in ranks)
 
 
 def test_zero_partition_audit_detects_moved_model(ranks: list[Any]) -> None:
