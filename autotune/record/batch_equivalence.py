@@ -234,11 +234,11 @@ def _compare(
     """Return the first verdict against batches and their halves."""
     parameters = [each for each in model.parameters() if each.requires_grad]
     dtype = next((each.dtype for each in parameters if each.is_floating_point()), torch.float32)
+    tensors = [*model.parameters(), *model.buffers()]
+    own = [each.dtype for each in tensors]
     for attempt in dict.fromkeys((torch.float64, dtype)):
-        if attempt is torch.float64:
-            model.double()
-        else:
-            model.to(dtype)
+        for tensor, narrow in zip(tensors, own, strict=True):
+            tensor.data = tensor.data.to(_wide(narrow) if attempt is torch.float64 else narrow)
         cast = _caster(attempt, dtype)
         unit = max(torch.finfo(attempt).eps, _loss_of_digits(attempt, dtype))
         try:
@@ -260,13 +260,18 @@ def _compare(
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
 def _caster(attempt: torch.dtype, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Return a cast for batch tensors: in a float64 comparison those of the model's dtype or float32 become
-    float64, all others keep their dtype.
+    """Return a cast for batch tensors: in a float64 comparison those of the model's dtype, float32 or
+    complex64 are widened, all others keep their dtype.
     """
-    return lambda tensor: (
-        tensor.to(attempt) if tensor.dtype in (dtype, torch.float32) and attempt is torch.float64 else tensor
-    )
+    cast = {dtype, torch.float32, torch.complex64} if attempt is torch.float64 else set()
+    return lambda tensor: tensor.to(_wide(tensor.dtype)) if tensor.dtype in cast else tensor
 
 
 def _loss_of_digits(attempt: torch.dtype, dtype: torch.dtype) -> float:
@@ -307,6 +312,11 @@ def _verdict(whole: Gradients, parts: list[Gradients], drew: bool, unit: float) 
     return Reason(f"{text}: {cause}")
 
 
+def _real(gradient: Tensor | None) -> Tensor | None:
+    """Return `gradient`, a complex one as pairs of real numbers."""
+    return torch.view_as_real(gradient) if gradient is not None and gradient.is_complex() else gradient
+
+
 def _gradients(
     model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any
 ) -> tuple[Gradients, bool]:
@@ -317,7 +327,7 @@ def _gradients(
     before = torch.random.get_rng_state()
     with no_dropout(model):
         loss(model, batch).backward()
-    found = [each.grad for each in model.parameters()]
+    found = [_real(each.grad) for each in model.parameters()]
     model.zero_grad(set_to_none=True)
     with torch.no_grad():
         for buffer, value in buffers:

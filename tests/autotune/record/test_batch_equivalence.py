@@ -273,3 +273,21 @@ def test_affordable_draws_follow_the_flops_of_two_blocks(dim: int, layers: int, 
 def test_coupled_samples_names_batch_norm(name: str, couples: bool):
     found = batch_equivalence.coupled_samples(recording_of(zoo_paths.ZOO[name]))
     assert (found is not None and "batch_norm" in str(found)) is couples
+
+
+@pytest.mark.parametrize("own", ["", "x = x.to(torch.float32)"])
+def test_batch_is_lossless_for_complex_parameters(tmp_path: Path, own: str):
+    """The comparison widens complex numbers to complex128, and where it must not, keeps their dtype."""
+    body = f"""
+class M(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 4, dtype=torch.cfloat))
+    def forward(self, x):
+        {own}
+        return torch.fft.irfft(torch.fft.rfft(x) @ self.weight, n=6)
+def model(): return M()
+def loss(m, b): return m(b[0]).square().mean()
+"""
+    assert verdict(tmp_path, body) == ""
+    assert "sum over samples" in verdict(tmp_path, body.replace("mean()", "sum()"))
