@@ -26,9 +26,9 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Final, Generic, TypeVar
 
-WORTH_S: Final = 3.0
-"""CPU seconds of work in this process after which copies are made by default: until then their forks, and
-what they compute again because their caches are their own, would cost as much as they save.
+WORTH_S: Final = 0.3
+"""CPU seconds of work in this process after which copies are made by default: work that ends before is not
+worth their forks, a few hundredths of a second each.
 """
 PATIENCE: Final = 3.0
 LEAST_S: Final = 20.0
