@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import os
@@ -165,7 +166,8 @@ def prepare(
     meter = LoadMeter()
     how: dict[str, Any] = {"sizes": sizes, "between": used, "workspace": workspace, "target": device}
     make: Callable[[Workload], Recording] = partial(record, **how)
-    workload, recorded = _recorded(workload, only, make)
+    with contextlib.nullcontext() if workspace is None else workspace.child_loading():
+        workload, recorded = _recorded(workload, only, make)
     other_load = max(meter.others(), 0.0)
     scratch = _device_workspaces(recorded) if device != "cpu" and options.gpu_type is None else None
 

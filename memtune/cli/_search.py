@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from memtune.cli import _options
 from memtune.cli._crash_report import report_crashes
@@ -174,23 +174,27 @@ def plan(given: dict[str, Any]) -> int:
     return 0 if report.feasible else 1
 
 
+_NEVER_SPIN: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+"""Variables without which threads of numpy and torch spin between the small ops of a search, on cores that
+its other processes need.
+"""
+
+
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
     """Import modules without garbage collection, and exempt their objects from later collections.
 
     Imports leave hardly any garbage, but each collection traverses all objects of torch: a quarter of the
-    import time. numpy is imported for one thread, unless the user's environment names a number: more would
-    spin between the small products of a search, on cores that the trials need.
+    import time. Libraries read `_NEVER_SPIN` while they load, unless the user's environment has other values.
     """
-    collected, variable = gc.isenabled(), "OPENBLAS_NUM_THREADS"
-    is_users = variable in os.environ
+    collected, ours = gc.isenabled(), _NEVER_SPIN.keys() - os.environ.keys()
     gc.disable()
-    os.environ.setdefault(variable, "1")
+    os.environ.update({name: _NEVER_SPIN[name] for name in ours})
     try:
         yield
     finally:
-        if not is_users:
-            del os.environ[variable]  # trials inherit the environment, and run as training does
+        for name in ours:
+            del os.environ[name]  # trials inherit the environment, and run as training does
         gc.freeze()
         if collected:
             gc.enable()

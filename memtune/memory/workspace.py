@@ -7,12 +7,13 @@ instruction set and the number of threads, so a table belongs to one machine and
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -208,6 +209,7 @@ class WorkspaceTable:
     entries: dict[Signature, Measured] = field(default_factory=dict)
     unknown: dict[Signature, str] = field(default_factory=dict)
     """Ops that could not be run alone, with the reason."""
+    _child: subprocess.Popen[str] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         """Return the workspace bytes of an op; 0 for one that is not in the table."""
@@ -244,21 +246,33 @@ class WorkspaceTable:
         if not wanted:
             return
         request = {"device": str(device), "threads": self.made_for.get("threads", 1), "keys": wanted}
-        run = subprocess.run(
-            # `-P`: modules in the user's folder must not be imported instead of torch or json.
-            [sys.executable, "-P", "-m", "memtune.memory.workspace"],
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            timeout=_CHILD_TIMEOUT_S,
-            check=False,
-        )
-        if run.returncode != 0:
-            last = (run.stderr.strip().splitlines() or ["no output"])[-1]
+        with self._child or _start_child() as child:
+            self._child = None
+            try:
+                output, errors = child.communicate(json.dumps(request), _CHILD_TIMEOUT_S)
+            except BaseException:
+                child.kill()
+                raise
+        if child.returncode != 0:
+            last = (errors.strip().splitlines() or ["no output"])[-1]
             raise EnvironmentFault(
                 "the process that measures kernel workspaces died", evidence=last, code="MT414"
             )
-        self._merge(WorkspaceTable.from_json(run.stdout))
+        self._merge(WorkspaceTable.from_json(output))
+
+    @contextlib.contextmanager
+    def child_loading(self) -> Iterator[None]:
+        """Start the child of `fill_in_child` now if the table is empty: it loads torch while this process
+        works. It is gone at the end.
+        """
+        self._child = None if self.entries else _start_child()
+        try:
+            yield
+        finally:
+            child, self._child = self._child, None
+            if child is not None:
+                child.kill()
+                child.communicate()
 
     def _merge(self, other: WorkspaceTable) -> None:
         self.entries.update(other.entries)
@@ -318,6 +332,18 @@ class WorkspaceTable:
         """Return the table saved for this machine (and this number of CPU threads), else an empty one."""
         wanted = made_for(device, threads)
         return _read(_cache_path(wanted), wanted)
+
+
+def _start_child() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        # `-P`: modules in the user's folder must not be imported instead of torch or json.
+        [sys.executable, "-P", "-m", "memtune.memory.workspace"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"OMP_WAIT_POLICY": "passive", **os.environ},
+    )
 
 
 def _cache_path(made: Mapping[str, str | int]) -> Path:

@@ -192,14 +192,21 @@ def test_help_lists_the_commands_and_exit_codes_and_loads_nothing_heavy(folder: 
     assert loaded.stdout.splitlines()[-1] == "[]"
 
 
-def test_search_multiplies_on_one_thread_and_leaves_the_environment_to_trials():
+def test_loading_keeps_threads_from_spinning_and_leaves_the_environment_to_trials():
     code = (
         "import os\nfrom memtune.cli._search import loading\nwith loading():\n    import numpy\n"
-        "print(len(os.listdir('/proc/self/task')), 'OPENBLAS_NUM_THREADS' in os.environ)"
+        "    print(os.environ['OMP_WAIT_POLICY'])\n"
+        "names = 'OPENBLAS_NUM_THREADS', 'OMP_WAIT_POLICY'\n"
+        "print(len(os.listdir('/proc/self/task')), *(os.environ.get(name) for name in names))"
     )
-    for threads, found in ((None, "1 False\n"), ("2", "True\n")):
-        env = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
-        env |= {"PYTHONPATH": str(ROOT)} | ({"OPENBLAS_NUM_THREADS": threads} if threads else {})
+    for given, found in (
+        ({}, "passive\n1 None None\n"),
+        ({"OMP_WAIT_POLICY": "active"}, "active\n1 None active\n"),
+        ({"OPENBLAS_NUM_THREADS": "2"}, " 2 None\n"),
+    ):
+        names = "OPENBLAS_NUM_THREADS", "OMP_WAIT_POLICY"
+        env = {name: value for name, value in os.environ.items() if name not in names}
+        env |= {"PYTHONPATH": str(ROOT), **given}
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
         assert done.stdout.endswith(found), done.stderr
 

@@ -237,6 +237,23 @@ def test_fill_in_child_measures_the_same() -> None:
     assert child == here
 
 
+def test_child_loading_starts_the_child_of_fill_in_child_once_and_ends_it() -> None:
+    table = WorkspaceTable()
+    with table.child_loading():
+        child = table._child
+        table.fill_in_child([CUMSUM])
+        assert child is not None
+        assert child.returncode == 0
+        assert table._child is None
+    with table.child_loading():
+        assert table._child is None  # it has entries: another one may not be needed
+    with (empty := WorkspaceTable()).child_loading():
+        unused = empty._child
+    assert unused is not None
+    assert unused.returncode is not None
+    assert empty._child is None
+
+
 def test_fill_in_child_reports_dead_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace.sys, "executable", "false")
     with pytest.raises(EnvironmentFault, match="measures kernel workspaces died"):
