@@ -49,6 +49,7 @@ from memtune.hardware import (
     reference_s,
 )
 from memtune.memory import Ledger
+from memtune.random_seeds import seed_all
 from memtune.runtime import COUNTERS, HOST, SSD, no_dropout, prepare_model, tier
 from memtune.units import bytes_in_words
 from memtune.workload import Workload, split_batch
@@ -201,13 +202,13 @@ def _model_on_host(rank: _Rank, workload: Workload, config: TunedConfig) -> nn.M
 
     Deferred, if possible, when weights start on SSD: the host may have no memory for all of them.
     """
-    torch.manual_seed(rank.trial.seed)
+    seed_all(rank.trial.seed)
     if config.settings.technique("offload.states").effects.parameters_on == SSD:
         try:
             return deferred(workload.build_model, rank.device)
         except MemtuneError as error:
             print(error, file=sys.stderr)
-            torch.manual_seed(rank.trial.seed)
+            seed_all(rank.trial.seed)
     with tier(HOST):
         return workload.build_model()
 
@@ -217,14 +218,14 @@ def _model(rank: _Rank, workload: Workload, config: TunedConfig) -> nn.Module:
 
     On the meta device, to be materialised shard by shard, if it does not fit.
     """
-    torch.manual_seed(rank.trial.seed)
+    seed_all(rank.trial.seed)
     try:
         return workload.build_model().to(rank.device)
     except RuntimeError as error:
         if not is_out_of_memory(error) or not begins_with_shards(config, rank.world):
             raise
         too_large = error.with_traceback(None)  # whose frames hold what was made so far
-    torch.manual_seed(rank.trial.seed)
+    seed_all(rank.trial.seed)
     try:
         return deferred(workload.build_model, rank.device)
     except MemtuneError as error:
@@ -290,7 +291,7 @@ def _digest_gradients(
 
 def _step(rank: _Rank, workload: Workload, tuned: Tuned, step: int, measured: _Measurements) -> None:
     batches = _batches(rank, workload, tuned, step)
-    torch.manual_seed(rank.trial.seed * 1_000_003 + step * 1009 + rank.rank)
+    seed_all(rank.trial.seed * 1_000_003 + step * 1009 + rank.rank)
     COUNTERS.take()
     _synchronise(rank)
     if step == rank.trial.warmup_steps:
@@ -327,7 +328,7 @@ def _batches(rank: _Rank, workload: Workload, tuned: Tuned, step: int) -> list[A
     is_last_warmup = step == rank.trial.warmup_steps - 1
     worst = workload.has_worst_batch and is_last_warmup
     make = workload.make_worst_batch if worst else workload.make_batch
-    torch.manual_seed((rank.trial.seed + 1) * 7919 + step * 104_729 + rank.rank)
+    seed_all((rank.trial.seed + 1) * 7919 + step * 104_729 + rank.rank)
     with tier(HOST):
         if is_last_warmup and not worst:
             # Each micro-batch has tensors of its own, as in training.

@@ -31,6 +31,7 @@ from memtune.errors import MemtuneError
 from memtune.hardware import cpu_threads
 from memtune.offload.optimizer import available_bytes
 from memtune.program import Kind, Phase, Recording, Step
+from memtune.random_seeds import PythonRandomState, preserved_random, seed_all
 from memtune.runtime import no_dropout
 from memtune.technique import Reason
 from memtune.units import format_bytes
@@ -75,7 +76,7 @@ def batch_is_lossless(
         draws: Batches to compare. A loss that is a mean over selected tokens passes with one whose halves
             select equally many.
     """
-    with torch.random.fork_rng(devices=[]), cpu_threads(threads):
+    with preserved_random(), cpu_threads(threads):
         if without:
             try:
                 return _check(workload, _short_model(workload, without), draws, activation_bytes)
@@ -83,7 +84,7 @@ def batch_is_lossless(
                 pass  # its code needs every block, or parameters with the values that it gave them
         if (room := _no_room(parameter_bytes, activation_bytes)) is not None:
             return room
-        torch.manual_seed(0)
+        seed_all(0)
         return _check(workload, workload.build_model(), draws, activation_bytes)
 
 
@@ -161,7 +162,7 @@ def _check(workload: Workload, model: nn.Module, draws_count: int, activation_by
         return room
     draws = []
     for seed in range(draws_count):
-        torch.manual_seed(seed)
+        seed_all(seed)
         batch = workload.make_batch(SAMPLES)
         halves = split_batch(batch, 2, SAMPLES)
         if isinstance(halves, str):
@@ -186,7 +187,7 @@ def _short_model(workload: Workload, without: Sequence[str]) -> nn.Module:
             places = [i for i, (name, _) in enumerate(container.named_children()) if name in names]
             for place in reversed(places):
                 del container[place]
-    torch.manual_seed(0)
+    seed_all(0)
     memo: dict[int, Any] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -323,8 +324,8 @@ def _gradients(
     """Return gradients of one batch, and whether random numbers were drawn; restore buffers and gradients."""
     # Running statistics of one batch must not reach the next comparison.
     buffers = [(each, each.clone()) for each in model.buffers()]
-    torch.manual_seed(1)
-    before = torch.random.get_rng_state()
+    seed_all(1)
+    before, in_python = torch.random.get_rng_state(), PythonRandomState.now()
     with no_dropout(model):
         loss(model, batch).backward()
     found = [_real(each.grad) for each in model.parameters()]
@@ -332,4 +333,4 @@ def _gradients(
     with torch.no_grad():
         for buffer, value in buffers:
             buffer.copy_(value)
-    return found, not torch.equal(before, torch.random.get_rng_state())
+    return found, not (torch.equal(before, torch.random.get_rng_state()) and in_python.is_now())

@@ -33,6 +33,7 @@ from memtune.hardware import Device
 from memtune.memory import RealOutputs, WorkspaceTable
 from memtune.offload.optimizer import available_bytes
 from memtune.program import Hints, Kind, Step
+from memtune.random_seeds import preserved_random, seed_all
 from memtune.runtime import (
     HOST,
     Order,
@@ -143,8 +144,8 @@ class Session:
         random draws from `SEED`.
         """
         casts = nullcontext() if self.target == "cpu" else accelerator_autocast_on_cpu(self.target)
-        with casts, torch.random.fork_rng(devices=[]), self.mode:
-            torch.manual_seed(SEED)
+        with casts, preserved_random(), self.mode:
+            seed_all(SEED)
             if self.fake is None:
                 yield
             else:
@@ -480,11 +481,11 @@ def _require_memory_for_weights(workload: Workload, failed: str, why: str) -> No
 
 def start_session(workload: Workload, rung: str) -> Session:
     """Build model and optimizer on one rung, from a fixed seed; raises any error of the user's code."""
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with preserved_random(), warnings.catch_warnings():
         # Deep copies read the data pointer of fake tensors. The result is right, and users cannot act on the
         # warning.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        torch.manual_seed(SEED)
+        seed_all(SEED)
         return _build_session(workload, rung)
 
 

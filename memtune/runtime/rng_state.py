@@ -1,5 +1,7 @@
 """Random state at the start of a region, on the host, so that its second run draws the same numbers.
 
+States of Python's and numpy's generators are included on request (`python`).
+
 The user's own generators (`y.bernoulli_(p, generator=mine)`) are included as far as they are known:
 attributes of the region's modules, and arguments of ops of its first run.
 
@@ -18,6 +20,7 @@ from torch import Generator, Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memtune.device import accelerator, platform_of
+from memtune.random_seeds import PythonRandomState
 from memtune.runtime.memory_tiers import HOST, tier
 from memtune.runtime.op_recorder import OpVisitor
 from memtune.runtime.op_schema import draws, without_modes
@@ -34,10 +37,15 @@ class RandomState:
     """States of the user's own generators."""
     counted: bool = False
     """A pass counts it, and then also the state that `restored` saves."""
+    python: PythonRandomState | None = None
 
     @classmethod
-    def capture(cls, module: nn.Module, generators: Iterable[Generator] = ()) -> RandomState:
-        """Return the current state, with the states of `generators` in addition to torch's own."""
+    def capture(
+        cls, module: nn.Module, generators: Iterable[Generator] = (), *, python: bool = False
+    ) -> RandomState:
+        """Return the current state, with the states of `generators` in addition to torch's own, and, if
+        `python`, with those of Python and numpy.
+        """
         # Without a context no parameter is on a device, and the walk to the first one takes longer than an
         # op.
         first = next(module.parameters(), None) if accelerator.is_started() else None
@@ -48,17 +56,22 @@ class RandomState:
                 _state_on(device),
                 device,
                 tuple((each, each.get_state()) for each in generators),
+                python=PythonRandomState.now() if python else None,
             )
 
     @classmethod
-    def kept(cls, module: nn.Module, generators: Iterable[Generator] = ()) -> RandomState:
+    def kept(
+        cls, module: nn.Module, generators: Iterable[Generator] = (), *, python: bool = False
+    ) -> RandomState:
         """Return the same as `capture`, for a state held until a region has run again
         (`activations.recompute.rng_state_pass`).
         """
-        return replace(cls.capture(module, generators), counted=True)._notify()
+        return replace(cls.capture(module, generators, python=python), counted=True)._notify()
 
     def is_now(self, module: nn.Module) -> bool:
         """Return True if nothing has been drawn since; fake tensors draw nothing."""
+        if self.python is not None and not self.python.is_now():
+            return False
         if isinstance(self.cpu, FakeTensor):
             return True
         now = self.capture(module, [each for each, _ in self.own])
@@ -93,7 +106,9 @@ class RandomState:
     def _now(self) -> RandomState:
         with tier(HOST):
             own = tuple((each, each.get_state()) for each, _ in self.own)
-            state = RandomState(torch.get_rng_state(), _state_on(self.device), self.device, own, self.counted)
+            python = None if self.python is None else PythonRandomState.now()
+            on_device = _state_on(self.device)
+            state = RandomState(torch.get_rng_state(), on_device, self.device, own, self.counted, python)
             return state._notify()
 
     def _notify(self) -> RandomState:
@@ -108,6 +123,8 @@ class RandomState:
             accelerator.set_rng_state(self.device, self.on_device)
         for generator, state in self.own:
             generator.set_state(state)
+        if self.python is not None:
+            self.python.continue_from()
 
 
 def _state_on(device: torch.device | None) -> Tensor | None:

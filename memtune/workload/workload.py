@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memtune._replaced import replaced
 from memtune.device import is_out_of_memory
 from memtune.errors import MemtuneError, WorkloadError
+from memtune.random_seeds import preserved_random, seed_all
 from memtune.workload.batches import batch_size_of, map_tensors, shapes_of, split_batch, tensors_of, to_device
 from memtune.workload.model_file import OPENED_AS, UserFile, load_user_file, raised_in_user_code
 from memtune.workload.repeated_blocks import find_blocks
@@ -210,15 +211,15 @@ class Workload:
 
     def drawn_batches(self, size: int) -> DrawnBatches | None:
         """Return the extremes of `DRAWS` batches if these vary in size (graphs, packed sequences) and the
-        user declares no largest one, else None. Preserves torch's random state, from which it does not draw.
+        user declares no largest one, else None. Preserves all random states, from which it does not draw.
 
         Raises:
             WorkloadError: As `make_batch`.
         """
         if self.has_worst_batch or not self._varies():
             return None
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_DRAWS_SEED)
+        with preserved_random():
+            seed_all(_DRAWS_SEED)
             smallest = largest = self.make_batch(size)
             least = most = _bytes_of(largest)
             for _ in range(DRAWS - 1):
@@ -241,30 +242,30 @@ class Workload:
         return None if drawn is None else drawn.largest
 
     def _varies(self) -> bool:
-        """Return whether batches of as many samples differ in shape; preserves torch's random state."""
+        """Return whether batches of as many samples differ in shape; preserves all random states."""
         if not self._found:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(_DRAWS_SEED)
+            with preserved_random():
+                seed_all(_DRAWS_SEED)
                 drawn = [shapes_of(self.make_batch(2)) for _ in range(_COMPARED)]
             self._found.append(any(each != drawn[0] for each in drawn))
         return self._found[0]
 
     def check_batch(self) -> None:
-        """Check that a batch of 4 samples is larger than one of 2; preserves torch's random state.
+        """Check that a batch of 4 samples is larger than one of 2; preserves all random states.
 
         Raises:
             WorkloadError: A batch raised or ignores its size.
         """
-        with torch.random.fork_rng(devices=[]):
+        with preserved_random():
             two, four = shapes_of(self.make_batch(2)), shapes_of(self.make_batch(4))
         if two == four:
             raise self._ignores_size(f"batch(2) and batch(4) both have shapes {_listed(two)}")
 
     def tokens_per_sample(self) -> int | None:
         """Return the tokens of a sample: the length of the first integer tensor of shape (samples, tokens) in
-        a batch; None if there is none, or features too. Preserves torch's random state.
+        a batch; None if there is none, or features too. Preserves all random states.
         """
-        with torch.random.fork_rng(devices=[]):
+        with preserved_random():
             batch = self.make_batch(2)
         kinds = (torch.int64, torch.int32)
         sizes = (each.shape for each in tensors_of(batch) if each.dtype in kinds)

@@ -150,6 +150,18 @@ def test_worker_measures_the_peak_of_the_largest_batch_that_was_drawn(
     assert found.peak_allocated_bytes == largest.peak_allocated_bytes
 
 
+def test_worker_seeds_python_and_numpy(tmp_path: Path, local_executor: LocalExecutor) -> None:
+    """Else the losses of two settings could not be compared."""
+    draws = "import random\nimport numpy as np\n"
+    batch = "def batch(size): return torch.from_numpy(np.random.rand(size, 64)).float()\n"
+    loss = "def loss(model, batch): return model(batch).square().mean() * (1 + random.random())\n"
+    (tmp_path / "model.py").write_text(LARGE + draws + batch + loss)
+    document, path = {"settings": {"execution": EXECUTION}}, str(tmp_path / "model.py")
+    one, other = (run_trial(path, document, executor=local_executor, steps=1) for _ in range(2))
+    assert one.status == "ok", one.log_tail
+    assert one.losses == other.losses
+
+
 def test_worker_reports_a_lost_device_as_a_crash_with_its_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

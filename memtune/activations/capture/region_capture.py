@@ -6,12 +6,10 @@ inputs, and no attribute of the modules and no generator may have changed afterw
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -32,6 +30,7 @@ from memtune.activations.capture.tape import (
 from memtune.activations.recompute import without_hooks
 from memtune.device import accelerator
 from memtune.program import OpGraph
+from memtune.random_seeds import PythonRandomState
 from memtune.runtime import EagerRecorder, plain_type
 
 
@@ -283,16 +282,13 @@ def _no_random_draws() -> Iterator[None]:
 
     The generators are restored in any case, so that the run that follows draws the same numbers.
     """
-    before, numpy_before = random.getstate(), np.random.get_state()
-    drawn = False
+    before = PythonRandomState.now()
     try:
         yield
     finally:
         # torch's generators are not touched, because fake tensors draw nothing.
-        drawn = random.getstate() != before or str(np.random.get_state()) != str(numpy_before)
-        if drawn:
-            random.setstate(before)
-            np.random.set_state(numpy_before)
+        drawn = not before.is_now()
+        before.continue_from()
     if drawn:
         raise CaptureError("its forward draws random numbers in Python")
 

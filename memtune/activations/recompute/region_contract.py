@@ -1,15 +1,16 @@
 """Contract of a region: what its forward reads besides the values of its arguments, and what it leaves.
 
 A forward that runs a second time must find what the first run found: arguments that were not changed in
-place, buffers, autocast, torch's random state and that of the user's generators. `RegionContract` has the
-facts that the runs of a module have shown, `RegionRun` the state that one run found and restores for the next
-one.
+place, buffers, autocast, random states (torch's, Python's, numpy's, those of the user's generators).
+`RegionContract` has the facts that the runs of a module have shown, `RegionRun` the state that one run found
+and restores for the next one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Generator, Tensor, nn
@@ -39,6 +40,8 @@ class RegionContract:
         """The user's generators from which its forward may draw; known after its first run."""
         self.draws = False
         """An op of its first run drew random numbers, or a later run did."""
+        self.draws_in_python = False
+        """Its first run drew from the generators of Python or numpy."""
         self.reads_back: frozenset[str] | None = None
         """Buffers that its forward has changed and may read so far; None before the first run."""
         self._walk()
@@ -121,7 +124,8 @@ class RegionRun:
             contract.generators = generators_of(contract.module)
         # A pass counts the state as host memory if the region draws.
         random = RandomState.kept if contract.draws else RandomState.capture
-        self._random: RandomState | None = random(contract.module, contract.generators)
+        python = is_first or contract.draws_in_python
+        self._random: RandomState | None = random(contract.module, contract.generators, python=python)
         self.autocast = autocast_now()
         self.noted = NoteGenerators(contract.generators) if is_first else None
         """Mode of the first and second run: composite ops such as reshape take another path under a mode."""
@@ -147,6 +151,10 @@ class RegionRun:
         # An op may draw and restore the generator's state (`fork_rng`). The generators do not show that, but
         # the noted ops of the first run do.
         drew = self.noted is not None and self.noted.draws
+        if self.noted is not None and random.python is not None:
+            contract.draws_in_python = not random.python.is_now()
+            random = random if contract.draws_in_python else replace(random, python=None)
+            drew = drew or contract.draws_in_python
         contract.draws = contract.draws or drew or not random.is_now(contract.module)
         self._random = random if contract.draws else None
         inputs, self._inputs = self._inputs, []

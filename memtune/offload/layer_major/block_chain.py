@@ -185,7 +185,7 @@ class ChainRecorder(OpVisitor):
         versions = {name: buffer._version for name, buffer in buffers.items()}
         with tier(HOST):
             before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-        state = RandomState.capture(self._model)
+        state = RandomState.capture(self._model, python=True)
         # A recording forward must not change the training run: generators and buffers are restored.
         with state.restored(), EagerRecorder(self):
             run()

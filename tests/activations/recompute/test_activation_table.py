@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -175,6 +177,25 @@ def test_identical_inputs_are_identical_in_the_second_run(claim: Any) -> None:
     wanted = gradients(model, x)
     table_on(model, claim)
     assert all(torch.equal(one, two) for one, two in zip(gradients(model, x), wanted, strict=True))
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+@pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
+def test_draws_of_python_and_numpy_are_repeated(claim: Any, draw: Callable[[], float]) -> None:
+    """Both in the second run and by the training that follows, as without recomputation."""
+
+    class Scaled(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * draw())
+
+    def two_steps(model: nn.Module) -> list[Tensor]:
+        random.seed(0)
+        np.random.seed(0)
+        return [grad for _ in range(2) for grad in gradients(model, torch.ones(4, 16))]
+
+    wanted, model = two_steps(make(Scaled)), make(Scaled)
+    table_on(model, claim)
+    assert all(torch.equal(one, two) for one, two in zip(two_steps(model), wanted, strict=True))
 
 
 def test_draws_after_a_kept_random_op_are_repeated() -> None:
