@@ -298,6 +298,15 @@ def does_not_rotate(why: str) -> Reason:
     )
 
 
+def no_divisible_experts(why: str) -> Reason:
+    """Return why ranks cannot divide the experts of a model."""
+    return Reason(
+        f"no experts can be divided over the ranks: {why}",
+        "another degree, or parallel: {kind: none}",
+        "MT390",
+    )
+
+
 def unsummed_gradient(parameter: str) -> Reason:
     """Return why model parallelism is not in effect for `parameter`."""
     return Reason(f"the gradient of {parameter} is not summed over the ranks", "", "MT392")

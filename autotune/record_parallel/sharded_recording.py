@@ -44,14 +44,18 @@ from memtune.parallel.model import (
     FIX,
     HEAD_CONTEXT,
     AttentionCall,
+    Load,
     Place,
     SequenceLayout,
     Split,
     cut_layers,
+    divide_layers,
     divided_attention,
+    divisible_experts,
     dropouts,
     grid_of,
     order_experts,
+    owners_of,
     require_linear,
     rotatable,
     rotate_layers,
@@ -105,6 +109,8 @@ class ShardedRecordings:
             return refusals.trains_with_others()
         if what in ROTATED:
             return self._rotated(degree, ROTATED[what], ranks)
+        if what.startswith(EXPERTS):
+            return self._dispatched(degree, int(what.removeprefix(EXPERTS) or degree), ranks)
         if what.startswith(HEAD_CONTEXT):
             return self._head_context(Split.named(what.removeprefix(HEAD_CONTEXT)), ranks)
         step, sequence = self._plain.step, what == "sequence"
@@ -136,22 +142,51 @@ class ShardedRecordings:
             return recording
         if not layers:
             return nothing_rotates(refused)
+        fields = self._divided_fields(recording, layers, degree)
+        if isinstance(fields, Reason):
+            return fields
+        return ShardedRecording(self._translate(recording), fields)
+
+    def _dispatched(self, degree: int, inner_degree: int, ranks: int) -> ShardedRecording | Reason:
+        layers, refused, loads = dict[str, int](), list[str](), list[Load]()
+        change = partial(
+            dispatch_session,
+            degree=degree,
+            inner_degree=None if inner_degree == degree else inner_degree,
+            layers=layers,
+            refused=refused,
+            loads=loads,
+        )
+        recording = self._recorded(change, ranks)
+        if isinstance(recording, Reason):
+            return recording
+        if not layers:
+            return refusals.no_divisible_experts(min(refused, default="the model has none"))
+        fields = self._divided_fields(recording, layers, degree)
+        if isinstance(fields, Reason):
+            return fields
+        rows = sum(load.routed for load in loads)
+        busiest = sum(load.arriving for load in loads) / rows if rows else 1.0
+        return ShardedRecording(self._translate(recording), {**fields, "busiest": busiest})
+
+    def _divided_fields(
+        self, recording: Recording, layers: Collection[str], degree: int
+    ) -> dict[str, Any] | Reason:
+        """Return the fields of a plan whose `layers` have divided weights, or why other code uses those."""
         parameters = changed_shapes(self._plain, recording)
         reason = used_outside(recording, layers, parameters)
         if reason is not None:
             return reason
+        step = recording.step
         n_bytes = degree * sum(
-            int(recording.step.storages.bytes[p.storage])
-            for p in recording.step.parameters
-            if p.name in parameters
+            int(step.storages.bytes[p.storage]) for p in step.parameters if p.name in parameters
         )
-        fields = {
+        return {
             "degree": degree,
             "layers": tuple(layers),
             "parameters": tuple(parameters),
-            "rotated_bytes": n_bytes,
+            "divided_bytes": n_bytes,
         }
-        return ShardedRecording(self._translate(recording), fields)
 
     def _head_context(self, split: Split, ranks: int) -> ShardedRecording | Reason:
         key = split.ranks, ranks
@@ -427,6 +462,42 @@ def rotate_session(
             model, layers, Ring(meshes("cpu", degree)[1].get_group().group_name, degree, 0, in_place)
         )
         order_experts(model, layers)
+    _update_optimizer(session, before)
+
+
+EXPERTS = "experts"
+"""Mode of `ShardedRecordings` with divided experts; followed by the ranks of a node, if rows are sent among
+these first.
+"""
+
+
+def dispatch_session(
+    session: Session,
+    *,
+    degree: int,
+    inner_degree: int | None,
+    layers: dict[str, int],
+    refused: list[str],
+    loads: list[Load],
+) -> None:
+    """Divide the experts of `session`'s model; their weights remain plain tensors.
+
+    Args:
+        session: Changed in place.
+        degree: Number of owners.
+        inner_degree: Ranks among which rows are sent first, None if they are sent at once.
+        layers: Receives the number of experts by module.
+        refused: Receives a line about each module that is not divided.
+        loads: Receives the rows of every call.
+    """
+    found, lines = divisible_experts(session.model, degree)
+    layers.update(found)
+    refused[:] = lines
+    before = dict(session.model.named_parameters())
+    place = Place(meshes("cpu", degree)[1].get_group().group_name, degree, 0)
+    owners = owners_of("cpu", degree, inner_degree)
+    with session.entered():
+        divide_layers(session.model, found, place, owners, loads)
     _update_optimizer(session, before)
 
 

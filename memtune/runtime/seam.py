@@ -20,6 +20,7 @@ their kernels, which its callers import:
 | `reduce_scatter_into_(out, x, group, ranks, op)` | here | link | – |
 | `all_reduce_(x, group, ranks, op)` | here | link | – |
 | `all_to_all_into_(out, x, group, ranks)` | here | link | – |
+| `all_to_all_rows_(out, x, group, ranks, arriving, sent)` | here | link | – |
 | `send_next_into_(out, x, group, ranks)` | here | link | – |
 | `shift_into_(out, x, group, distance, ranks)` | here | link | – |
 | `all_gather_positions_(out, x, group, ranks)` | here | link | – |
@@ -249,6 +250,20 @@ def _all_to_all_into(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
     count_collective(_group(group), x.nbytes // ranks * (ranks - 1))
 
 
+def _all_to_all_rows(
+    out: Tensor, x: Tensor, group: str, ranks: int, arriving: list[int], sent: list[int]
+) -> None:
+    """Send `sent[r]` rows of `x` to each rank r, in order, and receive `arriving[r]` rows from it."""
+    members, mine, theirs = _group(group), out.detach(), x.detach()
+    dist.all_to_all_single(mine, theirs, arriving, sent, group=members)
+    if dist.get_backend(members) == "fake":
+        out.zero_()  # nothing arrives; what is left in memory may be NaN, and route later layers oddly
+    if x.device.type == "cpu":
+        _wait_released([mine, theirs])
+    row_bytes = out[:1].numel() * out.element_size() if len(out) else 0
+    count_collective(members, row_bytes * (sum(arriving) - arriving[members.rank()]))
+
+
 def _send_next_into(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
     """Run one step of a ring: send `x` to the next rank of the group, receive from the previous one into
     `out`.
@@ -380,6 +395,10 @@ for _schema, _kernel in (
     ),
     ("all_reduce_(Tensor(a!) x, str group, int ranks, str op) -> ()", _all_reduce),
     ("all_to_all_into_(Tensor(a!) out, Tensor x, str group, int ranks) -> ()", _all_to_all_into),
+    (
+        "all_to_all_rows_(Tensor(a!) out, Tensor x, str group, int ranks, int[] arriving, int[] sent) -> ()",
+        _all_to_all_rows,
+    ),
     ("send_next_into_(Tensor(a!) out, Tensor x, str group, int ranks) -> ()", _send_next_into),
     ("shift_into_(Tensor(a!)? out, Tensor? x, str group, int distance, int ranks) -> ()", _shift_into),
     ("all_gather_positions_(Tensor(a!) out, Tensor x, str group, int ranks) -> ()", _all_gather_positions),

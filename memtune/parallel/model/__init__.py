@@ -16,6 +16,13 @@ if TYPE_CHECKING:
         divided_attention as divided_attention,
         shard_fake_blocks as shard_fake_blocks,
     )
+    from memtune.parallel.model.expert_parallel import (
+        Load as Load,
+        divide_experts as divide_experts,
+        divide_layers as divide_layers,
+        divisible_experts as divisible_experts,
+        owners_of as owners_of,
+    )
     from memtune.parallel.model.rotated_experts import order_experts as order_experts
     from memtune.parallel.model.sequence_parallel_layers import (
         divide as divide,

@@ -254,19 +254,20 @@ def _become(
     for name, piece in pieces.items():
         whole = module._parameters[name]
         if whole is not None:
-            module._parameters[name] = _part(whole, piece, place)
+            module._parameters[name] = part(whole, piece, place.mesh)
     # The class changes, not the object: hooks, the user's references and `named_modules` remain.
     module.__class__ = kind
     module.sharers = sharers  # type: ignore[assignment]
 
 
-def _part(whole: nn.Parameter, piece: Piece, place: Place) -> nn.Parameter:
+def part(whole: nn.Parameter, piece: Piece, mesh: DeviceMesh | None) -> nn.Parameter:
+    """Return this rank's piece of a parameter: a DTensor over `mesh`, a plain tensor without one."""
     # A copy, so that the whole weight can be freed.
     mine = piece(whole.detach()).clone(memory_format=torch.contiguous_format)
-    if place.mesh is None:
+    if mesh is None:
         return nn.Parameter(mine, requires_grad=whole.requires_grad)
     placed = DTensor.from_local(
-        mine, place.mesh, [Shard(piece.dim)], run_check=False, shape=whole.shape, stride=whole.stride()
+        mine, mesh, [Shard(piece.dim)], run_check=False, shape=whole.shape, stride=whole.stride()
     )
     return nn.Parameter(placed, requires_grad=whole.requires_grad)
 
@@ -355,6 +356,29 @@ class Average:
 
     def _finish(self) -> None:
         average_now(self._parameters, self._group)
+
+
+def average_whole(
+    context: Context, divided: Sequence[str], mesh: DeviceMesh, copies: DeviceMesh | None
+) -> None:
+    """Average gradients over the ranks, each of which has samples of its own, when states have been sharded.
+
+    Args:
+        context: Gets a `sync`.
+        divided: Parameters of which each rank of `mesh` has a part, whose gradient its layers have averaged
+            inside `mesh`.
+        mesh: The ranks that hold a copy together; if no mechanism shards states, gradients of other
+            parameters are averaged over all ranks, otherwise over these.
+        copies: The ranks that hold the same part.
+    """
+    trainable = {name: p for name, p in context.model.named_parameters() if p.requires_grad}
+    alone = not context.placement.states_average_grads
+    everyone = dist.distributed_c10d._get_default_group() if alone else mesh.get_group()
+    whole = [p for name, p in trainable.items() if name not in divided]
+    context.loop.sync = Average(context, everyone, whole, context.loop.sync).sync
+    if copies is not None and alone:
+        mine = [trainable[name] for name in divided if name in trainable]
+        context.loop.sync = Average(context, copies.get_group(), mine, context.loop.sync).sync
 
 
 def _same_batch(group: dist.ProcessGroup, handles: list[Any]) -> Any:

@@ -40,8 +40,7 @@ from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune import refusals
@@ -53,7 +52,7 @@ from memtune.parallel.model.rotated_experts import (
     order_experts,
     remove_gradients_of_unused,
 )
-from memtune.parallel.model.tensor_parallel import Average, mix_plain_and_sharded
+from memtune.parallel.model.tensor_parallel import average_whole, mix_plain_and_sharded, part
 from memtune.parallel.ranks import Ring, RingRound, RingSums, require_groups, require_ranks
 from memtune.parallel.sharding import meshes, rebind
 from memtune.runtime import Context, UncopiedHook, local
@@ -464,7 +463,7 @@ def rotate_layers(model: nn.Module, layers: Sequence[str], ring: Ring) -> list[s
         whole = module._parameters["weight"]
         assert whole is not None
         module._parameters["weight"] = (
-            made[whole] if whole in made else made.setdefault(whole, _shard(whole, ring))
+            made[whole] if whole in made else made.setdefault(whole, part(whole, ring.piece, ring.mesh))
         )
         module.__class__ = _ROTATED[type(module)]
         module.ring = ring  # type: ignore[assignment]
@@ -472,15 +471,6 @@ def rotate_layers(model: nn.Module, layers: Sequence[str], ring: Ring) -> list[s
             module.always_rotates = bool(expert_of(name))
     mine = {id(parameter) for parameter in made.values()}
     return [name for name, parameter in model.named_parameters() if id(parameter) in mine]
-
-
-def _shard(whole: nn.Parameter, ring: Ring) -> nn.Parameter:
-    mine = ring.piece(whole.detach()).clone(memory_format=torch.contiguous_format)
-    if ring.mesh is not None:
-        mine = DTensor.from_local(
-            mine, ring.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
-        )
-    return nn.Parameter(mine, requires_grad=whole.requires_grad)
 
 
 def rotate(context: Context, layers: Sequence[str], degree: int, *, in_place: bool) -> None:
@@ -519,26 +509,8 @@ def rotate(context: Context, layers: Sequence[str], degree: int, *, in_place: bo
         remove_gradients_of_unused(context, orders, dist.distributed_c10d._get_default_group())
     context.placement.model_parallel_size = degree
     # Not now: whether `sharding.states` averages between the rings is known once that slot is applied.
-    context.events.states_sharded.subscribe(lambda: _average(context, rotated, mesh, copies))
+    context.events.states_sharded.subscribe(lambda: average_whole(context, rotated, mesh, copies))
     context.checks["sharding.parallel"] = lambda: _check(context, layers, rotated, degree)
-
-
-def _average(context: Context, rotated: Sequence[str], ring: DeviceMesh, copies: DeviceMesh | None) -> None:
-    """Average gradients of replicated parameters inside a ring (rule 5), if the mechanism that shards states
-    averages between the copies.
-    """
-    trainable = {name: p for name, p in context.model.named_parameters() if p.requires_grad}
-    whole = [p for name, p in trainable.items() if name not in rotated]
-    everyone = (
-        ring.get_group()
-        if context.placement.states_average_grads
-        else dist.distributed_c10d._get_default_group()
-    )
-    # Rotated weights need no average inside a ring: their sums have passed all of its ranks (rule 2).
-    context.loop.sync = Average(context, everyone, whole, context.loop.sync).sync
-    if copies is not None and not context.placement.states_average_grads:
-        mine = [trainable[name] for name in rotated if name in trainable]
-        context.loop.sync = Average(context, copies.get_group(), mine, context.loop.sync).sync
 
 
 def _check(context: Context, layers: Sequence[str], rotated: Sequence[str], degree: int) -> dict[str, Any]:

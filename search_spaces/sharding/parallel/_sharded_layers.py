@@ -6,16 +6,20 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
+import numpy as np
 from pydantic import Field
 
 from memtune import refusals
 from memtune.effects import Effects
-from memtune.parallel.model import Sharing, share, sum_shards
+from memtune.parallel.model import Sharing, average, share, sum_shards
 from memtune.program import (
+    APART,
+    Edit,
     Program,
     RankClass,
     Resource,
     accumulate_gradients,
+    columns_of,
     is_differentiated_again,
     memoized,
 )
@@ -119,6 +123,98 @@ class PartitionedLayers(SharedLayers):
         if not isinstance(getattr(states, "reshard_after_forward", True), bool):
             return refusals.reshard_among_sharers(states.kind)
         return None
+
+
+class DividedPlan(Plan):
+    """Layers of whose weights each rank of a group holds a part."""
+
+    degree: Annotated[int, Field(ge=2)]
+    """Ranks of a group."""
+    layers: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Names of the modules."""
+    parameters: tuple[str, ...]
+    """Names of the divided parameters."""
+    divided_bytes: Annotated[int, Field(ge=0)]
+    """Their bytes on all ranks of a group."""
+
+
+class PartitionedWeights(PartitionedLayers):
+    """Layers of whose weights each rank of a group has a part, while every rank computes its own samples.
+
+    Layers average the gradients of divided weights inside a group; those of all other parameters are averaged
+    after backward, and both between groups.
+    """
+
+    def rewrite(self, program: Program, plan: Any, target: Target) -> Program:
+        """Return the recorded step, with averages of replicated parameters and copies after backward.
+
+        Techniques of `sharding.states` average gradients between copies themselves; `_average_in_group` then
+        averages replicated parameters.
+        """
+        degree, ranks, node = (
+            self.degree or target.ranks,
+            target.ranks,
+            target.hardware.local_ranks(target.ranks),
+        )
+        divided = _divided(program, self._recorded(target))
+        if divides_states(target):
+            return divided
+        step = divided.step
+        parts = np.isin(columns_of(step.parameters).names, plan.parameters)
+        edit = Edit(step)
+        average(edit, step, ~parts, ranks, _link(1, node), program.accumulate)
+        if degree < ranks:
+            average(
+                edit,
+                step,
+                parts,
+                ranks // degree + APART * (degree - 1),
+                _link(degree, node),
+                program.accumulate,
+            )
+        return program.with_step(edit.done())
+
+    def passes(self) -> Mapping[PassStage, Rewrite]:
+        return {**super().passes(), PassStage.WHOLE_STEP: self._average_in_group}
+
+    def _average_in_group(self, program: Program, plan: Any, target: Target) -> Program | Reason:
+        """Average replicated parameters inside a group after the states' own reductions."""
+        if not divides_states(target):
+            return program  # `rewrite` has averaged over all ranks
+        trainable = (p.name for p in program.step.parameters if p.trainable)
+        replicated = frozenset(trainable) - frozenset(plan.parameters)
+        node = target.hardware.local_ranks(target.ranks)
+        inside = Resource.INTER_LINK if node == 1 else Resource.INTRA_LINK
+        how = Sharing(
+            self.degree or target.ranks, 1, Resource.NOTHING, program.accumulate, replicated, inside
+        )
+        return program.with_step(sum_shards(program.step, how))
+
+    def checked_degree(self, context: Context, plan: DividedPlan) -> int:
+        """Return the ranks of a group.
+
+        Raises:
+            ApplyError: The plan was made for another degree.
+        """
+        degree = self.degree or context.placement.world_size
+        if plan.degree != degree:
+            raise refusals.plan_of_other_model(
+                f"sharding.parallel: {{kind: {self.kind}}}",
+                f"It is for groups of {plan.degree}, the config has {degree}.",
+            )
+        return degree
+
+
+@memoized
+def _divided(program: Program, recorded: ShardedRecording) -> Program:
+    """Return one object for all sharding of states, so that results of other passes are shared as well."""
+    step = recorded.recording.at(program.micro_batch)
+    return program.with_step(step if program.accumulate == 1 else accumulate_gradients(step))
+
+
+def _link(stride: int, node: int) -> Resource:
+    """Return the link of a group of every `stride`-th rank."""
+    return Resource.INTER_LINK if stride % node == 0 and node > 1 else Resource.INTRA_LINK
 
 
 class MicroBatchRotation(SharedLayers):

@@ -168,11 +168,11 @@ def assert_trained_as_one(found: list[dict[str, Any]], wanted: dict[str, Any], a
             torch.testing.assert_close(each["optimizer"][index][name], state[name], rtol=1e-4, atol=1e-6)
 
 
-def peak(document: dict[str, Any]) -> int:
+def peak(document: dict[str, Any], path: Path | None = None) -> int:
     """Return the larger ledger peak of two steps after the first two."""
     ledger = Ledger.open("cpu")
     empty = ledger.live_bytes()
-    workload, model, optimizer = build(SEPARATE)
+    workload, model, optimizer = build(path or SEPARATE)
     tuned = apply(model, optimizer, document, loss=workload.loss, strict=False)
     peaks, how = [], document["settings"]["execution"]
     for _ in range(4):
@@ -198,7 +198,7 @@ def bytes_received(document: dict[str, Any], path: Path = SEPARATE) -> tuple[int
     return counted.get("intra_link", 0), counted.get("inter_link", 0)
 
 
-def measured(documents: dict[str, dict[str, Any]], node: int = 8) -> Measured:
+def measured(documents: dict[str, dict[str, Any]], node: int = 8, path: Path = SEPARATE) -> Measured:
     """Return per config the ledger's peak, and the bytes that a step receives inside a node and between
     nodes.
     """
@@ -206,7 +206,7 @@ def measured(documents: dict[str, dict[str, Any]], node: int = 8) -> Measured:
     found = {}
     for name, document in documents.items():
         gc.collect()  # the model before is in cycles
-        highest = peak(document) if cpu_allocator.available() is None else 0
-        found[name] = (highest, *bytes_received(document))
+        highest = peak(document, path) if cpu_allocator.available() is None else 0
+        found[name] = (highest, *bytes_received(document, path))
         node_topology.declare(None)
     return found

@@ -52,7 +52,8 @@ from memtune.parallel.model.weight_rotation import rotatable
 from memtune.parallel.sharding.factors import Schedule, by_link
 from memtune.program.step import Phase, Resource, Step
 from memtune.search_spaces.execution import Execution
-from memtune.search_spaces.sharding.parallel.rtp import Rtp, RtpPlan
+from memtune.search_spaces.sharding.parallel._sharded_layers import DividedPlan
+from memtune.search_spaces.sharding.parallel.rtp import Rtp
 from memtune.technique import Target
 from memtune.testing.training import build
 
@@ -161,9 +162,9 @@ def test_apply_refuses_a_plan_of_another_degree_or_model() -> None:
     context: Any = SimpleNamespace(placement=SimpleNamespace(world_size=2))
     with pytest.raises(ApplyError, match="needs a plan"):
         technique.plan_in({})
-    with pytest.raises(ApplyError, match="rings of 4, the config has 2"):
+    with pytest.raises(ApplyError, match="groups of 4, the config has 2"):
         technique.apply(
-            context, RtpPlan(degree=4, layers=("head",), parameters=("head.weight",), rotated_bytes=0)
+            context, DividedPlan(degree=4, layers=("head",), parameters=("head.weight",), divided_bytes=0)
         )
 
 

@@ -1,0 +1,249 @@
+"""Experts divided over ranks that have samples of their own: each rank owns some, and tokens are sent to
+them.
+
+Five rules:
+
+1. Experts are the rows of the weights of one module, (experts, …), which is called with tokens, the experts
+  that each is routed to, and their weights: (T, H), (T, K), (T, K), and returns (T, H). Transformers 5 has
+  this form for nearly all its models.
+2. A weight is a DTensor of the plain shape with this rank's experts. For the tokens that arrive, the module's
+  own forward runs with them, on one expert a row.
+3. A rank that no token is sent to runs nothing, but takes part in the exchanges of backward, and its weights
+  get gradients of zero, as those of a plain module do whose other experts were chosen.
+4. Gradients of experts are complete on their owner (`expert_dispatch`); all other parameters are replicated,
+  and their gradients averaged after the last backward, as with rotating weights.
+5. All ranks of a group call the same modules in the same order.
+
+Sources: Lepikhin et al. 2020, GShard (arXiv:2006.16668); Shen et al. 2022, SE-MoE (arXiv:2205.10034), the
+MoE training system of MoESys.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from memtune import refusals
+from memtune.deferred_init import Piece, keep_only
+from memtune.errors import ApplyError
+from memtune.parallel.model.expert_dispatch import Owners, Route, combined, dispatched
+from memtune.parallel.model.tensor_parallel import Place, average_whole, mix_plain_and_sharded, part
+from memtune.parallel.ranks import require_groups, require_ranks
+from memtune.parallel.sharding import meshes, rebind
+from memtune.runtime import Context, ForwardWrapper, local, node_topology
+
+
+class Load(NamedTuple):
+    """Rows of one call of a layer of experts."""
+
+    routed: int
+    """Rows of this rank's tokens: the rows of each owner, if experts are chosen evenly."""
+    arriving: int
+    """Rows that have arrived."""
+
+
+class Experts:
+    """A module of experts of which this rank owns some; replaces its forward.
+
+    Args:
+        module: The module; its weights have been divided.
+        name: Its name.
+        experts: Number of experts over all ranks.
+        owners: The ranks that own them.
+        seen: Receives the load of each call while a step is recorded.
+    """
+
+    def __init__(
+        self, module: nn.Module, name: str, experts: int, owners: Owners, seen: list[Load] | None = None
+    ) -> None:
+        self.module, self.name, self.experts, self.owners = module, name, experts, owners
+        self._seen, self._forward = seen, module.forward
+        self._names = tuple(inspect.signature(module.forward).parameters)
+        module.forward = ForwardWrapper(self._run, module.forward)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the outputs of this rank's tokens, whose rows visit the owners of their experts."""
+        x, index, weights = (*args, *(kwargs[name] for name in self._names[len(args) :]))
+        if index.shape != weights.shape or index.dim() != 2 or x.shape[:-1] != index.shape[:1]:
+            shapes = ", ".join(str(tuple(each.shape)) for each in (x, index, weights))
+            raise ApplyError(
+                f"{self.name} is called with other tensors than expert parallelism knows: {shapes}.",
+                evidence="It takes (tokens, features), (tokens, chosen) and (tokens, chosen).",
+                fix="parallel: {kind: none}",
+                code="MT390",
+            )
+        route = Route.of(index.flatten(), self.experts, self.owners)
+        rows, row_weights = dispatched(x, weights, route)
+        if self._seen is not None:
+            self._seen.append(Load(index.numel(), len(rows)))
+        with self._owned() as mine:
+            if len(rows):
+                made = self._forward(rows, route.experts.unsqueeze(1), row_weights.unsqueeze(1))
+            else:
+                made = _Unused.apply(rows, row_weights, *mine)  # type: ignore[no-untyped-call]
+            # The loop's last rows are not needed while their outputs travel.
+            del rows, row_weights
+        return combined(made, index.shape[1], route)
+
+    @contextmanager
+    def _owned(self) -> Iterator[list[Tensor]]:
+        """Give the module its local weights, and their number where it has a number of experts."""
+        whole = {name: weight for name, weight in self.module._parameters.items() if weight is not None}
+        numbers = _numbers(self.module, self.experts)
+        mine = {name: local(weight) for name, weight in whole.items()}
+        self.module._parameters.update(mine)  # type: ignore[arg-type]
+        vars(self.module).update(dict.fromkeys(numbers, self.experts // self.owners.ranks))
+        try:
+            yield list(mine.values())
+        finally:
+            self.module._parameters.update(whole)
+            vars(self.module).update(dict.fromkeys(numbers, self.experts))
+
+
+class _Unused(torch.autograd.Function):
+    """Outputs of no rows, which depend on them and on the weights (rule 3)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, row_weights: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, row_weights, *weights)
+        return torch.empty_like(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        return tuple(torch.zeros_like(each) if needed else None for each, needed in pairs)
+
+
+def _numbers(module: nn.Module, experts: int) -> list[str]:
+    """Return the attributes of `module` that hold its number of experts."""
+    return [name for name, value in vars(module).items() if "expert" in name and value == experts]
+
+
+def divisible_experts(model: nn.Module, degree: int) -> tuple[dict[str, int], list[str]]:
+    """Return the number of experts of each module that `degree` ranks can divide, and a line on each other
+    module that looks like experts.
+    """
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    found, refused = dict[str, int](), list[str]()
+    for name, module in model.named_modules():
+        named = "expert" in f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
+        # A module without weights of its own is a layer around experts.
+        if not named or not (module._parameters or isinstance(module, nn.ModuleList)):
+            continue
+        why = _not_divisible(module, degree, owners)
+        if why:
+            refused.append(f"{name or 'the model'} {why}")
+        else:
+            found[name] = next(module.parameters()).shape[0]
+    return found, refused
+
+
+def _not_divisible(module: nn.Module, degree: int, owners: dict[int, list[str]]) -> str:
+    mine = [each for each in module._parameters.values() if each is not None]
+    if not mine:
+        return "has a module for each expert, not one weight of all experts"
+    if any(each._parameters for each in module.modules() if each is not module):
+        return "has weights in modules of its own, of which an owner would need a share"
+    rows = {each.shape[:1] for each in mine}
+    if len(rows) > 1 or any(each.dim() < 2 for each in mine):
+        return "has weights that are not all of (experts, …)"
+    if module._buffers:
+        return "has buffers, of which an owner would need a share"
+    experts = mine[0].shape[0]
+    if experts % degree:
+        return f"has {experts} experts, which {degree} ranks do not divide"
+    if not _takes_routed_tokens(module.forward):
+        return "does not take tokens, the experts of each, and their weights"
+    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+        return "has hooks or a forward of its own"
+    shared = next((owners[id(each)] for each in mine if len(owners[id(each)]) > 1), None)
+    return f"shares its weight: {' and '.join(shared)}" if shared else ""
+
+
+def _takes_routed_tokens(forward: Callable[..., Any]) -> bool:
+    names = [name for name, each in inspect.signature(forward).parameters.items()]
+    return len(names) == 3 and ("ind" in names[1] or "idx" in names[1]) and "weight" in names[2]
+
+
+def divide_layers(
+    model: nn.Module,
+    layers: dict[str, int],
+    place: Place,
+    owners: Owners,
+    seen: list[Load] | None = None,
+) -> dict[str, Piece]:
+    """Replace the weights of `layers` in `model`, with the number of experts of each, by this rank's experts;
+    return the piece of each parameter.
+    """
+    piece, pieces = Piece(0, place.ranks, place.rank), dict[str, Piece]()
+    for name, experts in layers.items():
+        module = model.get_submodule(name)
+        for each, whole in module._parameters.items():
+            if whole is not None:
+                module._parameters[each] = part(whole, piece, place.mesh)
+                pieces[f"{name}.{each}"] = piece
+        Experts(module, name, experts, owners, seen)
+    return pieces
+
+
+def owners_of(device_type: str, degree: int, inner_degree: int | None) -> Owners:
+    """Return the owners in this rank's group of `degree` ranks, to which rows go at once, or first among
+    `inner_degree` ranks (of a node).
+    """
+    if inner_degree is None:
+        return Owners(((meshes(device_type, degree)[1].get_group().group_name, degree),))
+    nodes = node_topology.nodes_of(device_type, degree, inner_degree)
+    return Owners(((nodes.inside.group_name, nodes.local), (nodes.between.group_name, nodes.nodes)))
+
+
+def divide_experts(context: Context, layers: Sequence[str], degree: int, inner_degree: int | None) -> None:
+    """Divide the experts of `layers` over groups of `degree` ranks and rebind the optimizer.
+
+    Args:
+        context: Model and optimizer, changed in place; gets a `sync`.
+        layers: Modules of experts, by name.
+        degree: Ranks of a group; divides the number of ranks and of experts.
+        inner_degree: Ranks of a node, among which rows are sent first; None sends them at once.
+
+    Raises:
+        ApplyError: There is no process group, `degree` does not divide it, the ranks' weights differ, or a
+            module is none that ranks can divide.
+    """
+    require_ranks(context, "expert parallelism")
+    require_groups(context, degree)
+    found, refused = divisible_experts(context.model, degree)
+    for name in layers:
+        if name not in found:
+            why = next((line for line in refused if line.startswith(f"{name} ")), f"{name} is not there")
+            raise refusals.error_of(refusals.no_divisible_experts(why))
+    # Refusals are above: from here on the model changes, which a failed `apply` restores.
+    copies, mesh = meshes(context.device.type, degree)
+    before = dict(context.model.named_parameters())
+    owners = owners_of(context.device.type, degree, inner_degree)
+    place = Place(mesh.get_group().group_name, degree, mesh.get_local_rank(), mesh)
+    pieces = divide_layers(context.model, {name: found[name] for name in layers}, place, owners)
+    keep_only(context.model, pieces)
+    rebind(context.optimizer, before, dict(context.model.named_parameters()))
+    mix_plain_and_sharded()
+    context.placement.model_parallel_size = degree
+    # Not now: whether `sharding.states` averages between the groups is known once that slot is applied.
+    context.events.states_sharded.subscribe(lambda: average_whole(context, list(pieces), mesh, copies))
+    context.checks["sharding.parallel"] = lambda: _check(context, layers, list(pieces), degree)
+
+
+def _check(context: Context, layers: Sequence[str], divided: Sequence[str], degree: int) -> dict[str, Any]:
+    for name in divided:
+        if not isinstance(context.model.get_parameter(name), DTensor):
+            raise ApplyError(f"{name} is not divided over the ranks.", code="MT392")
+    n_bytes = sum(local(context.model.get_parameter(name)).nbytes for name in divided)
+    return {"degree": degree, "layers": len(layers), "expert_bytes": n_bytes}

@@ -1,0 +1,96 @@
+"""Experts divided over ranks that have their own samples; tokens are sent to the owners of their experts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from memtune.parallel.model import divide_experts
+from memtune.program import Program
+from memtune.runtime import Context
+from memtune.search_spaces.sharding.parallel._sharded_layers import DividedPlan, PartitionedWeights
+from memtune.technique import Plan, Reason, Target
+from memtune.units import format_bytes, format_ranks
+
+
+class ExpertPlan(DividedPlan):
+    """Modules of experts of which each rank of a group owns some."""
+
+    busiest: Annotated[float, Field(ge=0)]
+    """Rows that the busiest rank receives over the mean, as recorded."""
+
+
+class ExpertParallel(PartitionedWeights):
+    """Trades four all-to-alls of the routed tokens per layer for 1/degree of the experts and their state.
+
+    Each rank owns experts/degree of every module of experts. In forward a token's row is sent to the owner
+    of each expert that it is routed to, and the output back; in backward the gradients take the same ways.
+    Experts see the rows of all ranks of a group, so their gradients need no reduction inside it; all other
+    parameters are replicated, and their gradients averaged after backward.
+
+    With `inner_degree`, the ranks of a node, rows first go inside the node to the rank with the owner's
+    place, then over the network between ranks of one place: as many bytes there, in fewer messages.
+
+    Peak and time are those of a rank to which the recorded routing sends most rows, while a router whose
+    choices are not known spreads them evenly.
+
+    Reordered: an output is the plain one, a sum of its experts' in the same order; the gradient of an
+    expert's weight adds the rows of all ranks in one product, within (rows + degree)·eps·Σ|gᵣxᵣ|/degree of
+    the plain mean.
+
+    Distinguishing test: with even routing a rank receives (degree - 1)/degree of its tokens' rows, tokens ×
+    chosen × features, twice in forward and twice in backward.
+    """
+
+    kind: Literal["expert_parallel"] = "expert_parallel"
+    plan_types: ClassVar[tuple[type[Plan], ...]] = (ExpertPlan,)
+    title: ClassVar[str] = "Experts divided over ranks"
+    source: ClassVar[str] = (
+        "Lepikhin et al. 2020, GShard, arXiv:2006.16668; hierarchical: Shen et al. 2022, arXiv:2205.10034"
+    )
+    paper: ClassVar[str] = "MoESys"
+
+    inner_degree: Annotated[int, Field(ge=2)] | None = None
+    """Consecutive ranks, of a node, inside which rows are sent first; less than `degree`. Default: none."""
+
+    def sentence(self) -> str:
+        """Return the setting as one clause."""
+        way = "" if self.inner_degree is None else f", inside {self.inner_degree} ranks first"
+        return f"divides experts over {format_ranks(self.degree)}, to which tokens are sent{way}"
+
+    def asked(self, target: Target) -> str:
+        """Return the exchange of rows: at once, or by node."""
+        return f"experts{self.inner_degree or ''}"
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        """Require experts, and an `inner_degree` that divides the degree."""
+        inner, degree = self.inner_degree, self.degree or target.ranks
+        if inner is not None and (degree % inner or inner == degree):
+            return Reason(
+                f"inner_degree={inner} is no proper divisor of the {degree} ranks that divide experts",
+                "inner_degree: null",
+            )
+        return super().fits(program, target)
+
+    def apply(self, context: Context, plan: ExpertPlan) -> None:
+        """Divide the modules of experts that the plan names."""
+        divide_experts(context, plan.layers, self.checked_degree(context, plan), self.inner_degree)
+
+    def explain(self, plan: ExpertPlan) -> tuple[str, ...]:
+        n_bytes = format_bytes(plan.divided_bytes)
+        return (
+            f"{len(plan.layers)} layers of experts, {n_bytes} in all, are divided over {plan.degree} ranks",
+            f"the busiest rank gets {plan.busiest:.2f} times the mean of the rows: its activations grow with"
+            " this factor, which follows the router",
+        )
+
+    def record(self, target: Target) -> dict[str, Any]:
+        how = {"degree": self.degree or target.ranks, "inner_degree": self.inner_degree}
+        return {"parallel.experts": how}
+
+    def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:
+        """Return all ranks and smaller groups, and rows by node if there are several."""
+        node = target.hardware.local_ranks(target.ranks)
+        ways = (None, node) if 1 < node < target.ranks else (None,)
+        return {**super().choices_on(target), "inner_degree": ways}

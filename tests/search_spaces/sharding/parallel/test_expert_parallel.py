@@ -1,0 +1,266 @@
+"""Expert parallelism: modules that ranks may divide, a rank's bytes, and training on gloo ranks as on one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from support.gloo import run_ranks
+from support.models.parallel.stacked_experts import DIM, EXPERTS, SEQ, TOP, VOCAB, Experts
+from support.ranks.model_parallel_runs import (
+    MODELS,
+    SIZE,
+    Measured,
+    assert_trained_as_one,
+    candidate,
+    config,
+    measured,
+    refusal,
+    rewriter,
+    trained,
+)
+from support.suites.sharded_suite import ShardedSuite
+from torch import Tensor, nn
+
+from memtune import hardware
+from memtune.autotune.predict.simulation import simulate
+from memtune.config.tuned_config import Settings, TunedConfig, dump_yaml, load_config
+from memtune.errors import ApplyError
+from memtune.memory import cpu_allocator
+from memtune.parallel.model.expert_parallel import divisible_experts
+from memtune.program.step import Step
+from memtune.search_spaces.execution import Execution
+from memtune.search_spaces.sharding.parallel.expert_parallel import ExpertParallel, ExpertPlan
+from memtune.technique import Target
+from memtune.testing.training import build
+
+KIND = "expert_parallel"
+STACKED, HASHED, MIXTRAL = (
+    MODELS / f"{name}.py" for name in ("stacked_experts", "hashed_experts", "mixtral")
+)
+LAYERS, TOKENS = 2, SIZE * SEQ
+REPLICATED = 4 * (2 * VOCAB * DIM + VOCAB + LAYERS * (2 * DIM + EXPERTS * DIM))
+"""Bytes of embedding, head, norms and routers."""
+
+
+def to_owner(degree: int, owner: int) -> int:
+    """Return the rows that the router of `HASHED` sends to an owner, of one rank and layer."""
+    chosen = [(place % 2, EXPERTS - 1 if place % 4 == 0 else 1 - place % 2) for place in range(TOKENS)]
+    return sum(expert * degree // EXPERTS == owner for pair in chosen for expert in pair)
+
+
+def moved(arriving: int, returning: int, counts: int, *, recomputed: bool = False) -> int:
+    """Return the bytes that a rank receives in one exchange per layer and micro-batch, by the formula: rows
+    of features and a weight to the owners, rows of features back; before them, numbers of rows.
+
+    Args:
+        arriving: Rows that other ranks send here in forward.
+        returning: Rows that have gone to other ranks.
+        counts: Numbers that other ranks send here.
+        recomputed: Forward runs twice.
+    """
+    times = 2 if recomputed else 1
+    forward = 4 * (arriving * (DIM + 1) + returning * DIM) + 8 * counts
+    backward = 4 * (arriving * DIM + returning * (DIM + 1))
+    return LAYERS * (times * forward + backward)
+
+
+def exchanged(degree: int, rank: int, *, recomputed: bool = False) -> int:
+    """Return `moved` of `HASHED`, whose rows go to their owners at once."""
+    arriving = (degree - 1) * to_owner(degree, rank)
+    returning = TOKENS * TOP - to_owner(degree, rank)
+    return moved(arriving, returning, EXPERTS // degree * (degree - 1), recomputed=recomputed)
+
+
+# -- which experts may be divided ----------------------------------------------------------------------------
+
+
+def test_refusals_name_what_is_in_the_way() -> None:
+    both = {"parallel": {"kind": KIND}, "states": {"kind": "fsdp"}}
+    assert "fsdp has no copies of a part" in refusal(KIND, STACKED, other_slots={"sharding": both})
+    assert "degree=4 is more than the 2 ranks" in refusal(KIND, STACKED, degree=4)
+    assert "inner_degree=2 is no proper divisor of the 2 ranks" in refusal(KIND, STACKED, inner_degree=2)
+    assert "layers.0.experts has a module for each expert" in refusal(KIND, MODELS / "routed.py")
+    assert "the model has none" in refusal(KIND)
+    program, here = candidate(KIND, STACKED).program, hardware.detect("cpu")
+    assert "each degree must be recorded" in str(ExpertParallel().fits(program, Target(here, 2)))
+    assert "only one rank" in str(ExpertParallel().fits(program, Target(here, 1)))
+    cut = rewriter(STACKED).target.sharded
+    assert cut is not None
+    assert "layers.0.experts has 4 experts, which 3 ranks do not divide" in str(cut(3, "experts", 3))
+
+
+class CountedExperts(Experts):
+    """Takes sorted tokens and their number per expert."""
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:  # type: ignore[override]
+        return x * counts.sum()
+
+
+def with_shared_weight(model: nn.Module) -> None:
+    model.layers[1].experts.down_proj = model.layers[0].experts.down_proj  # type: ignore[union-attr,index]
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda model: None, ""),
+        (with_shared_weight, "shares its weight: layers.0.experts.down_proj and layers.1.experts.down_proj"),
+        (
+            lambda model: model.layers[0].experts.register_forward_hook(lambda *_: None),
+            "layers.0.experts has hooks",
+        ),
+        (
+            lambda model: model.layers[0].experts.register_parameter("scale", nn.Parameter(torch.ones(2))),
+            "layers.0.experts has weights that are not all of (experts, …)",
+        ),
+        (
+            lambda model: model.layers[0].experts.register_buffer("counts", torch.zeros(EXPERTS)),
+            "layers.0.experts has buffers",
+        ),
+        (
+            lambda model: model.layers[0].experts.add_module("up", nn.Linear(2, 2)),
+            "layers.0.experts has weights in modules of its own",
+        ),
+        (
+            lambda model: setattr(model.layers[0], "experts", CountedExperts()),
+            "layers.0.experts does not take tokens, the experts of each, and their weights",
+        ),
+    ],
+)
+def test_modules_that_are_not_stacked_experts_are_replicated(change: Any, line: str) -> None:
+    _, model, _ = build(STACKED)
+    change(model)
+    found, refused = divisible_experts(model, 2)
+    assert any(line in each for each in refused) if line else not refused
+    assert "layers.1.experts" in found or "shares" in line
+
+
+def test_apply_refuses_a_plan_of_another_degree() -> None:
+    context: Any = SimpleNamespace(placement=SimpleNamespace(world_size=2))
+    plan = ExpertPlan(degree=4, layers=("x",), parameters=("x.w",), divided_bytes=0, busiest=1.0)
+    with pytest.raises(ApplyError, match="groups of 4, the config has 2"):
+        ExpertParallel().apply(context, plan)
+
+
+def test_expert_parallel_config_survives_yaml() -> None:
+    technique = ExpertParallel(degree=4, inner_degree=2)
+    made = TunedConfig(settings=Settings.of(Execution(), {"sharding.parallel": technique}))
+    assert load_config(dump_yaml(made)) == made
+
+
+# -- the rank's step -----------------------------------------------------------------------------------------
+
+
+def rows_sent(step: Step) -> int:
+    """Return the bytes of all exchanges of rows."""
+    ops = [op for op in range(step.ops.n) if "all_to_all_rows" in step.names[step.ops.name[op]]]
+    return int(step.ops.traffic_bytes[ops].sum())
+
+
+def test_step_has_a_share_of_the_experts_and_sends_rows_by_formula() -> None:
+    """A router whose choices are not known sends even shares: tokens × chosen rows, there and back, twice."""
+    made = candidate(KIND, MIXTRAL)
+    step, rows = made.program.step, TOKENS * TOP
+    shapes = {p.name: p.shape for p in step.parameters}
+    assert shapes["model.layers.1.mlp.experts.down_proj"] == (EXPERTS // 2, DIM, 2 * DIM)
+    assert rows_sent(step) == LAYERS * rows * 4 * (4 * DIM + 2)
+    assert made.plans["sharding.parallel"].document()["busiest"] == 1
+    assert (made.program.accumulate, made.program.samples) == (1, 2 * SIZE)
+
+
+def test_recorded_routing_gives_the_load_of_the_busiest_rank() -> None:
+    made = candidate(KIND, HASHED)
+    wanted = 2 * to_owner(2, 0) / (TOKENS * TOP)
+    plan = made.plans["sharding.parallel"]
+    assert plan.document()["busiest"] == pytest.approx(wanted) == 1.75
+    assert "the busiest rank gets 1.75 times" in ExpertParallel().explain(plan)[1]
+
+
+def test_rows_by_node_are_offered_where_a_group_spans_nodes() -> None:
+    for ranks, ways in ((8, (None,)), (16, (None, 8))):
+        target = Target(hardware.find("h100-80g"), ranks)
+        assert ExpertParallel().choices_on(target)["inner_degree"] == ways
+
+
+# -- on gloo ranks -------------------------------------------------------------------------------------------
+
+
+def both(document: dict[str, Any], path: Path) -> tuple[Measured, dict[str, Any]]:
+    return measured({"": document}, path=path), trained(2, document, True, path=path)
+
+
+def test_two_ranks_train_as_one_with_clipping_as_predicted() -> None:
+    made = candidate(KIND, HASHED)
+    found = run_ranks(both, 2, config(KIND, path=HASHED), HASHED)
+    assert_trained_as_one([run for _, run in found], trained(2, None, True, path=HASHED))
+    assert found[0][1]["audit"]["sharding.parallel"] == {"degree": 2, "layers": 2, "expert_bytes": 24576}
+    # All-reduces of two ranks receive as many bytes as they reduce.
+    assert [rank[""][1:] for rank, _ in found] == [(exchanged(2, r) + REPLICATED, 0) for r in range(2)]
+    if cpu_allocator.available() is None:
+        predicted = simulate(made.program, hardware.detect("cpu")).peak_allocated_bytes
+        assert max(rank[""][0] for rank, _ in found) == pytest.approx(predicted, rel=0.02)
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "full": {"recompute": {"kind": "full"}},
+    "selective": {"recompute": {"kind": "selective"}},
+    "copy_out": {"offload": {"activations": {"kind": "copy_out", "min_bytes": 0}}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_peaks_and_bytes_with_activation_techniques(ranks: int) -> None:
+    asked = {name: config(KIND, ranks, more, HASHED) for name, more in OTHERS.items()}
+    found = run_ranks(measured, ranks, asked, 8, HASHED)
+    for name, more in OTHERS.items():
+        for rank, each in enumerate(found):
+            rows = exchanged(ranks, rank, recomputed="recompute" in more)
+            assert each[name][1:] == (rows + 2 * REPLICATED * (ranks - 1) // ranks, 0), (name, rank)
+        if cpu_allocator.available() is None:
+            made = candidate(KIND, HASHED, ranks, more).program
+            predicted = simulate(made, hardware.detect("cpu")).peak_allocated_bytes
+            assert max(each[name][0] for each in found) == pytest.approx(predicted, rel=0.02), name
+
+
+@pytest.mark.slow
+def test_rows_by_node_cross_the_network_between_ranks_of_one_place() -> None:
+    asked = {"": config(KIND, 4, path=HASHED, inner_degree=2)}
+    found = run_ranks(measured, 4, asked, 2, HASHED)
+    for rank, each in enumerate(found):
+        node, place = divmod(rank, 2)
+        owners = [[to_owner(4, 2 * n + p) for p in range(2)] for n in range(2)]
+        inside = moved(sum(own[place] for own in owners), sum(own[1 - place] for own in owners), 2)
+        # Both ranks of a node have rows for an owner in the other one, and the ranks of its place send them.
+        between = moved(2 * owners[node][place], 2 * owners[1 - node][place], 2)
+        assert each[""][1:] == (inside, between + 2 * REPLICATED * 3 // 4), rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("states", ["ddp", "zero1", "zero3", "fsdp"])
+def test_states_sharded_between_copies_train_as_one(states: str) -> None:
+    slots = {"sharding": {"parallel": {"kind": KIND, "degree": 2}, "states": {"kind": states}}}
+    found = run_ranks(trained, 4, 4, config(KIND, 4, slots, STACKED), True, 1, False, STACKED)
+    assert_trained_as_one(found, trained(4, None, True, path=STACKED), atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("knobs", [{}, {"degree": 2}, {"inner_degree": 2}, {"accumulate": 2}], ids=str)
+@pytest.mark.parametrize("path", [STACKED, HASHED, MIXTRAL], ids=lambda path: path.stem)
+def test_four_ranks_train_as_one(path: Path, knobs: dict[str, Any]) -> None:
+    """Also a rank of `HASHED` to which no token is sent: its experts have gradients of zero."""
+    accumulate = knobs.get("accumulate", 1)
+    document = config(KIND, 4, path=path, **knobs)
+    found = run_ranks(trained, 4, 4, document, True, accumulate, False, path)
+    assert_trained_as_one(found, trained(4, None, True, accumulate, path=path), atol=1e-5)
+
+
+class TestExpertParallel(ShardedSuite):
+    technique = ExpertParallel
+    models: ClassVar[dict[str, Path]] = {"hashed": HASHED}
+    accumulate, peak_rel, briefly, busiest_only = 2, 0.02, False, True
