@@ -11,7 +11,7 @@ Five rules:
 3. A rank that no token is sent to runs nothing, but takes part in the exchanges of backward, and its weights
   get gradients of zero, as those of a plain module do whose other experts were chosen.
 4. Gradients of experts are complete on their owner (`expert_dispatch`); all other parameters are replicated,
-  and their gradients averaged after the last backward, as with rotating weights.
+  and their gradients averaged as with rotating weights, in buckets during the last backward.
 5. All ranks of a group call the same modules in the same order.
 
 Sources: Lepikhin et al. 2020, GShard (arXiv:2006.16668); Shen et al. 2022, SE-MoE (arXiv:2205.10034), the

@@ -37,7 +37,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from memtune.deferred_init import Piece, keep_only
 from memtune.errors import ApplyError
 from memtune.parallel.ranks import MicroBatchRotation, require_groups, require_ranks
-from memtune.parallel.replicas import average_now
+from memtune.parallel.replicas import GradBuckets, average_now
 from memtune.parallel.sharding import meshes, rebind
 from memtune.runtime import BackwardEnd, Context, local
 from memtune.workload import Pair, tensors_of
@@ -367,16 +367,19 @@ def average_whole(
         context: Gets a `sync`.
         divided: Parameters of which each rank of `mesh` has a part, whose gradient its layers have averaged
             inside `mesh`.
-        mesh: The ranks that hold a copy together; if no mechanism shards states, gradients of other
-            parameters are averaged over all ranks, otherwise over these.
+        mesh: The ranks that hold a copy together. Gradients of other parameters are averaged over all ranks
+            during backward, or, if a mechanism shards states, over these after it.
         copies: The ranks that hold the same part.
     """
     trainable = {name: p for name, p in context.model.named_parameters() if p.requires_grad}
     alone = not context.placement.states_average_grads
-    everyone = dist.distributed_c10d._get_default_group() if alone else mesh.get_group()
     whole = [p for name, p in trainable.items() if name not in divided]
-    context.loop.sync = Average(context, everyone, whole, context.loop.sync).sync
-    if copies is not None and alone:
+    if not alone:
+        context.loop.sync = Average(context, mesh.get_group(), whole, context.loop.sync).sync
+        return
+    everyone = dist.distributed_c10d._get_default_group()
+    context.loop.sync = GradBuckets(context, whole, everyone, outer=context.loop.sync).sync
+    if copies is not None:
         mine = [trainable[name] for name in divided if name in trainable]
         context.loop.sync = Average(context, copies.get_group(), mine, context.loop.sync).sync
 

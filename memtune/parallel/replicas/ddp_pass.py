@@ -37,6 +37,9 @@ from memtune.program import (
 )
 from memtune.workload import experts_in
 
+BUCKET_CAP_MB = 25
+"""Size of the buckets that torch fills by default, in MiB."""
+
 
 @dataclass(frozen=True)
 class Replication:
@@ -51,6 +54,8 @@ class Replication:
     """True if gradients of the blocks are included; else another component averages them."""
     of_experts: bool = True
     """The same for the blocks' experts."""
+    without: frozenset[str] = frozenset()
+    """Parameters whose gradients layers of several ranks average; no buffers are broadcast then."""
     at_end: bool = False
     """True if buckets are filled when the last backward of a pipeline's step has ended, and not as gradients
     become ready.
@@ -75,7 +80,7 @@ def replicate(step: Step, how: Replication) -> Step:
     if how.unbucketed:
         edit = Edit(step)
         return edit.done() if _broadcast_buffers(edit, step, how) else step
-    arrivals = _at_end(step) if how.at_end else _arrivals(step, how.of_blocks, how.of_experts)
+    arrivals = _at_end(step) if how.at_end else _arrivals(step, how)
     if not arrivals:
         return step
     done = _replicated(step, how, arrivals, hold_sums=False)
@@ -93,7 +98,8 @@ def _backward_peak(step: Step) -> int:
 
 def _replicated(step: Step, how: Replication, arrivals: list[_Arrival], *, hold_sums: bool) -> Step:
     edit = Edit(step)
-    _broadcast_buffers(edit, step, how)
+    if not how.without:
+        _broadcast_buffers(edit, step, how)
     buckets = _buckets(step, arrivals, how.bucket_bytes)
     n_bytes = np.asarray(
         [sum(int(step.storages.bytes[a.storage]) for a in bucket) for bucket in buckets], np.int64
@@ -118,19 +124,21 @@ def _replicated(step: Step, how: Replication, arrivals: list[_Arrival], *, hold_
 
 
 @memoized
-def _others(step: Step, of_blocks: bool, of_experts: bool) -> frozenset[int]:
+def _others(step: Step, how: Replication) -> frozenset[int]:
     """Return the parameters whose gradients another component averages."""
-    blocks = () if of_blocks else np.flatnonzero(columns_of(step.parameters).block >= 0).tolist()
-    experts = () if of_experts else [index for each in experts_in(step) for index in each.parameters]
-    return frozenset((*blocks, *experts))
+    columns = columns_of(step.parameters)
+    blocks = () if how.of_blocks else np.flatnonzero(columns.block >= 0).tolist()
+    experts = () if how.of_experts else [index for each in experts_in(step) for index in each.parameters]
+    layers = np.flatnonzero(np.isin(columns.names, list(how.without))).tolist() if how.without else ()
+    return frozenset((*blocks, *experts, *layers))
 
 
 @memoized
-def _arrivals(step: Step, of_blocks: bool, of_experts: bool) -> list[_Arrival]:
+def _arrivals(step: Step, how: Replication) -> list[_Arrival]:
     """Return gradients in the order in which they become ready; a sum over micro-batches is ready when this
     one's gradient has been added.
     """
-    others = _others(step, of_blocks, of_experts)
+    others = _others(step, how)
     owners = {
         p.gradient: index
         for index, p in enumerate(step.parameters)
@@ -175,7 +183,7 @@ def _buckets(step: Step, arrivals: list[_Arrival], bucket_bytes: int) -> list[li
 
 def _unused_bytes(step: Step, how: Replication) -> int:
     """Return bytes of parameters without a gradient: they have places in the buckets, and zeros are sent."""
-    columns, others = columns_of(step.parameters), _others(step, how.of_blocks, how.of_experts)
+    columns, others = columns_of(step.parameters), _others(step, how)
     unused = columns.trainable & (columns.gradient < 0)
     unused[list(others)] = False
     return int(columns.n_bytes[unused].sum())
@@ -262,7 +270,7 @@ def _rebound(
     made = np.asarray([a.storage for a in arrivals if step.storages.producer[a.storage] >= 0], np.int32)
     edit.storages.kind[made] = Kind.TEMPORARY
     columns = columns_of(step.parameters)
-    rows = np.asarray(sorted(_others(step, how.of_blocks, how.of_experts)), np.intp)
+    rows = np.asarray(sorted(_others(step, how)), np.intp)
     others = columns.gradient[rows][columns.gradient[rows] >= 0]
     gradient = np.where(np.isin(columns.gradient, others), columns.gradient, -1).astype(np.int32)
     gradient[list(bucket_of)] = list(bucket_of.values())

@@ -19,8 +19,8 @@ DTensors. Its rules, which `parallel.replicas.ddp_pass` has as well, apply here 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,8 @@ from torch.distributed.tensor import DTensor
 from memtune import refusals
 from memtune.parallel.ranks import message_device, missing_here, require_ranks, rows_like, same_part_group
 from memtune.parallel.replicas.broadcast_buffers import BroadcastBuffers
-from memtune.runtime import HOST, BackwardEnd, Context, count_collective, local, tier
+from memtune.parallel.replicas.ddp_pass import BUCKET_CAP_MB
+from memtune.runtime import HOST, BackwardEnd, Context, SyncContext, count_collective, local, tier
 
 
 @dataclass(eq=False)
@@ -47,54 +48,49 @@ class _Bucket:
     work: Any = None
 
 
-class Buckets:
-    """Averages the gradients of the model in `context` over the ranks that hold the same part, after the last
-    micro-batch.
+class GradBuckets:
+    """Averages the gradients of `parameters` over the ranks of `group`, after the last micro-batch.
 
     Args:
-        context: Gets a `sync` and a check.
+        context: Its `undo` removes the hooks.
+        parameters: Equal on all ranks.
+        group: The ranks.
         bucket_cap_mb: Gradients are averaged in buckets of about this many MiB.
         find_unused_parameters: Ask all ranks which parameters got no gradient in this step.
-
-    Raises:
-        ApplyError: There is no process group, or the weights of these ranks differ.
+        in_backward: Start while backward runs; otherwise a caller of `finish` says when it has ended.
+        outer: Further context of a micro-batch.
     """
 
-    def __init__(self, context: Context, *, bucket_cap_mb: int, find_unused_parameters: bool) -> None:
-        placement = context.placement
-        require_ranks(context, "ddp")
-        self._model, self._cap_bytes = context.model, bucket_cap_mb << 20
-        self._finds_unused = find_unused_parameters
-        self._group = same_part_group(context)
-        self._absent = frozenset(placement.absent)
-        self._parameters = self._trained()
+    def __init__(
+        self,
+        context: Context,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        *,
+        bucket_cap_mb: int = BUCKET_CAP_MB,
+        find_unused_parameters: bool = True,
+        in_backward: bool = True,
+        outer: SyncContext | None = None,
+    ) -> None:
+        self._parameters, self._group = list(parameters), group
+        self._cap_bytes, self._finds_unused = bucket_cap_mb << 20, find_unused_parameters
+        self._outer = outer or (lambda last: nullcontext())
         self._arrival: list[nn.Parameter] = []
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._last, self._next = True, 0
-        self._at_end = BackwardEnd(self._finish, self._give_up)
-        self._averaged_bytes = 0
-        # Its schedule decides when the last backward ends, so no hooks are needed.
-        pipeline: Any = context.loop.pipeline
-        if pipeline is not None:  # rule 4
-            pipeline.reduce = self._finish
-        for parameter in self._parameters if pipeline is None else ():
+        self._at_end = BackwardEnd(self.finish, self._give_up)
+        self.averaged_bytes = 0
+        for parameter in self._parameters if in_backward else ():
             context.undo.callback(parameter.register_post_accumulate_grad_hook(self._arrived).remove)
-        self._buffers = BroadcastBuffers(context, self._group)
-        context.loop.sync, placement.states_average_grads = self._sync, True
-        context.checks["sharding.states"] = self._check
-
-    def _trained(self) -> list[nn.Parameter]:
-        """Return the trainable parameters of this rank."""
-        return [
-            p for name, p in self._model.named_parameters() if p.requires_grad and name not in self._absent
-        ]
 
     @contextmanager
-    def _sync(self, last: bool) -> Iterator[None]:
+    def sync(self, last: bool) -> Iterator[None]:
+        """Return the context of a micro-batch."""
         self._last = last
         try:
-            yield
+            with self._outer(last):
+                yield
         except BaseException:
             self._give_up()
             raise
@@ -147,14 +143,13 @@ class Buckets:
             ranks = self._group.size()
             # Before the sum, as DDP does.
             bucket.whole.div_(ranks)
-            self._averaged_bytes += bucket.whole.nbytes
+            self.averaged_bytes += bucket.whole.nbytes
             count_collective(self._group, 2 * bucket.whole.nbytes * (ranks - 1) // ranks)
             bucket.work = dist.all_reduce(bucket.whole, group=self._group, async_op=True)
 
     @torch.no_grad()
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Average the remaining gradients when backward has ended."""
-        self._buffers.step_ends()
         if not self._buckets:
             self._fill()
         if not self._finds_unused:
@@ -213,11 +208,55 @@ class Buckets:
             dist.broadcast(numbers, group=self._group, group_src=0)
             return [self._parameters[index] for index in numbers.tolist()]
 
+
+class Buckets(GradBuckets):
+    """Averages the gradients of the model in `context` over the ranks that hold the same part: `ddp`.
+
+    Args:
+        context: Gets a `sync` and a check.
+        bucket_cap_mb: Gradients are averaged in buckets of about this many MiB.
+        find_unused_parameters: Ask all ranks which parameters got no gradient in this step.
+
+    Raises:
+        ApplyError: There is no process group, or the weights of these ranks differ.
+    """
+
+    def __init__(self, context: Context, *, bucket_cap_mb: int, find_unused_parameters: bool) -> None:
+        placement = context.placement
+        require_ranks(context, "ddp")
+        self._model, self._absent = context.model, frozenset(placement.absent)
+        # Its schedule decides when the last backward ends, so no hooks are needed.
+        pipeline: Any = context.loop.pipeline
+        super().__init__(
+            context,
+            self._trained(),
+            same_part_group(context),
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            in_backward=pipeline is None,
+        )
+        if pipeline is not None:  # rule 4
+            pipeline.reduce = self.finish
+        self._buffers = BroadcastBuffers(context, self._group)
+        context.loop.sync, placement.states_average_grads = self.sync, True
+        context.checks["sharding.states"] = self._check
+
+    def finish(self) -> None:
+        """Average the remaining gradients, and broadcast buffers before the next step."""
+        self._buffers.step_ends()
+        super().finish()
+
+    def _trained(self) -> list[nn.Parameter]:
+        """Return the trainable parameters of this rank."""
+        return [
+            p for name, p in self._model.named_parameters() if p.requires_grad and name not in self._absent
+        ]
+
     def _check(self) -> dict[str, Any]:
         mine = set(self._trained())
         if mine != set(self._parameters):
             raise refusals.error_of(refusals.other_parameters())
-        return {"ranks": self._group.size(), "averaged_bytes": self._averaged_bytes}
+        return {"ranks": self._group.size(), "averaged_bytes": self.averaged_bytes}
 
 
 def _bucket(parameters: list[nn.Parameter]) -> _Bucket:

@@ -12,6 +12,7 @@ from pydantic import Field
 from memtune import refusals
 from memtune.effects import Effects
 from memtune.parallel.model import Sharing, average, share, sum_shards
+from memtune.parallel.replicas import BUCKET_CAP_MB, Replication, replicate
 from memtune.program import (
     APART,
     Edit,
@@ -142,11 +143,11 @@ class PartitionedWeights(PartitionedLayers):
     """Layers of whose weights each rank of a group has a part, while every rank computes its own samples.
 
     Layers average the gradients of divided weights inside a group; those of all other parameters are averaged
-    after backward, and both between groups.
+    over all ranks in buckets, during backward, those of divided weights between groups after it.
     """
 
     def rewrite(self, program: Program, plan: Any, target: Target) -> Program:
-        """Return the recorded step, with averages of replicated parameters and copies after backward.
+        """Return the recorded step, with averages of replicated parameters and copies.
 
         Techniques of `sharding.states` average gradients between copies themselves; `_average_in_group` then
         averages replicated parameters.
@@ -160,19 +161,14 @@ class PartitionedWeights(PartitionedLayers):
         if divides_states(target):
             return divided
         step = divided.step
-        parts = np.isin(columns_of(step.parameters).names, plan.parameters)
-        edit = Edit(step)
-        average(edit, step, ~parts, ranks, _link(1, node), program.accumulate)
         if degree < ranks:
-            average(
-                edit,
-                step,
-                parts,
-                ranks // degree + APART * (degree - 1),
-                _link(degree, node),
-                program.accumulate,
-            )
-        return program.with_step(edit.done())
+            parts = np.isin(columns_of(step.parameters).names, plan.parameters)
+            edit, group = Edit(step), ranks // degree + APART * (degree - 1)
+            average(edit, step, parts, group, _link(degree, node), program.accumulate)
+            step = edit.done()
+        without = frozenset(plan.parameters)
+        how = Replication(ranks, BUCKET_CAP_MB << 20, program.accumulate, without=without)
+        return program.with_step(replicate(step, how))
 
     def passes(self) -> Mapping[PassStage, Rewrite]:
         return {**super().passes(), PassStage.WHOLE_STEP: self._average_in_group}

@@ -27,7 +27,7 @@ class ExpertParallel(PartitionedWeights):
     Each rank owns experts/degree of every module of experts. In forward a token's row is sent to the owner
     of each expert that it is routed to, and the output back; in backward the gradients take the same ways.
     Experts see the rows of all ranks of a group, so their gradients need no reduction inside it; all other
-    parameters are replicated, and their gradients averaged after backward.
+    parameters are replicated, and their gradients averaged in buckets during backward, as DDP does.
 
     With `inner_degree`, the ranks of a node, rows first go inside the node to the rank with the owner's
     place, then over the network between ranks of one place: as many bytes there, in fewer messages.

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from memtune import refusals
 from memtune.effects import NO_EFFECTS, Effects
-from memtune.parallel.replicas import AllReduceGrads, Buckets, Replicas, Replication, replicate
+from memtune.parallel.replicas import BUCKET_CAP_MB, AllReduceGrads, Buckets, Replicas, Replication, replicate
 from memtune.program import Program
 from memtune.runtime import Context
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
@@ -36,7 +36,7 @@ class Ddp(Technique):
     paper: ClassVar[str] = "DDP"
     exactness: ClassVar[Exactness] = Exactness.REORDERED
 
-    bucket_cap_mb: Annotated[int, Field(ge=1)] = 25
+    bucket_cap_mb: Annotated[int, Field(ge=1)] = BUCKET_CAP_MB
     """MiB of gradients averaged at once; small buckets start earlier, large ones pay the latency less often.
     """
     find_unused_parameters: bool = False
@@ -44,7 +44,7 @@ class Ddp(Technique):
 
     def sentence(self) -> str:
         """Return the setting as one clause."""
-        buckets = "" if self.bucket_cap_mb == 25 else f" in buckets of {self.bucket_cap_mb} MiB"
+        buckets = "" if self.bucket_cap_mb == BUCKET_CAP_MB else f" in buckets of {self.bucket_cap_mb} MiB"
         return f"keeps the whole model on every rank, averages gradients{buckets}"
 
     @property
@@ -108,4 +108,4 @@ class Ddp(Technique):
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         # Torch's own bucket size and a large one; `fits` decides on the search for unused parameters.
-        return {"bucket_cap_mb": (25, 100), "find_unused_parameters": (False, True)}
+        return {"bucket_cap_mb": (BUCKET_CAP_MB, 100), "find_unused_parameters": (False, True)}

@@ -194,7 +194,7 @@ def test_step_has_half_the_weights_and_sends_bytes_by_formula(in_place: bool) ->
     assert shapes["wte.weight"] == (32, 32)
     assert shapes["h.1.mlp.2.weight"] == (16, 128)
     assert shapes["h.1.mlp.2.bias"] == (32,)
-    averaged = [op for op in range(step.ops.n) if "all_reduce" in step.names[step.ops.name[op]]]
+    averaged = [op for op in range(step.ops.n) if "allreduce" in step.names[step.ops.name[op]]]
     assert int(step.ops.traffic_bytes[averaged].sum()) == WHOLE
     assert hops(step) + WHOLE == sum(sent(2, in_place, 2))
     assert (made.program.accumulate, made.program.samples) == (1, 2 * SIZE)
@@ -315,7 +315,7 @@ def test_convolutions_and_experts_rotate_and_train_as_one(other_slots: dict[str,
     assert_trained_as_one([run for _, run in found], wanted)
     assert len(wanted["optimizer"]) < sum(1 for _ in build(ROUTED)[1].parameters())
     step = made.program.step
-    averaged = [op for op in range(step.ops.n) if "all_reduce" in step.names[step.ops.name[op]]]
+    averaged = [op for op in range(step.ops.n) if "allreduce" in step.names[step.ops.name[op]]]
     predicted = hops(step) + int(step.ops.traffic_bytes[averaged].sum())
     assert [n_bytes for n_bytes, _ in found] == [(predicted, 0)] * 2
 
