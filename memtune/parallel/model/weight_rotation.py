@@ -14,9 +14,9 @@ Six rules:
   the own shard.
 4. Only the input and the own shard are saved for backward.
 5. Parameters that are not rotated are replicated; their gradients are averaged in buckets during the last
-  backward, those of the rotated weights between groups after it (a ring is consecutive ranks). If states are sharded among
-  the ranks that hold the same shards (`parallel.ranks.replica_groups`), that mechanism averages between the
-  rings, and gradients of replicated parameters are averaged inside a ring, once per step.
+  backward, those of the rotated weights between groups after it (a ring is consecutive ranks). If states are
+  sharded among the ranks that hold the same shards (`parallel.ranks.replica_groups`), that mechanism averages
+  between the rings, and gradients of replicated parameters are averaged inside a ring, once per step.
 6. All ranks of a ring must call the same layers in the same order, or a rank would receive a shard of another
   weight. Experts, whose calls depend on the samples, are called in a fixed order by all ranks
   (`parallel.model.rotated_experts`), and in the 1st, 2nd, 4th, 8th … forward ranks compare their calls.

@@ -54,14 +54,14 @@ class Replication:
     """True if gradients of the blocks are included; else another component averages them."""
     of_experts: bool = True
     """The same for the blocks' experts."""
-    without: frozenset[str] = frozenset()
-    """Parameters whose gradients layers of several ranks average; no buffers are broadcast then."""
     at_end: bool = False
     """True if buckets are filled when the last backward of a pipeline's step has ended, and not as gradients
     become ready.
     """
     unbucketed: bool = False
     """No buckets: each gradient is averaged as soon as it is ready, by the pass that offloads it."""
+    without: frozenset[str] = frozenset()
+    """Parameters whose gradients layers of several ranks average; no buffers are broadcast then."""
 
 
 @dataclass(frozen=True)
