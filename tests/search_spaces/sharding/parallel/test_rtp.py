@@ -336,12 +336,17 @@ even = functools.partial(build_net, EvenNet)
 Case = tuple[int, bool, int, float, bool]
 
 
+def plan_of(degree: int, *layers: str) -> dict[str, Any]:
+    fields = {"parameters": [f"{name}.weight" for name in layers], "divided_bytes": 0}
+    return {"sharding.parallel": {"degree": degree, "layers": list(layers), **fields}}
+
+
 def steps_of(cases: list[Case]) -> dict[Case, Any]:
     found = {}
     for degree, in_place, parts, clip, says_last in cases:
         model, optimizer = even()
         technique = {"kind": KIND, "degree": degree, "in_place": in_place}
-        plan = {"sharding.parallel": {"degree": degree, "layers": rotatable(model, degree)[0]}}
+        plan = plan_of(degree, *rotatable(model, degree)[0])
         document = {"settings": {"sharding": {"parallel": technique}}, "plan": plan}
         tuned = apply(model, optimizer, document, loss=loss, strict=False)
         found[degree, in_place, parts, clip, says_last] = on_this_rank(
@@ -392,7 +397,7 @@ def branched(others_from: int) -> list[Any]:
     """Return the error of this rank and its step, if ranks take other branches from a step on."""
     torch.manual_seed(0)
     model = nn.Sequential(Branches(), nn.Linear(8, 8))
-    plan = {"sharding.parallel": {"degree": 2, "layers": ["0.low", "0.high", "1"]}}
+    plan = plan_of(2, "0.low", "0.high", "1")
     settings = {"sharding": {"parallel": {"kind": KIND}}}
     tuned = apply(
         model, torch.optim.SGD(model.parameters()), {"settings": settings, "plan": plan}, strict=False
