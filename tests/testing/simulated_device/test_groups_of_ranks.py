@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 from support.gloo import run_ranks
-from support.ranks.model_parallel_runs import SEPARATE, SIZE, UNDRAWN, rewriter
+from support.ranks.model_parallel_runs import MODELS, SEPARATE, SIZE, UNDRAWN, rewriter
 from support.ranks.pipeline_runs import CHAIN
 from support.simulated_ranks import PARTS, differences_on_ranks
 
 from memtune.autotune.space.candidates import Candidate, Choice
 
 pytestmark = [pytest.mark.device, pytest.mark.slow]
+HASHED = MODELS / "hashed_experts.py"
 EXECUTION = {"micro_batch": SIZE, "accumulate": PARTS}
 ON_SEPARATE: dict[str, dict[str, Any]] = {
     "heads and contexts": {"sharding": {"parallel": {"kind": "head_context"}}},
@@ -41,6 +42,10 @@ ON_CHAIN: dict[str, dict[str, Any]] = {
 }
 
 
+ON_EXPERTS: dict[str, dict[str, Any]] = {
+    "experts at once": {"sharding": {"parallel": {"kind": "expert_parallel", "degree": 2}}},
+    "experts by node": {"sharding": {"parallel": {"kind": "expert_parallel", "inner_degree": 2}}},
+}
 OFFLOADED: dict[str, dict[str, Any]] = {
     "mobius with a tied weight": {
         "sharding": {"states": {"kind": "none"}},
@@ -73,8 +78,8 @@ def planned(path: Path, ranks: int, settings: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("path", "ranks", "cases"),
-    [(SEPARATE, 4, ON_SEPARATE), (CHAIN, 4, ON_CHAIN), (UNDRAWN, 2, OFFLOADED)],
-    ids=["layers", "stages", "offloaded"],
+    [(SEPARATE, 4, ON_SEPARATE), (CHAIN, 4, ON_CHAIN), (HASHED, 4, ON_EXPERTS), (UNDRAWN, 2, OFFLOADED)],
+    ids=["layers", "stages", "experts", "offloaded"],
 )
 def test_groups_of_ranks_train_as_on_the_cpu(
     path: Path, ranks: int, cases: dict[str, dict[str, Any]]
