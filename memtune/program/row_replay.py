@@ -85,19 +85,16 @@ class _Table:
     def since(self, mark: tuple[int, int] = (0, 0)) -> list[Any]:
         """Return the columns of everything since `mark`: parts, then single rows."""
         rows = np.asarray(self.rows[mark[1] :], np.int64).reshape(-1, len(self._refers)).T
-        parts = self.parts[mark[0] :]
-        return [np.concatenate([*(each[i] for each in parts), row]) for i, row in enumerate(rows)]
+        return [np.concatenate(columns) for columns in zip(*self.parts[mark[0] :], rows, strict=True)]
 
     def repeat(self, mark: tuple[int, int], count: int) -> None:
         """Append `count` copies of everything since `mark`, each further by one stride."""
-        columns = self.since(mark)
-        nth = np.repeat(np.arange(1, count + 1), len(columns[0]))
+        nth = np.arange(1, count + 1)[:, None]
 
         def copies(column: Any, strides: _Strides | None) -> Any:
-            repeated = np.tile(column, count)
-            return repeated if strides is None else repeated + nth * np.tile(strides.of(column), count)
+            return np.tile(column, count) if strides is None else (column + nth * strides.of(column)).ravel()
 
-        self.parts.append(tuple(map(copies, columns, self._refers)))
+        self.parts.append(tuple(map(copies, self.since(mark), self._refers)))
 
 
 @dataclass(frozen=True)
@@ -450,7 +447,9 @@ class RowReplay:
         columns["bytes"][self._emptied] = 0
         for number, kind in self._kinds:
             columns["kind"][number] = kind
-        np.maximum.at(columns["held_until"], *self._holds.since())
+        numbers, until = self._holds.since()
+        # Of one type: numpy converts others one by one.
+        np.maximum.at(columns["held_until"], numbers, until.astype(columns["held_until"].dtype))
         blocks = columns_of(step.parameters)
         known = self.first_number(blocks.storage)
         return step_of_rows(  # nothing is compressed in a replay

@@ -240,6 +240,17 @@ def layer_major(
     return _StepWriter(step, packs, micro_batches, boundaries, ranks).done()
 
 
+class _PackRows(NamedTuple):
+    """Rows of the old step that belong to a pack."""
+
+    forward: RowIndex
+    backward: RowIndex
+    from_forward: RowMask
+    """(m,) Storages that it reads from a forward run."""
+    saves: RowIndex
+    """Rows of `saves`: tensors that autograd saves in it."""
+
+
 class _Cut(NamedTuple):
     """Backward rows of a pack as a micro-batch replays them."""
 
@@ -251,6 +262,20 @@ class _Cut(NamedTuple):
     offloaded: set[int]
     given: I32
     """Gradients that the rows start from."""
+
+
+class _Tables(dict[int, I32]):
+    """A table of numbers by micro-batch, -1 for none; made on first use, as few micro-batches are written
+    (`_run_each`).
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self._width = width
+
+    def __missing__(self, index: int) -> I32:
+        made = self[index] = np.full(self._width, -1, np.int32)
+        return made
 
 
 class _StepWriter:
@@ -268,9 +293,9 @@ class _StepWriter:
         self._boundaries = _Boundaries(self._new, step, boundaries == "host")
         # By micro-batch: new storages of forward packs, and of all other runs; new positions of the first
         # forward; the rows of the turnaround, and its end (row of the old step, op of the new one).
-        self._forward_made, self._made = (self._table(step.storages.n) for _ in range(2))
+        self._forward_made, self._made = (_Tables(step.storages.n) for _ in range(2))
         self._first_run, self._turnaround_runs = (
-            self._table(step.ops.n),
+            _Tables(step.ops.n),
             [RowRun() for _ in range(micro_batches)],
         )
         self._turnaround_ends = [(0, 0)] * micro_batches
@@ -282,6 +307,7 @@ class _StepWriter:
         self._nothing: RowMask = np.zeros(step.storages.n, bool)
         self._ignore = self._gradients.storages.copy()
         self._total = -1
+        self._rows_of: dict[Span, _PackRows] = {}
         self._cuts: dict[tuple[bytes, bool, bool, bool], _Cut] = {}
         self._given: dict[bytes, I32] = {}
         self._tied = self._tied_parts()
@@ -324,13 +350,10 @@ class _StepWriter:
                 step.storages.held_until[batch],
             )
 
-    def _table(self, width: int) -> list[I32]:
-        return [np.full(width, -1, np.int32) for _ in range(self._count)]
-
     def done(self) -> Step:
         """Write and return the new step."""
         # The gradients of the last micro-batch become the sums, so its storages serve the optimizer's rows.
-        new, tail, last = self._new, RowRun(), self._made[-1]
+        new, tail, last = self._new, RowRun(), self._made[self._count - 1]
         for group in self._packs.groups(self._count):
             self._group(group)
         self._gradients.average_outside()
@@ -404,7 +427,7 @@ class _StepWriter:
         ):
             self._boundaries.start(first, index, made)
             begun = self._new.n_ops
-            self._forward_rows(self._parts.forward_of((first, last)), index)
+            self._forward_rows(self._rows((first, last)).forward, index)
             # The caller's frame drops the argument when the first block of the pack returns.
             self._boundaries.end_use(first, made, begun + len(self._parts.forward[first]) - 1)
             self._boundaries.save(last, index, made)
@@ -423,7 +446,7 @@ class _StepWriter:
         made, forward_made, from_forward = (
             self._made[index],
             self._forward_made[index],
-            self._from_forward(self._packs.turnaround),
+            self._rows(self._packs.turnaround).from_forward,
         )
         self._new.append_rows(
             run, parts.before, made, forward_made, from_forward, again=self._first_run[index]
@@ -491,26 +514,40 @@ class _StepWriter:
 
     def _backward(self, pack: Span, group: range, index: int) -> None:
         run, made, forward_made = RowRun(), self._made[index], self._forward_made[index]
-        from_forward, forward = self._from_forward(pack), self._parts.forward_of(pack)
+        forward, backward, from_forward, saves = self._rows(pack)
         self._boundaries.start(pack[0], index, forward_made)
         begun = self._new.n_ops
         self._new.append_rows(run, forward, made, forward_made, from_forward, again=self._first_run[index])
         self._boundaries.end_use(pack[0], forward_made, begun + len(self._parts.forward[pack[0]]) - 1)
         returned = self._new.n_ops - 1
-        self._run_backward(run, self._parts.backward_of(pack), index, group, from_forward)
-        saved = self._saved((self._saved_in >= pack[0]) & (self._saved_in < pack[1]), index, from_forward)
+        self._run_backward(run, backward, index, group, from_forward)
+        saved = self._saved(saves, index, from_forward)
         set_lifetimes(self._new, run, saved, int(forward[-1]), returned, ignore=self._ignore)
 
     def _prologue_backward(self, group: range, index: int) -> None:
         first, run = self._packs.turnaround[0], self._turnaround_runs[index]
-        from_forward = self._from_forward(self._packs.turnaround)
+        from_forward = self._rows(self._packs.turnaround).from_forward
         if first:
             self._new.hold(self._forward_made[index][self._boundaries.shared], self._new.n_ops - 1)
             self._run_backward(run, self._parts.backward_before, index, group, from_forward)
-        saved = self._saved((self._saved_in == _BEFORE) | (self._saved_in >= first), index, from_forward)
+        saves = np.flatnonzero((self._saved_in == _BEFORE) | (self._saved_in >= first))
+        saved = self._saved(saves, index, from_forward)
         set_lifetimes(self._new, run, saved, *self._turnaround_ends[index], ignore=self._ignore)
 
     # -- parts of these runs ---------------------------------------------------------------------------------
+
+    def _rows(self, pack: Span) -> _PackRows:
+        """Return what every micro-batch replays of `pack`."""
+        known = self._rows_of.get(pack)
+        if known is None:
+            parts, inside = self._parts, (self._saved_in >= pack[0]) & (self._saved_in < pack[1])
+            known = self._rows_of[pack] = _PackRows(
+                parts.forward_of(pack),
+                parts.backward_of(pack),
+                self._from_forward(pack),
+                np.flatnonzero(inside),
+            )
+        return known
 
     def _from_forward(self, pack: Span) -> RowMask:
         """Return (m,) storages that `pack` reads from a forward run, because it does not recompute them.
@@ -523,7 +560,7 @@ class _StepWriter:
         found: RowMask = others | ((self._made_in == _BEFORE) & before)
         return found
 
-    def _saved(self, rows: RowMask, index: int, from_forward: RowMask) -> tuple[I32, I32]:
+    def _saved(self, rows: RowIndex, index: int, from_forward: RowMask) -> tuple[I32, I32]:
         """Return the new storages of the saves `rows`, and the op after which autograd frees each."""
         step = self._step
         numbers = self._new.number(
