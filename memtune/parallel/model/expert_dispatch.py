@@ -159,23 +159,25 @@ def _send_back(rows: Tensor, hops: Sequence[Hop], orders: Sequence[Tensor]) -> T
 
 
 class _Dispatched(torch.autograd.Function):
-    """Rows and weights of tokens (T, H), (T, K) at the owners of their experts: (R, H), (R)."""
+    """Rows and weights of tokens (T, H), (T, K) at the owners of their experts: (R, H), (R); without weights
+    K is 1.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, hops: Sequence[Hop], ranks: int, *orders: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, x: Tensor, weights: Tensor | None, hops: Sequence[Hop], ranks: int, *orders: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(*orders)
-        ctx.hops, ctx.ranks, ctx.chosen = hops, ranks, weights.shape
+        ctx.hops, ctx.ranks, ctx.chosen = hops, ranks, (len(x), 1) if weights is None else weights.shape
         # One node for both: all ranks send them in one order, in backward too.
         return (
-            _send(x, hops, orders, weights.shape[1]),
-            _send(weights.reshape(-1), hops, orders, 1),
+            _send(x, hops, orders, ctx.chosen[1]),
+            None if weights is None else _send(weights.reshape(-1), hops, orders, 1),
         )
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_rows: Tensor, of_weights: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, of_rows: Tensor, of_weights: Tensor | None) -> tuple[Tensor | None, ...]:
         of_x = of_chosen = None
         # Read once: a second read would recompute the block again.
         orders = ctx.saved_tensors
@@ -183,6 +185,7 @@ class _Dispatched(torch.autograd.Function):
             of_x = _summed(_send_back(of_rows.contiguous(), ctx.hops, orders), ctx.chosen[1])
             of_x.mul_(ctx.ranks)  # rule 4
         if ctx.needs_input_grad[1]:
+            assert of_weights is not None
             of_chosen = _send_back(of_weights.contiguous(), ctx.hops, orders).view(ctx.chosen)
             of_chosen.mul_(ctx.ranks)
         return of_x, of_chosen, None, None, *[None] * len(ctx.hops)
@@ -211,15 +214,15 @@ def _summed(rows: Tensor, chosen: int) -> Tensor:
     return rows if chosen == 1 else rows.view(-1, chosen, *rows.shape[1:]).sum(1)
 
 
-def dispatched(x: Tensor, weights: Tensor, route: Route) -> tuple[Tensor, Tensor]:
+def dispatched(x: Tensor, weights: Tensor | None, route: Route) -> tuple[Tensor, Tensor | None]:
     """Return the rows of all ranks' tokens for this rank's experts, and their weights.
 
     Args:
         x: This rank's tokens, (tokens, features).
-        weights: Weights of the experts that each is routed to, (tokens, chosen).
+        weights: Weights of the experts that each is routed to, (tokens, chosen); None: each has one expert.
         route: The way of their rows.
     """
-    made: tuple[Tensor, Tensor] = _Dispatched.apply(x, weights, route.hops, route.ranks, *route.orders)  # type: ignore[no-untyped-call]
+    made: tuple[Tensor, Tensor | None] = _Dispatched.apply(x, weights, route.hops, route.ranks, *route.orders)  # type: ignore[no-untyped-call]
     return made
 
 

@@ -4,8 +4,9 @@ them.
 Five rules:
 
 1. Experts are the rows of the weights of one module, (experts, …), which is called with tokens, the experts
-  that each is routed to, and their weights: (T, H), (T, K), (T, K), and returns (T, H). Transformers 5 has
-  this form for nearly all its models.
+  that each is routed to, and their weights: (T, H), (T, K), (T, K), and returns (T, H), as in nearly all
+  models of Transformers 5; or with rows sorted by expert and the number of each expert's: (R, H), (E), and
+  returns (R, H), as in torchtitan.
 2. A weight is a DTensor of the plain shape with this rank's experts. For the tokens that arrive, the module's
   own forward runs with them, on one expert a row.
 3. A rank that no token is sent to runs nothing, but takes part in the exchanges of backward, and its weights
@@ -70,27 +71,60 @@ class Experts:
 
     def _run(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the outputs of this rank's tokens, whose rows visit the owners of their experts."""
-        x, index, weights = (*args, *(kwargs[name] for name in self._names[len(args) :]))
+        given = (*args, *(kwargs[name] for name in self._names[len(args) :]))
+        return self._run_routed(*given) if len(given) == 3 else self._run_sorted(*given)
+
+    def _run_routed(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         if index.shape != weights.shape or index.dim() != 2 or x.shape[:-1] != index.shape[:1]:
-            shapes = ", ".join(str(tuple(each.shape)) for each in (x, index, weights))
-            raise ApplyError(
-                f"{self.name} is called with other tensors than expert parallelism knows: {shapes}.",
-                evidence="It takes (tokens, features), (tokens, chosen) and (tokens, chosen).",
-                fix="parallel: {kind: none}",
-                code="MT390",
-            )
-        route = Route.of(index.flatten(), self.experts, self.owners)
+            raise self._other_tensors(x, index, weights)
+        route = self._route(index.flatten())
         rows, row_weights = dispatched(x, weights, route)
+        assert row_weights is not None
+        made = self._at_owner(rows, route.experts.unsqueeze(1), row_weights.unsqueeze(1))
+        # The rows are not needed while their outputs travel.
+        del rows, row_weights
+        return combined(made, index.shape[1], route)
+
+    def _run_sorted(self, x: Tensor, counts: Tensor) -> Tensor:
+        if counts.shape != (self.experts,):
+            raise self._other_tensors(x, counts)
+        # Rows of no expert, as some kernels need for alignment, would be sent to a wrong one.
+        torch._assert_async(counts.sum() == len(x))
+        experts = torch.arange(self.experts, device=x.device)
+        route = self._route(torch.repeat_interleave(experts, counts.to(torch.int64), output_size=len(x)))
+        rows, _ = dispatched(x, None, route)
+        # Rows arrive sorted by rank, then expert.
+        order = torch.argsort(route.experts, stable=True)
+        mine = torch.zeros(self.experts // self.owners.ranks, dtype=torch.int64, device=x.device)
+        mine = mine.scatter_add(0, route.experts, torch.ones_like(route.experts)).to(counts.dtype)
+        made = self._at_owner(rows.index_select(0, order), mine)
+        return combined(made.index_select(0, torch.argsort(order)), 1, route)
+
+    def _route(self, index: Tensor) -> Route:
+        route = Route.of(index, self.experts, self.owners)
         if self._seen is not None:
-            self._seen.append(Load(index.numel(), len(rows)))
+            self._seen.append(Load(len(index), len(route.experts)))
+        return route
+
+    def _at_owner(self, rows: Tensor, *others: Tensor) -> Tensor:
+        """Return the outputs of the rows that have arrived."""
         with self._owned() as mine:
             if len(rows):
-                made = self._forward(rows, route.experts.unsqueeze(1), row_weights.unsqueeze(1))
+                made: Tensor = self._forward(rows, *others)
             else:
-                made = _Unused.apply(rows, row_weights, *mine)  # type: ignore[no-untyped-call]
-            # The loop's last rows are not needed while their outputs travel.
-            del rows, row_weights
-        return combined(made, index.shape[1], route)
+                inputs = [each for each in (rows, *others, *mine) if each.is_floating_point()]
+                made = _Unused.apply(*inputs)  # type: ignore[no-untyped-call]
+        return made
+
+    def _other_tensors(self, *given: Tensor) -> ApplyError:
+        shapes = ", ".join(str(tuple(each.shape)) for each in given)
+        return ApplyError(
+            f"{self.name} is called with other tensors than expert parallelism knows: {shapes}.",
+            evidence="It takes (tokens, features), (tokens, chosen), (tokens, chosen), or (rows, features)"
+            " and the number of rows of each expert.",
+            fix="parallel: {kind: none}",
+            code="MT390",
+        )
 
     @contextmanager
     def _owned(self) -> Iterator[list[Tensor]]:
@@ -111,8 +145,8 @@ class _Unused(torch.autograd.Function):
     """Outputs of no rows, which depend on them and on the weights (rule 3)."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, row_weights: Tensor, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, row_weights, *weights)
+    def forward(ctx: Any, rows: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, *others)
         return torch.empty_like(rows)
 
     @staticmethod
@@ -162,17 +196,20 @@ def _not_divisible(module: nn.Module, degree: int, owners: dict[int, list[str]])
     experts = mine[0].shape[0]
     if experts % degree:
         return f"has {experts} experts, which {degree} ranks do not divide"
-    if not _takes_routed_tokens(module.forward):
-        return "does not take tokens, the experts of each, and their weights"
+    if not _takes_tokens(module.forward):
+        return (
+            "takes neither tokens, the experts of each and their weights, nor rows and num_tokens_per_expert"
+        )
     if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
         return "has hooks or a forward of its own"
     shared = next((owners[id(each)] for each in mine if len(owners[id(each)]) > 1), None)
     return f"shares its weight: {' and '.join(shared)}" if shared else ""
 
 
-def _takes_routed_tokens(forward: Callable[..., Any]) -> bool:
-    names = [name for name, each in inspect.signature(forward).parameters.items()]
-    return len(names) == 3 and ("ind" in names[1] or "idx" in names[1]) and "weight" in names[2]
+def _takes_tokens(forward: Callable[..., Any]) -> bool:
+    names = list(inspect.signature(forward).parameters)
+    routed = len(names) == 3 and ("ind" in names[1] or "idx" in names[1]) and "weight" in names[2]
+    return routed or (len(names) == 2 and "tokens_per_expert" in names[1])
 
 
 def divide_layers(

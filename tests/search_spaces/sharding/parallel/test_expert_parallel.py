@@ -38,8 +38,8 @@ from memtune.technique import Target
 from memtune.testing.training import build
 
 KIND = "expert_parallel"
-STACKED, HASHED, MIXTRAL = (
-    MODELS / f"{name}.py" for name in ("stacked_experts", "hashed_experts", "mixtral")
+STACKED, HASHED, SORTED, MIXTRAL = (
+    MODELS / f"{name}.py" for name in ("stacked_experts", "hashed_experts", "sorted_experts", "mixtral")
 )
 LAYERS, TOKENS = 2, SIZE * SEQ
 REPLICATED = 4 * (2 * VOCAB * DIM + VOCAB + LAYERS * (2 * DIM + EXPERTS * DIM))
@@ -93,11 +93,11 @@ def test_refusals_name_what_is_in_the_way() -> None:
     assert "layers.0.experts has 4 experts, which 3 ranks do not divide" in str(cut(3, "experts", 3))
 
 
-class CountedExperts(Experts):
-    """Takes sorted tokens and their number per expert."""
+class DenseExperts(Experts):
+    """Takes the weight of every expert for each token."""
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:  # type: ignore[override]
-        return x * counts.sum()
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
+        return x * weights.sum()
 
 
 def with_shared_weight(model: nn.Module) -> None:
@@ -126,8 +126,8 @@ def with_shared_weight(model: nn.Module) -> None:
             "layers.0.experts has weights in modules of its own",
         ),
         (
-            lambda model: setattr(model.layers[0], "experts", CountedExperts()),
-            "layers.0.experts does not take tokens, the experts of each, and their weights",
+            lambda model: setattr(model.layers[0], "experts", DenseExperts()),
+            "layers.0.experts takes neither tokens, the experts of each and their weights",
         ),
     ],
 )
@@ -205,6 +205,12 @@ def test_two_ranks_train_as_one_with_clipping_as_predicted() -> None:
         assert max(rank[""][0] for rank, _ in found) == pytest.approx(predicted, rel=0.02)
 
 
+def test_sorted_rows_train_as_one() -> None:
+    """Also on the owner of an expert without rows."""
+    found = run_ranks(trained, 2, 2, config(KIND, path=SORTED), True, 1, False, SORTED)
+    assert_trained_as_one(found, trained(2, None, True, path=SORTED))
+
+
 OTHERS: dict[str, dict[str, Any]] = {
     "alone": {},
     "full": {"recompute": {"kind": "full"}},
@@ -251,7 +257,7 @@ def test_states_sharded_between_copies_train_as_one(states: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("knobs", [{}, {"degree": 2}, {"inner_degree": 2}, {"accumulate": 2}], ids=str)
-@pytest.mark.parametrize("path", [STACKED, HASHED, MIXTRAL], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [STACKED, HASHED, SORTED, MIXTRAL], ids=lambda path: path.stem)
 def test_four_ranks_train_as_one(path: Path, knobs: dict[str, Any]) -> None:
     """Also a rank of `HASHED` to which no token is sent: its experts have gradients of zero."""
     accumulate = knobs.get("accumulate", 1)
