@@ -326,6 +326,12 @@ def test_keep_only_with_sharded_pieces(kind: str) -> None:
 
 
 @pytest.mark.slow
+def test_keep_only_with_divided_experts() -> None:
+    path = model_parallel_runs.MODELS / "stacked_experts.py"
+    assert_alike(path, 4, {"experts": model_parallel_runs.config("expert_parallel", 4, path=path)})
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_deferred_with_pipeline_stages(ranks: int) -> None:
     chain = model_parallel_runs.MODELS / "chain.py"

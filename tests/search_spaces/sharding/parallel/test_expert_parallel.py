@@ -26,6 +26,7 @@ from support.suites.sharded_suite import ShardedSuite
 from torch import Tensor, nn
 
 from memtune import hardware
+from memtune.api import apply
 from memtune.autotune.predict.simulation import simulate
 from memtune.config.tuned_config import Settings, TunedConfig, dump_yaml, load_config
 from memtune.errors import ApplyError
@@ -232,6 +233,31 @@ def test_peaks_and_bytes_with_activation_techniques(ranks: int) -> None:
             made = candidate(KIND, HASHED, ranks, more).program
             predicted = simulate(made, hardware.detect("cpu")).peak_allocated_bytes
             assert max(each[name][0] for each in found) == pytest.approx(predicted, rel=0.02), name
+
+
+def saved(document: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Train a step, save, load into a second model that goes on, and return its state."""
+    workload, model, optimizer = build(STACKED)
+    tuned = apply(model, optimizer, document, loss=workload.loss, strict=False)
+    tuned.step([workload.make_batch(SIZE)])
+    tuned.save(folder)
+    workload, model, optimizer = build(STACKED)
+    again = apply(model, optimizer, document, loss=workload.loss, strict=False)
+    again.load(folder)
+    return {"before": tuned.state_dict(), "after": again.state_dict()}
+
+
+@pytest.mark.slow
+def test_checkpoint_of_divided_experts_loads_on_these_ranks_and_on_one(tmp_path: Path) -> None:
+    found = run_ranks(saved, 2, config(KIND, path=STACKED), str(tmp_path))
+    workload, model, optimizer = build(STACKED)
+    tuned = apply(model, optimizer, {"settings": {}}, loss=workload.loss, strict=False)
+    tuned.load(tmp_path)
+    wanted = found[0]["before"]
+    for state in (tuned.state_dict(), *(rank["after"] for rank in found)):
+        torch.testing.assert_close(state["model"], wanted["model"], rtol=0, atol=0)
+        moments = state["optimizer"]["state"], wanted["optimizer"]["state"]
+        torch.testing.assert_close(*moments, rtol=0, atol=0)
 
 
 @pytest.mark.slow
