@@ -81,6 +81,8 @@ def region_of(step: Step) -> Region | str:
         return "the model recomputes parts of itself already"
     # The loss is outside of every module; its backward comes before the region's.
     inside = (step.ops.phase == Phase.BACKWARD) & (step.ops.module > 0)
+    adds = added_gradients(step) | _added_from_outside(step, inside)
+    inside &= ~adds
     backward = np.flatnonzero(inside).astype(np.int32)
     if not len(backward):
         return "no backward of the model was recorded"
@@ -89,7 +91,6 @@ def region_of(step: Step) -> Region | str:
         return (
             f"{step.names[step.ops.name[int(talks.argmax())]]}: ranks exchange data in the middle of the step"
         )
-    adds = added_gradients(step)
     others = (step.ops.phase == Phase.BACKWARD) & ~inside & ~adds
     if others[backward[0] : backward[-1]].any():
         return "other code runs in the middle of the model's backward"
@@ -131,6 +132,21 @@ def added_gradients(step: Step) -> npt.NDArray[np.bool_]:
     found[step.uses.op[mutates]] = True
     found &= step.ops.phase == Phase.BACKWARD
     return found
+
+
+def _added_from_outside(step: Step, inside: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Return (n,) ops in which autograd adds the model's gradient of a parameter to one that backward of the
+    loss has made, as of a penalty on weights: no ops of the model's forward.
+    """
+    producer = step.storages.producer
+    sums = np.zeros(step.ops.n, bool)
+    sums[producer[(step.storages.kind == Kind.GRADIENT) & (producer >= 0)]] = True
+    sums &= inside & np.isin(step.ops.name, [i for i, name in enumerate(step.names) if name in _SUMS])
+    outside = (step.ops.phase == Phase.BACKWARD) & ~inside
+    read = producer[step.uses.storage]
+    found = np.zeros(step.ops.n, bool)
+    found[step.uses.op[(read >= 0) & outside[read]]] = True
+    return found & sums
 
 
 def region_with(step: Step, rows: I32, n_forward: int, carried: dict[int, list[int]]) -> Region:
@@ -283,6 +299,7 @@ _SIZES = frozenset(
 _LOOKED_AT = frozenset(f"aten.{name}" for name in ("all.default", "all.dim", "any.default", "any.dim"))
 """Ops whose outputs Python branches on."""
 _NUMBER = "aten._local_scalar_dense.default"
+_SUMS = ("aten.add.Tensor", "aten.add_.Tensor")
 
 
 @lru_cache(maxsize=8)

@@ -161,9 +161,9 @@ def apply_schedule(step: Step, schedule: Schedule) -> Step:
 
 def placement_of(program: Program, target: Target) -> Placement:
     """Return the context of a schedule of `program`; the same object for equal inputs."""
-    early = active(target, "execution.order") is not None
-    if program.ranks == 1 and not early and not needs_calls_of_blocks(target):
-        # On one rank no other pass changes the region's bytes, so that all these targets share one Placement.
+    changes_bytes = any(active(target, slot) is not None for slot in ("execution.order", "offload.states"))
+    if program.ranks == 1 and not changes_bytes and not needs_calls_of_blocks(target):
+        # No other pass changes the bytes outside the region, so that all these targets share one Placement.
         return _placement(program.step, target.hardware, 1, 1, 1, (), NO_PASS_INPUTS)
     later = later_techniques(target)
     run = program.ranks, program.micro_batch, program.accumulate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -10,12 +11,13 @@ from support.zoo_paths import ZOO
 
 from memtune.api import apply
 from memtune.errors import ApplyError, ConfigError
+from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
 from memtune.search_spaces.recompute._schedule_planner.online_budget import online_peak_bytes
 from memtune.search_spaces.recompute._schedule_planner.region_placement import placement_of
 from memtune.search_spaces.recompute.dtr import Dtr
 from memtune.search_spaces.split.tiled import Tiled
 from memtune.testing import TechniqueSuite
-from memtune.testing.drift_check import plain_program, target_of
+from memtune.testing.drift_check import plain_program, planned, target_of
 from memtune.testing.training import build, settings_of
 
 HEURISTICS = ("e_star", "classes", "local", "lru", "size", "msps", "random")
@@ -148,3 +150,53 @@ class TestDtr(TechniqueSuite):
         with pytest.raises(ConfigError, match=r"MT316 .*plan\.recompute\.online"):
             apply(model, optimizer, config, strict=False)
         assert "forward" not in vars(model)
+
+
+PENALIZED = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+def model():
+    return nn.Sequential(*(Block() for _ in range(4)))
+
+def batch(size):
+    return torch.randn(16 * size, 16)
+
+def loss(model, batch):
+    return model(batch).square().mean() + sum(each.up.weight.abs().mean() for each in model)
+"""
+
+
+def test_dtr_schedules_a_model_whose_weights_the_loss_penalizes(tmp_path: Path) -> None:
+    """Autograd adds the penalty's gradient between the ops of the model's backward."""
+    path = tmp_path / "penalized.py"
+    path.write_text(PENALIZED)
+    _, plans = planned(path, Dtr(ratio=0.3, online=False), micro_batch=8)
+    assert plans["recompute"].recompute_s > 0
+    workload, model, optimizer = build(path)
+    settings = {"execution": {"micro_batch": 8}, "recompute": {"kind": "dtr", "ratio": 0.3, "online": False}}
+    plan = {slot: each.document() for slot, each in plans.items()}
+    tuned = apply(model, optimizer, {"settings": settings, "plan": plan}, loss=workload.loss)
+    for _ in range(2):
+        tuned.step([workload.make_batch(8)])
+    assert tuned.audit()["recompute"]["frozen_runs"] == 2
+    tuned.finish()
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_dtr_uses_the_memory_that_offloaded_states_leave(online: bool) -> None:
+    path, on_host = ZOO["gpt"], OptimizerCpu(update="native")
+    place = placement_of(plain_program(path, 16), target_of(Dtr(ratio=0.5)))
+    budget_bytes = (place.least_bytes + place.plain_bytes) // 2
+    dtr = Dtr(budget_bytes=budget_bytes, online=online)
+    alone, together = (planned(path, *each, micro_batch=16) for each in ((dtr,), (dtr, on_host)))
+    assert together[1]["recompute"].recompute_s < alone[1]["recompute"].recompute_s
+    assert 0.97 * budget_bytes < together[0].step.peak_bytes() <= budget_bytes
