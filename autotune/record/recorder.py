@@ -23,12 +23,13 @@ from memtune.autotune.record.recording_session import (
     open_session,
 )
 from memtune.compile import Compiling
+from memtune.errors import WorkloadError
 from memtune.hardware import Device
 from memtune.memory import WorkspaceTable
 from memtune.offload.core import not_one_by_one
 from memtune.offload.optimizer import no_native_update_for
 from memtune.program import I64, Edit, Kind, OptimizerFacts, Recording, Step, at_micro_batch
-from memtune.workload import DRAWS, Workload
+from memtune.workload import DRAWS, Workload, summary
 
 _AFFINE_TOLERANCE = 0.01
 """Relative error of the affine peak from which a size counts as not affine; kernel scratch is never quite
@@ -83,7 +84,16 @@ def record(
     large_trace = session.traced(large)
     # A real step takes the time and memory of training, so none is run for a size that may suffice by itself.
     further = set(sizes) - {small, large} if session.fake is not None else set()
-    traces = {size: session.traced(size) for size in sorted(further)}
+    traces, failing = dict[int, Trace](), dict[int, WorkloadError]()
+    for size in sorted(further, reverse=True):
+        try:
+            traces[size] = session.traced(size)
+        except WorkloadError as error:
+            if size == max(sizes):
+                raise
+            failing[size] = error  # BatchNorm refuses one sample, and a search can do without
+    sizes, between = set(sizes) - failing.keys(), set(between) - failing.keys()
+    notes += [f"micro-batch {size} is left out: {summary(each, 120)}" for size, each in failing.items()]
     if workspace is None:
         notes.append("kernel workspaces were not measured: the step holds tensors only")
     else:
@@ -103,6 +113,7 @@ def record(
         rung=session.rung,
         notes=tuple(notes),
         checked=frozenset({small, large} if same else {small}),
+        failing=frozenset(failing),
         hints={small: small_trace.hints, large: large_trace.hints} if same else {small: small_trace.hints},
         keeps_gradients=not workload.zero_grad_to_none,
         autocast_cache=workload.autocast_cache,

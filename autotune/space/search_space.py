@@ -242,7 +242,11 @@ def build_space(
     frozen = {_slot_named(name): value for name, value in (freeze or {}).items()}
     searched = {slot for axis in axes for slot in _slots_of(axis)} if axes else {*SLOTS, EXECUTION}
     notes = [f"micro-batch: frozen, {batch_frozen}"] if batch_frozen else []
-    all_executions = executions(global_batch, ranks, rewriter.execution)
+    all_executions = tuple(
+        each
+        for each in executions(global_batch, ranks, rewriter.execution)
+        if each.micro_batch not in rewriter.recording.failing
+    )
     chosen_executions = _executions(all_executions, frozen, EXECUTION in searched and batch_frozen is None)
     chosen_executions = tuple(_compiled(each, frozen) for each in chosen_executions)
 

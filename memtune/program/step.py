@@ -609,6 +609,8 @@ class Recording:
     record_s: float = 0.0
     checked: frozenset[int] = field(default_factory=frozenset)
     """Micro-batches that were recorded, not extrapolated."""
+    failing: frozenset[int] = frozenset()
+    """Micro-batches at which the user's code raises."""
     exact: Mapping[int, Step] = field(default_factory=dict)
     """Steps recorded at further micro-batches, used instead of the affine sizes."""
     device: str = "cpu"

@@ -14,10 +14,13 @@ import torch
 from support.zoo_paths import BAD, ZOO
 from torch import nn
 
+from memtune import hardware
 from memtune.activations.schedules.region_pass import Region, depends_on_data, region_of
 from memtune.autotune.record import recording_session
 from memtune.autotune.record.recorder import check, record
 from memtune.autotune.record.recording_session import SEED, start_session
+from memtune.autotune.space.candidates import Rewriter
+from memtune.autotune.space.search_space import build_space
 from memtune.errors import WorkloadError
 from memtune.hardware.cpu_cores import cpu_threads
 from memtune.memory import cpu_allocator
@@ -26,6 +29,7 @@ from memtune.memory.workspace import WorkspaceTable
 from memtune.program.step import Kind, Recording
 from memtune.runtime.memory_tiers import HOST, tier
 from memtune.runtime.training_step import prepare_model, train_step
+from memtune.technique import Target
 from memtune.testing.drift_check import recording_of
 from memtune.workload.workload import Workload, tensors_of
 
@@ -91,6 +95,24 @@ def test_record_records_used_sizes_that_are_not_affine(model: str) -> None:
     assert not np.array_equal(checked.at(6).storages.bytes, recording.at(6).storages.bytes)
     assert any("micro-batch 6 was recorded by itself" in note for note in checked.notes)
     assert check(checked, session, 6) is checked
+
+
+def test_record_leaves_out_one_sample_where_batch_norm_refuses_it(tmp_path: Path) -> None:
+    path = tmp_path / "normed.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\n"
+        "def model(): return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))\n"
+        "def batch(size): return torch.randn(size, 8)\n"
+        "def loss(model, batch): return model(batch).square().mean()\n"
+    )
+    workload = Workload.load(path)
+    recording = record(workload, sizes={4, 1}, between={4, 2, 1})
+    assert recording.failing == {1}
+    assert any("micro-batch 1 is left out" in note for note in recording.notes)
+    space = build_space(Rewriter(recording, Target(hardware.detect("cpu"))), 4)
+    assert [each.micro_batch for each in space.executions] == [4, 2]
+    with pytest.raises(WorkloadError, match="more than 1 value per channel"):
+        record(workload, sizes={1})
 
 
 def test_record_notes_data_dependent_sizes() -> None:
