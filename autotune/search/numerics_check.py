@@ -4,7 +4,8 @@ Rules:
 
 1. The reference is the plain model at the largest micro-batch that fits, else full recompute (FSDP2's, where
   ranks need it), over the same samples as the winner's step. If none fits the budget, the first one that
-  surely fits the machine's memory runs without a budget.
+  surely fits the machine's memory runs without a budget. So does the plain model at the winner's micro-batch
+  rather than at a smaller one: gradients of a loss that is not quite a mean over samples depend on the split.
 2. It runs twice, under torch's deterministic algorithms. If the two runs are not bitwise equal, the tolerance
   is at least `_NOISE_MARGIN` times their difference: a correct winner differs from one run as much as the
   other run does. If that is as large as the gradients, there is no verdict. Trials of the study that ran the
@@ -24,7 +25,7 @@ from typing import Any
 from memtune.autotune.search.driver import Driver
 from memtune.autotune.search.predictions import trial_config
 from memtune.autotune.search.preparation import Setup
-from memtune.autotune.space import Choice, Scored, executions, first_that_fits
+from memtune.autotune.space import Choice, executions, first_that_fits
 from memtune.device import platform_of
 from memtune.executors import Trial, TrialResult, largest_difference
 from memtune.search_spaces.execution import Execution
@@ -189,13 +190,16 @@ def _allowed(choice: Choice, reference: Choice, unit: float) -> float | None:
     )
 
 
-def _references(driver: Driver, winner: Choice) -> Iterator[tuple[Choice, bool]]:
+def _references(driver: Driver, chosen: Choice) -> Iterator[tuple[Choice, bool]]:
     """Yield references by rule 1, the best first: those predicted to fit, then those without the budget.
 
     With whether each has the budget.
     """
-    setup, beyond = driver.setup, list[Scored]()
-    by_size = sorted(_same_samples(setup, winner.execution), key=lambda each: -(each.micro_batch or 0))
+    setup, beyond = driver.setup, list[Choice]()
+    has_bytes = setup.hardware.usable_bytes(setup.ranks) * _SURELY_FREE
+    here = setup.hardware.local_ranks(setup.ranks) if setup.device == "cpu" else 1
+    winner = chosen.execution
+    by_size = sorted(_same_samples(setup, winner), key=lambda each: -(each.micro_batch or 0))
     sharded = [{"sharding.states": "ddp"}, {"sharding.states": "fsdp"}] if setup.ranks > 1 else [{}]
     for recompute in ({}, {"recompute": "full"}):
         for base in sharded:
@@ -205,13 +209,13 @@ def _references(driver: Driver, winner: Choice) -> Iterator[tuple[Choice, bool]]
                     continue
                 if driver.pruner.reason(scored.prediction) is None:
                     yield scored.choice, True
+                elif scored.prediction.peak_reserved_bytes * here > has_bytes:
+                    continue
+                elif execution == winner and not recompute:
+                    yield scored.choice, False
                 else:
-                    beyond.append(scored)
-    has_bytes = setup.hardware.usable_bytes(setup.ranks) * _SURELY_FREE
-    here = setup.hardware.local_ranks(setup.ranks) if setup.device == "cpu" else 1
-    for scored in beyond:
-        if scored.prediction.peak_reserved_bytes * here <= has_bytes:
-            yield scored.choice, False
+                    beyond.append(scored.choice)
+    yield from ((choice, False) for choice in beyond)
 
 
 def _same_samples(setup: Setup, winner: Execution) -> set[Execution]:

@@ -132,16 +132,20 @@ def test_numerics_check_compares_gradients_of_real_trials() -> None:
 def test_numerics_reference_over_budget_runs_without_budget() -> None:
     """The plain GPT needs 8.1 MiB, in single samples with full recompute 3.4."""
 
-    def references(budget_bytes: int, memory_bytes: int = 2**33) -> list[tuple[str, bool]]:
+    def references(
+        budget_bytes: int, memory_bytes: int = 2**33, micro_batch: int = 2
+    ) -> list[tuple[str, bool]]:
         setup = prepared(asked(budget_bytes=budget_bytes))
         setup = replace(setup, hardware=replace(setup.hardware, memory_bytes=memory_bytes))
         driver: Any = SimpleNamespace(setup=setup, pruner=Pruner(budget_bytes))
-        winner = Choice.of(Execution(micro_batch=2, accumulate=4), {})
+        winner = Choice.of(Execution(micro_batch=micro_batch, accumulate=8 // micro_batch), {})
         return [(choice.summary, budgeted) for choice, budgeted in _references(driver, winner)]
 
     fits, nothing_fits = references(BUDGET), references(2**20)
     assert fits[0][1]
     assert not nothing_fits[0][1]
-    assert nothing_fits[0][0] == "mb 8"
+    assert nothing_fits[0][0] == "mb 2×4"
+    # Of another split, gradients of a loss that is not quite a mean over samples would differ.
+    assert references(BUDGET, micro_batch=8)[0] == ("mb 8", False)
     assert {name for name, _ in fits} == {name for name, _ in nothing_fits}
     assert references(2**20, memory_bytes=2**20) == []
