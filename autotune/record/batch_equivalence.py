@@ -1,11 +1,11 @@
 """Check that the mean gradient of micro-batches is that of the whole batch; otherwise the search may not
 trade micro-batch against accumulation.
 
-The gradients of a batch are compared with the mean over its two halves, for two batches drawn. Dropout is
-off, because it draws other numbers for a half; everything else is in training mode, so that BatchNorm takes
-effect. The check runs in float64 if the model allows it. The tolerance is half of the digits of its dtype:
-a sum of n terms in another order differs by about √n roundings, which reaches half of the digits only at n
-= 1/u terms (u: one rounding).
+The gradients of a batch are compared with the mean over its two halves, and the buffers that both leave, for
+two batches drawn. Dropout is off, because it draws other numbers for a half; everything else is in training
+mode, so that BatchNorm takes effect. The check runs in float64 if the model allows it. The tolerance is half
+of the digits of its dtype: a sum of n terms in another order differs by about √n roundings, which reaches
+half of the digits only at n = 1/u terms (u: one rounding).
 
 A model whose comparison takes long is compared with two blocks of each sort: the other blocks run the same
 ops. Its parameters are drawn here, so that the time and the memory of the whole model are not needed. Where
@@ -244,15 +244,20 @@ def _compare(
         unit = max(torch.finfo(attempt).eps, _loss_of_digits(attempt, dtype))
         try:
             for batch, halves in draws:
-                whole, drew = _gradients(model, loss, map_tensors(batch, cast))
+                with _restored_buffers(model):
+                    whole, drew = _gradients(model, loss, map_tensors(batch, cast))
+                    left = {name: each.clone() for name, each in model.named_buffers()}
                 try:
-                    with warnings.catch_warnings(action="ignore"):
+                    with warnings.catch_warnings(action="ignore"), _restored_buffers(model):
                         parts = [_gradients(model, loss, map_tensors(half, cast))[0] for half in halves]
+                        written = _differing_buffer(left, dict(model.named_buffers()), unit)
                 except Exception as error:  # user code may raise anything on a batch cut by its dimensions
                     model.zero_grad(set_to_none=True)
                     return _not_compared(f"loss() fails on half of a batch: {summary(error, 120)}")
                 if (reason := _verdict(whole, parts, drew, unit)) is not None:
                     return reason
+                if written:
+                    return Reason(f"forward writes {written}: after a batch it differs from after its halves")
         except (MemtuneError, RuntimeError, TypeError, NotImplementedError):
             if attempt is dtype:
                 raise
@@ -313,6 +318,32 @@ def _verdict(whole: Gradients, parts: list[Gradients], drew: bool, unit: float) 
     return Reason(f"{text}: {cause}")
 
 
+@contextmanager
+def _restored_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore buffers when the context ends: those of one batch must not reach the next comparison."""
+    buffers = [(each, each.clone()) for each in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+def _differing_buffer(left: dict[str, Tensor], now: dict[str, Tensor], unit: float) -> str:
+    """Return the name of a buffer whose values differ, such as an average over forwards; '' for none."""
+    for name, one in left.items():
+        other = now.get(name)
+        if other is None or one.shape != other.shape or torch.equal(one, other):
+            continue  # a cache of the batch's own size says nothing
+        if not one.is_floating_point():
+            return name
+        largest = max(float(one.abs().max()), float(other.abs().max()))
+        if not float((one - other).abs().max()) <= math.sqrt(unit) * largest:
+            return name
+    return ""
+
+
 def _real(gradient: Tensor | None) -> Tensor | None:
     """Return `gradient`, a complex one as pairs of real numbers."""
     return torch.view_as_real(gradient) if gradient is not None and gradient.is_complex() else gradient
@@ -321,16 +352,11 @@ def _real(gradient: Tensor | None) -> Tensor | None:
 def _gradients(
     model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any
 ) -> tuple[Gradients, bool]:
-    """Return gradients of one batch, and whether random numbers were drawn; restore buffers and gradients."""
-    # Running statistics of one batch must not reach the next comparison.
-    buffers = [(each, each.clone()) for each in model.buffers()]
+    """Return gradients of one batch, and whether random numbers were drawn; restore gradients."""
     seed_all(1)
     before, in_python = torch.random.get_rng_state(), PythonRandomState.now()
     with no_dropout(model):
         loss(model, batch).backward()
     found = [_real(each.grad) for each in model.parameters()]
     model.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        for buffer, value in buffers:
-            buffer.copy_(value)
     return found, not (torch.equal(before, torch.random.get_rng_state()) and in_python.is_now())

@@ -291,3 +291,26 @@ def loss(m, b): return m(b[0]).square().mean()
 """
     assert verdict(tmp_path, body) == ""
     assert "sum over samples" in verdict(tmp_path, body.replace("mean()", "sum()"))
+
+
+@pytest.mark.parametrize(
+    ("write", "why"), [("lerp_(y.mean(0), 0.1)", "forward writes average"), ("zero_()", "")]
+)
+def test_buffer_that_averages_over_forwards_is_not_lossless(tmp_path: Path, write: str, why: str):
+    """As the codebook of a VQ-VAE: two micro-batches of a step would move it twice."""
+    body = f"""
+class M(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+        self.register_buffer("average", torch.zeros(5))
+    def forward(self, x):
+        y = self.linear(x)
+        with torch.no_grad():
+            self.average.{write}
+        return y
+def model(): return M()
+"""
+    found = verdict(tmp_path, body + MEAN)
+    assert found.startswith(why)
+    assert bool(found) == bool(why)
