@@ -36,6 +36,7 @@ _TYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
+_NO_TYPE = "which the format does not have"
 
 
 def export(context: Context, file: str | PathLike[str]) -> None:
@@ -59,7 +60,9 @@ def export(context: Context, file: str | PathLike[str]) -> None:
         raise EnvironmentFault(
             f"The weights could not be written to {file}.",
             evidence=f"{failures[0]}.",
-            fix="check space and permissions",
+            fix="tuned.save(folder), which keeps every type"
+            if _NO_TYPE in failures[0]
+            else "check space and permissions",
             code="MT375",
         )
 
@@ -84,11 +87,7 @@ def _write(context: Context, tensors: dict[str, Tensor], file: Path) -> str:
             os.fsync(out.fileno())  # else a crash after the rename could leave an empty file
         os.replace(partial, file)
     except (OSError, KeyError) as error:
-        failure = (
-            f"a tensor has type {error}, which the format does not have"
-            if isinstance(error, KeyError)
-            else str(error)
-        )
+        failure = f"a tensor has type {error}, {_NO_TYPE}" if isinstance(error, KeyError) else str(error)
         for name, value in remaining:
             full_value(context, name, value)
         with suppress(OSError):
