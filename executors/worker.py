@@ -124,7 +124,7 @@ def run(rank: _Rank) -> dict[str, Any]:
     ledger = Ledger.open(rank.device, budget_bytes=trial.budget_bytes)
     rank.say(stage="building")
     tuned, model, shapes = _build(rank, workload)
-    ledger.watch(model, tuned.optimizer)
+    ledger.track(model, tuned.optimizer)
     ledger.reset_peak()  # the peak is that of the steps: a model cast to bf16 needed more while it was built
     measured = _Measurements()
     if trial.fingerprint or trial.gradient_steps:

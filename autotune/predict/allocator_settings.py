@@ -183,7 +183,7 @@ class _Values:
             raise _refused(self.text, f"'{found}' stands where '{sign}' should.")
 
 
-def _truth(word: str) -> bool:
+def _parse_bool(word: str) -> bool:
     if word not in ("True", "False"):
         raise ValueError("True or False")
     return word == "True"
@@ -229,7 +229,7 @@ _READERS: Mapping[str, Any] = {
     "large_segment_size_mb": _mib,
     "roundup_power2_divisions": _divisions,
     "garbage_collection_threshold": _share,
-    "expandable_segments": _truth,
+    "expandable_segments": _parse_bool,
     "per_process_memory_fraction": _fraction,
 }
 

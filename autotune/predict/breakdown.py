@@ -44,7 +44,7 @@ class OpTime:
 def exposed_by_op(step: Step, op_exposed_s: F64) -> tuple[OpTime, ...]:
     """Return at most `TOP` ops that compute waits for longest, by the seconds in which it is idle."""
     ops = np.flatnonzero(op_exposed_s > 0)
-    return _largest(_rows(step, ops, step.ops.resource[ops].astype(np.int64), op_exposed_s[ops]))
+    return _largest(_seconds_by_op(step, ops, step.ops.resource[ops].astype(np.int64), op_exposed_s[ops]))
 
 
 RECOMPUTE, OPTIMIZER = "recompute", "optimizer"
@@ -73,7 +73,7 @@ def critical_path(steps: list[Step], timeline: _native.Timeline) -> CriticalPath
         if len(mine):
             ops = op[mine]
             resource = np.where(by_host[mine] == 1, len(RESOURCES) - 1, step.ops.resource[ops])
-            for row, total in _rows(step, ops, resource, seconds[mine]).items():
+            for row, total in _seconds_by_op(step, ops, resource, seconds[mine]).items():
                 found[row] = found.get(row, 0.0) + total
             for name, phase in ((RECOMPUTE, Phase.RECOMPUTE), (OPTIMIZER, Phase.OPTIMIZER)):
                 computes = (resource == Resource.COMPUTE) & (step.ops.phase[ops] == phase)
@@ -120,7 +120,7 @@ def time_lines(prediction: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _rows(
+def _seconds_by_op(
     step: Step, ops: npt.NDArray[Any], resource: npt.NDArray[Any], seconds: F64
 ) -> dict[tuple[str, str, str], float]:
     """Return seconds by op name, module and resource."""

@@ -93,7 +93,7 @@ class AllocatorEvents:
     held: HeldMemory | None = None
 
     @classmethod
-    def of(cls, columns: I64, first_of_step: I64) -> AllocatorEvents:
+    def from_columns(cls, columns: I64, first_of_step: I64) -> AllocatorEvents:
         """Return events from a matrix with one column per event.
 
         Action, storage, bytes, stream, op, ready_op.
@@ -242,14 +242,14 @@ def event_stream(step: Step, steps: int) -> AllocatorEvents:
         step: As recorded or rewritten: a steady-state step.
         steps: Number of repetitions.
     """
-    lives = _Lives.of(step)
+    lives = _Lifetimes.from_step(step)
     parts = [lives.events(number) for number in range(steps)]
     first = np.cumsum([0, *(part.shape[1] for part in parts)])[:steps]
-    return AllocatorEvents.of(np.concatenate([np.empty((6, 0), np.int64), *parts], axis=1), first)
+    return AllocatorEvents.from_columns(np.concatenate([np.empty((6, 0), np.int64), *parts], axis=1), first)
 
 
 @dataclass(frozen=True, eq=False)
-class _Lives:
+class _Lifetimes:
     """Op indices at which device storages are allocated and freed within a step; r of them."""
 
     n_ops: int
@@ -263,7 +263,7 @@ class _Lives:
     ready: I64  # (r,) op at which other streams have finished, -1 where none used it
 
     @classmethod
-    def of(cls, step: Step) -> _Lives:
+    def from_step(cls, step: Step) -> _Lifetimes:
         stream_of_op = np.array([STREAMS.get(each, 0) for each in Resource], np.int64)[step.ops.resource]
         made = step.storages.producer >= 0
         stream = np.zeros(step.storages.n, np.int64)

@@ -63,7 +63,7 @@ class ParallelMap(Generic[T, R]):
     ) -> None:
         self._function, self._group, self._processes, self._worth_s = function, group, processes, worth_s
         self._homes: dict[Hashable, int] = {}
-        self._copies: list[_Copy[T, R]] = []
+        self._copies: list[_ForkedWorker[T, R]] = []
         self._worked_s = 0.0
 
     def __enter__(self) -> ParallelMap[T, R]:
@@ -75,19 +75,19 @@ class ParallelMap(Generic[T, R]):
         for each in self._copies:
             each.end()
 
-    def over(self, items: Sequence[T], on_done: Callable[[int], None] = lambda done: None) -> list[R]:
+    def map(self, items: Sequence[T], on_done: Callable[[int], None] = lambda done: None) -> list[R]:
         """Return results in the order of `items`; calls `on_done` with their number as they come."""
         work: _Work[T, R] = _Work(items, self._group, self._homes)
         started, worked_s = time.monotonic(), self._worked_s - time.process_time()
         looked = -math.inf
-        while (mine := work.take(_HERE)) is not None:
+        while (mine := work.next_group(_HERE)) is not None:
             for i in mine:
                 # The clock of CPU time and polling are system calls, which cost as much as a small item.
                 if time.monotonic() - looked >= _LOOK_S:
                     looked, self._worked_s = time.monotonic(), worked_s + time.process_time()
                     if not self._copies and self._worked_s >= self._worth_s and work.groups:
                         self._copy()
-                    self._feed(work)
+                    self._collect_and_refill(work)
                 work.results[i] = self._function(items[i])
                 on_done(len(work.results))
         self._worked_s = worked_s + time.process_time()
@@ -103,9 +103,9 @@ class ParallelMap(Generic[T, R]):
 
     def _copy(self) -> None:
         self._worth_s = math.inf  # once, even if the machine allows no process
-        self._copies = [copy for _ in range(self._processes - 1) if (copy := _Copy.of(self._function))]
+        self._copies = [copy for _ in range(self._processes - 1) if (copy := _ForkedWorker.fork(self._function))]
 
-    def _feed(self, work: _Work[T, R]) -> None:
+    def _collect_and_refill(self, work: _Work[T, R]) -> None:
         """Collect results of copies, and give idle ones their next group."""
         for number, copy in enumerate(self._copies):
             if number in work.assigned and copy.is_ready():
@@ -114,9 +114,9 @@ class ParallelMap(Generic[T, R]):
                     work.groups.appendleft((None, work.assigned.pop(number)))
                 else:
                     work.results.update(zip(work.assigned.pop(number), found, strict=True))
-            if number not in work.assigned and copy.is_alive and (group := work.take(number)) is not None:
+            if number not in work.assigned and copy.is_alive and (group := work.next_group(number)) is not None:
                 work.assigned[number] = group
-                copy.ask([work.items[i] for i in group])
+                copy.send([work.items[i] for i in group])
 
 
 class _Work(Generic[T, R]):
@@ -134,7 +134,7 @@ class _Work(Generic[T, R]):
         self.assigned: dict[int, list[int]] = {}
         """By process: the positions that a copy is working on."""
 
-    def take(self, process: int) -> list[int] | None:
+    def next_group(self, process: int) -> list[int] | None:
         """Return the next group for `process`.
 
         Preferably one that it had before, then a new one, then another's (rule 1).
@@ -152,14 +152,14 @@ class _Work(Generic[T, R]):
         return 1 if home is None else 2 * (home != process)
 
 
-class _Copy(Generic[T, R]):
+class _ForkedWorker(Generic[T, R]):
     """A fork of this process that returns the function's results."""
 
     def __init__(self, process: BaseProcess, ends: Connection) -> None:
         self._process, self._ends = process, ends
 
     @classmethod
-    def of(cls, function: Callable[[T], R]) -> _Copy[T, R] | None:
+    def fork(cls, function: Callable[[T], R]) -> _ForkedWorker[T, R] | None:
         """Return a copy of this process in its current state; None if it cannot fork."""
         ours, theirs = multiprocessing.Pipe()
         try:
@@ -185,7 +185,7 @@ class _Copy(Generic[T, R]):
         """Return whether it has answered, or ended."""
         return not self.is_alive or self._ends.poll(0)
 
-    def ask(self, items: list[T]) -> None:
+    def send(self, items: list[T]) -> None:
         """Start processing these items."""
         try:
             self._ends.send_bytes(pickle.dumps(items, pickle.HIGHEST_PROTOCOL))

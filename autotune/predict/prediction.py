@@ -104,7 +104,7 @@ class Prediction:
     @property
     def allocated_bytes(self) -> tuple[int, int, int]:
         """Return the peak of allocated bytes and its bounds."""
-        return _around(
+        return _with_bounds(
             self.peak_allocated_bytes,
             self.allocated_factors,
             (self.estimated_bytes, self.estimated_bytes),
@@ -114,7 +114,7 @@ class Prediction:
     @property
     def reserved_bytes(self) -> tuple[int, int, int]:
         """Return the peak of reserved bytes and its bounds; it is never below allocated bytes."""
-        peak, low, high = _around(
+        peak, low, high = _with_bounds(
             self.peak_reserved_bytes,
             self.reserved_factors,
             (self.estimated_bytes, self.estimated_bytes),
@@ -126,7 +126,7 @@ class Prediction:
     def device_bytes(self) -> tuple[int, int, int]:
         """Return the peak of the device's memory in use, as nvidia-smi shows it, and its bounds."""
         outside, (least, most) = self.outside_bytes, self.outside_range
-        whole, low, high = _around(
+        whole, low, high = _with_bounds(
             self.peak_reserved_bytes + outside,
             self.device_factors,
             (self.estimated_bytes, self.estimated_bytes),
@@ -156,7 +156,7 @@ class Prediction:
         )
 
 
-def _around(whole: int, factors: tuple[float, float], *errors: tuple[int, int]) -> tuple[int, int, int]:
+def _with_bounds(whole: int, factors: tuple[float, float], *errors: tuple[int, int]) -> tuple[int, int, int]:
     """Return `whole` and its bounds, from factors on it and `errors` (bytes below, bytes above).
 
     They are independent of each other, so their squares add up.

@@ -87,7 +87,7 @@ def read_trace(path: Path, *, device: int | None = None, capacity_bytes: int | N
     """
     if not path.is_file():
         raise missing_file(path, "give the path of a snapshot")
-    snapshot = _Snapshot.of(safe_pickle.load(path.read_bytes(), path.name, fix=_FIX), path.name)
+    snapshot = _Snapshot.parse(safe_pickle.load(path.read_bytes(), path.name, fix=_FIX), path.name)
     return _TraceReader(snapshot, snapshot.device(device), capacity_bytes).trace()
 
 
@@ -101,7 +101,7 @@ class _Snapshot:
     settings: str
 
     @classmethod
-    def of(cls, loaded: Any, name: str) -> _Snapshot:
+    def parse(cls, loaded: Any, name: str) -> _Snapshot:
         if isinstance(loaded, list):
             raise _unknown(name, "it is a list, as torch 1.x wrote it, without a trace")
         if not isinstance(loaded, dict):
@@ -191,8 +191,10 @@ class _TraceReader:
                 self.snapshot.name, f"none of its {len(entries)} entries is of a kind that is known: {kinds}"
             )
         rows = [row for _, row in self.before] + self._with_releases(entries, reserved)
-        events = AllocatorEvents.of(np.array(rows, np.int64).reshape(-1, 6).T, np.zeros(1, np.int64))
-        self.held = self._held(entries, int(reserved[0]))
+        events = AllocatorEvents.from_columns(
+            np.array(rows, np.int64).reshape(-1, 6).T, np.zeros(1, np.int64)
+        )
+        self.held = self._initial_memory(entries, int(reserved[0]))
         events = replace(events, held=self.held)
         return Trace(
             self.device,
@@ -295,12 +297,12 @@ class _TraceReader:
         # The level is known only at the end of the trace; never below zero, where the two disagree.
         return sums + max(end - int(sums[-1]), -int(sums.min()))
 
-    def _held(self, entries: list[dict[str, Any]], reserved: int) -> HeldMemory | None:
+    def _initial_memory(self, entries: list[dict[str, Any]], reserved: int) -> HeldMemory | None:
         """Return the first segments and blocks; None without any, or if the snapshot contradicts itself."""
         segments = _HeldSegments.at_end(self.snapshot, self.device, self._stream)
         if segments is None or not segments.rewind(entries, self._stream) or not segments.rows:
             return None
-        rows, sizes = sorted(segments.rows), _BlockSizes.of(self.snapshot.settings)
+        rows, sizes = sorted(segments.rows), _BlockSizes.parse(self.snapshot.settings)
         begins = [row[0] for row in rows]
         blocks = []
         for number, (address, (_, storage, asked, stream, *_)) in enumerate(self.before):
@@ -476,7 +478,7 @@ class _BlockSizes:
     max_split_bytes: int
 
     @classmethod
-    def of(cls, text: str) -> _BlockSizes:
+    def parse(cls, text: str) -> _BlockSizes:
         try:
             native = AllocatorSettings.parse(text).native()
         except UsageError:  # recorded by a torch with more settings

@@ -87,7 +87,7 @@ class BatchValues:
     def fake(self, tensor: Tensor) -> Tensor:
         """Return `tensor` as a fake one whose values remain known, unless they are many."""
         made = self.mode.from_tensor(tensor)
-        self.known.know(made, tensor)
+        self.known.register(made, tensor)
         return made
 
     @contextmanager
@@ -123,7 +123,7 @@ class _KnownValueReads(OpVisitor):
         self._values, self._known, self._assumed = values, values.known, assumed
 
     def before(self, func: Any, args: Any, kwargs: Any) -> Any:
-        number = self._known.look(func, args)
+        number = self._known.read_constant(func, args)
         if number is not None:
             self._assume(_SAME_MASKS)
             return number
@@ -154,14 +154,14 @@ class _KnownValueReads(OpVisitor):
 
     def after(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         inputs = tensors_in([*args, *kwargs.values()])
-        if self._values.chooses and func in _CHOOSES and not self._known.knows(inputs):
+        if self._values.chooses and func in _CHOOSES and not self._known.are_known(inputs):
             self._assume(_EVEN_CHOICES)
             chosen = out if isinstance(out, Tensor) else out[-1]
-            self._known.know(chosen, _spread_evenly(func, args, kwargs, chosen))
+            self._known.register(chosen, _spread_evenly(func, args, kwargs, chosen))
         elif self._values.chooses and (finite := _of_finite(func, args)) is not None:
             self._assume(_EVEN_CHOICES)
             with _disable_current_modes():
-                self._known.know(out, torch.full(out.shape, finite))
+                self._known.register(out, torch.full(out.shape, finite))
         else:
             self._known.follow(func, args, kwargs, out)
 

@@ -66,7 +66,7 @@ def _planned(setup: Setup, candidate: Candidate, bucket: BucketRecording, most: 
     _, _, best, prediction = min(fitting, key=lambda each: each[:2])
     return Bucket(
         inputs=bucket.inputs(size),
-        settings=Settings.of(Execution(), _switched(best.choice)),
+        settings=Settings.of(Execution(), _droppable_techniques(best.choice)),
         plan=_decided(best),
         predicted={"peak_bytes": prediction.peak_allocated_bytes, "step_s": prediction.step_s},
     )
@@ -74,14 +74,14 @@ def _planned(setup: Setup, candidate: Candidate, bucket: BucketRecording, most: 
 
 def _with_fewer(choice: Choice) -> Iterator[Choice]:
     """Yield `choice` with none, one or both of its techniques on saved tensors."""
-    used = _switched(choice)
+    used = _droppable_techniques(choice)
     rest = {slot: each for slot, each in choice.chosen.items() if slot not in used}
     for count in range(len(used) + 1):
         for kept in combinations(used.items(), count):
             yield Choice.of(choice.execution, rest | dict(kept))
 
 
-def _switched(choice: Choice) -> dict[str, Technique]:
+def _droppable_techniques(choice: Choice) -> dict[str, Technique]:
     """Return the techniques of `choice` that a length bucket may drop, by slot."""
     return {slot: each for slot, each in choice.chosen.items() if slot in BUCKET_SLOTS}
 
@@ -95,7 +95,9 @@ def _other_plans(candidate: Candidate) -> dict[str, Plan]:
 
 
 def _decides_the_same(bucket: Bucket, candidate: Candidate) -> bool:
-    return bucket.settings.chosen == _switched(candidate.choice) and bucket.plan == _decided(candidate)
+    return bucket.settings.chosen == _droppable_techniques(candidate.choice) and bucket.plan == _decided(
+        candidate
+    )
 
 
 def _simulated(setup: Setup, candidate: Candidate) -> Prediction:

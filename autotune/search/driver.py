@@ -198,7 +198,7 @@ class Driver:
         """Return the jobs that run, or whose result waits for the reference."""
         return [*self.running.values(), *(job for job, _ in self._held)]
 
-    def believed(self) -> tuple[float | None, StepTimeModel]:
+    def best_with_pending(self) -> tuple[float | None, StepTimeModel]:
         """Return best value and model of step times as if pending trials had run as expected."""
         best, model = self.best_value(), self.step_times()
         # Without this, concurrent slots would all get neighbours of the same candidate.
@@ -295,7 +295,7 @@ class Driver:
         on_host = prediction.peak_allocated_bytes if self.setup.device == "cpu" else 0
         return self.setup.ranks * (on_host + prediction.host_peak_bytes + _PROCESS_BYTES)
 
-    def aside(self, trial: Trial) -> TrialResult | None:
+    def run_outside_study(self, trial: Trial) -> TrialResult | None:
         """Run a trial outside of the study; return None if the search is stopped meanwhile."""
         self._executor.submit(trial)
         while not self.control.stopping:
@@ -305,7 +305,7 @@ class Driver:
         self._executor.cancel(trial.number)
         return None
 
-    def note(self, text: str, *, warning: bool = False) -> None:
+    def log_text(self, text: str, *, warning: bool = False) -> None:
         """Write a line to the log that belongs to no trial."""
         self._log.write(search_events.Note(text=text, level="warning" if warning else "info"))
 
@@ -385,14 +385,14 @@ class Driver:
     # -- results ---------------------------------------------------------------------------------------------
 
     def _finish(self, job: Job, raw: TrialResult) -> None:
-        done = FinishedTrial(job, raw.number, self._believed(job, raw))
+        done = FinishedTrial(job, raw.number, self._validated(job, raw))
         # In this order (rule 1): a crash after `_tell` is mended on resume, one after `_write` could not be.
         self._tell(done)
         self._write(done)
         self._absorb(done)
         self._after(done)
 
-    def _believed(self, job: Job, result: TrialResult) -> TrialResult:
+    def _validated(self, job: Job, result: TrialResult) -> TrialResult:
         """Return `result`, marked invalid with the reason if it may not count (rule 2)."""
         if result.status != "ok":
             return result
@@ -450,7 +450,7 @@ class Driver:
         """Update the state with a result, new or restored from the study."""
         self.finished.append(done)
         self.tried.add(done.job.scored.key)
-        self._strike()
+        self._update_refused_sets()
         result, prediction = done.result, done.job.scored.prediction
         if result.status == "oom":
             self.pruner = self.pruner.after_failure(prediction)
@@ -461,7 +461,7 @@ class Driver:
             if baseline_is_due:
                 self.reference = done
             if result.op_times:
-                self._learn()  # op times change the predictions of earlier trials too
+                self._recalibrate()  # op times change the predictions of earlier trials too
             else:
                 calibration = self.pruner.calibration.add(
                     prediction, result.peak_allocated_bytes, result.step_s
@@ -488,7 +488,7 @@ class Driver:
                 found.setdefault(name, []).append(value)
         return {name: statistics.median(values) for name, values in found.items()}
 
-    def _learn(self) -> None:
+    def _recalibrate(self) -> None:
         """Predict all finished trials again and calibrate by them.
 
         A trial is predicted without its own op times, so that its error is not hidden.
@@ -525,7 +525,7 @@ class Driver:
             each.choice: (float(at), float(error)) for each, at, error in zip(scored, log_s, sd, strict=True)
         }
 
-    def doubtful(self) -> set[Choice]:
+    def possibly_slowed_down(self) -> set[Choice]:
         """Return choices whose only trial may have been slowed down by others, and that may be the best."""
         best = self.best_value()
         gains = self.step_times().repeat_gains(best) if best is not None else {}
@@ -562,7 +562,7 @@ class Driver:
         """Return whether `choice` has all techniques of a set that refused the live model in two trials."""
         return any(struck <= kinds(choice) for struck in self._struck)
 
-    def _strike(self) -> None:
+    def _update_refused_sets(self) -> None:
         """Recompute the refused sets after each result: a set that worked once is removed."""
         refused: dict[str, list[frozenset[Kind]]] = {}
         for each in self.finished:
@@ -582,7 +582,7 @@ class Driver:
             self._log.write(self._calibrated())
             if self.is_disturbed(done.result) and not self._noted_disturbance:
                 self._noted_disturbance = True
-                self.note(
+                self.log_text(
                     f"the machine was not quiet during trial {done.number}: {self._disturbance(done.result)}",
                     warning=True,
                 )

@@ -64,7 +64,7 @@ class Difference:
         return "equal to the bit" if self.largest == 0 else float(f"{self.largest:.2g}")
 
 
-def between(mine: TrialResult, theirs: TrialResult) -> Difference:
+def difference_between(mine: TrialResult, theirs: TrialResult) -> Difference:
     """Compare the gradients and losses that two trials report for the same steps.
 
     Raises:
@@ -175,7 +175,11 @@ def _compared(
     second: TrialResult,
 ) -> dict[str, Any]:
     try:
-        return verdict(between(mine, first), between(second, first), _allowed(choice, reference, driver.unit))
+        return verdict(
+            difference_between(mine, first),
+            difference_between(second, first),
+            _allowed(choice, reference, driver.unit),
+        )
     except ValueError as error:
         return {"agrees": None, "not_compared": str(error)}
 
@@ -263,4 +267,4 @@ class _ShortTrials:
             dropout=dropout,
             env={**choice.env(), **platform_of(setup.device).deterministic_environment},
         )
-        return driver.aside(trial)
+        return driver.run_outside_study(trial)

@@ -286,7 +286,7 @@ def _simulated(setup: Setup, scored: list[Scored], top: int) -> list[Scored]:
     ) as side_by_side:
         return refined_front(
             scored,
-            lambda each: side_by_side.over(each, lambda done: advance(done, "settings")),
+            lambda each: side_by_side.map(each, lambda done: advance(done, "settings")),
             MOST_SIMULATED,
             setup.budget_bytes,
             top,
@@ -301,7 +301,7 @@ def _front(setup: Setup, pruner: Pruner, shown: Sequence[Scored]) -> tuple[PlanR
         processes(),
         worth_s=0.0,
     ) as side_by_side:
-        sizes = side_by_side.over([each.choice for each in shown])
+        sizes = side_by_side.map([each.choice for each in shown])
     return tuple(
         replace(_row(setup, each, pruner), largest_micro_batch=n)
         for each, n in zip(shown, sizes, strict=True)

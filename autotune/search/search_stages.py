@@ -23,7 +23,7 @@ from memtune.autotune.search.outcome import (
 )
 from memtune.autotune.search.predictions import predicted, timelines
 from memtune.autotune.search.study_store import RESULT, TIMELINES, StudyFolder
-from memtune.autotune.search.trial_verdict import Verdict, finalists, judge, racing
+from memtune.autotune.search.trial_verdict import Verdict, finalists, finalists_to_repeat, judge
 from memtune.autotune.space import (
     Baseline,
     Choice,
@@ -144,16 +144,16 @@ class Stages:
         for text in setup.recording.notes:
             self.log.write(search_events.Note(text=text, level="detail"))
         for text in setup.space.notes:
-            self.driver.note(text)
+            self.driver.log_text(text)
         if setup.other_load > BUSY:
-            self.driver.note(
+            self.driver.log_text(
                 f"this machine is busy: others use {setup.other_load:.0%} of its cores; times will be longer"
                 " and vary, and gains below that variation cannot be found",
                 warning=True,
             )
         network = self.folder.network()
         if network is not None:
-            self.driver.note(
+            self.driver.log_text(
                 f"the study lies on {network}: run no other search on it from another host", warning=True
             )
 
@@ -172,7 +172,7 @@ class Stages:
         """
         found, refused = self._known_baselines()
         for name, reason in refused.items():
-            self.driver.note(f"baseline {name} cannot be used: {reason}")
+            self.driver.log_text(f"baseline {name} cannot be used: {reason}")
         listed = [each._replace(scored=self._listed(each.scored)) for each in found]
         self._baseline_names = {each.scored.key: each.name for each in listed}
         done = {each.job.name for each in self.driver.finished if each.job.role == "baseline"}
@@ -200,7 +200,7 @@ class Stages:
                 step = next(
                     i for i, loss in enumerate(each.results[0].losses, start=1) if not math.isfinite(loss)
                 )
-                self.driver.note(
+                self.driver.log_text(
                     f"the loss is {each.results[0].losses[step - 1]} from step {step} on with"
                     f" {each.baseline}, which changes no numbers: check learning rate, data and precision"
                     " before training with the result",
@@ -266,12 +266,12 @@ class Stages:
             return None
         # A set of techniques that refused the live model twice would refuse it again.
         refused = {key for key, each in self.scores.by_key.items() if driver.refuses(each.choice)}
-        best, model = driver.believed()
+        best, model = driver.best_with_pending()
         proposal = self._proposer.next(driver.pruner, driver.tried | refused, best, model)
         if proposal is None:
             return None
         if proposal.scored.key in driver.tried:
-            driver.note(
+            driver.log_text(
                 f"{proposal.scored.choice.summary} runs again: its trial took longer than the other trials"
                 " predict, as if other work had slowed it down"
             )
@@ -314,12 +314,12 @@ class Stages:
         if not audited:
             return
         if audited[0].result.status != "ok":
-            driver.note(
+            driver.log_text(
                 "audit: the pruned candidate closest to the limit does not fit either"
                 f" ({audited[0].result.reason})"
             )
             return
-        driver.note(
+        driver.log_text(
             "audit: a pruned candidate fits, so the interval was too narrow;"
             f" {n_pruned - self._n_pruned()} of {n_pruned} reconsidered",
             warning=True,
@@ -382,7 +382,7 @@ class Stages:
         measured = driver.measured()
         if driver.stopped or goal != "throughput" or len(measured) < 2:
             return
-        best = finalists(measured, goal, driver.expected(measured), driver.doubtful())
+        best = finalists(measured, goal, driver.expected(measured), driver.possibly_slowed_down())
         by_choice = {each.job.scored.choice: each.job.scored for each in driver.finished}
         jobs = [Job("repeat", by_choice[each.choice], each.baseline) for each in best]
         driver.finalists = {job.scored.key for job in jobs}
@@ -393,7 +393,9 @@ class Stages:
             racers = {job.scored.choice for job in jobs}
             # Only what ran in rounds is comparable: earlier trials met another state of the machine.
             in_rounds = [each for each in driver.measured() if each.rounds and each.choice in racers]
-            wanted = {each.choice for each in racing(in_rounds, goal, least + _MORE_ROUNDS - rounds)}
+            wanted = {
+                each.choice for each in finalists_to_repeat(in_rounds, goal, least + _MORE_ROUNDS - rounds)
+            }
             if not wanted:
                 break
             driver.raced_out |= {job.scored.key for job in jobs if job.scored.choice not in wanted}
@@ -417,7 +419,7 @@ class Stages:
                     and last.step_s
                     and abs(last.step_s / first.step_s - 1) > max(_DRIFT, 2 * each.spread_s / each.step_s)
                 ):
-                    self.driver.note(
+                    self.driver.log_text(
                         f"a step of {each.baseline} took {last.step_s / first.step_s:.2g} times as long at"
                         " the end as at the start: the machine is busy or throttles, small differences mean"
                         " little",
@@ -440,7 +442,7 @@ class Stages:
                 return self._unchanged(verdict), last
             if driver.stopped:
                 return verdict, None
-            driver.note(
+            driver.log_text(
                 f"{verdict.winner.choice.summary} did not hold in a fresh process; the next best is taken",
                 warning=True,
             )
@@ -453,14 +455,14 @@ class Stages:
         self.say("comparing losses and gradients with the plain setting")
         found = numerics(driver, verdict.winner.choice)
         if found.get("agrees") is False:
-            driver.note(
+            driver.log_text(
                 f"gradients differ from {found['reference']} by {found['difference']} at"
                 f" {found.get('largest_at', 'the loss')}, more than {found['tolerance']}: look before you"
                 " train with this config",
                 warning=True,
             )
         elif "not_run" in found:
-            driver.note(f"gradients were not compared with a reference: {found['not_run']}", warning=True)
+            driver.log_text(f"gradients were not compared with a reference: {found['not_run']}", warning=True)
         else:
             unjudged = (
                 f", tolerance {found['tolerance']}"
@@ -468,7 +470,7 @@ class Stages:
                 else ""
             )
             difference = found.get("difference") or f"not compared, {found['not_compared']}"
-            driver.note(
+            driver.log_text(
                 f"gradients against {found['reference']}: {difference}{unjudged}", warning=bool(unjudged)
             )
         return {"numerics": found}

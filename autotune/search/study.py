@@ -65,7 +65,7 @@ def search(
     with _locked(folder):
         finished = read_json(folder.path / RESULT)
         if finished is not None and options.resume:
-            folder.check_unchanged(split_target(options.workload)[0], _asked(options))
+            folder.check_unchanged(split_target(options.workload)[0], _identifying_options(options))
             return _finished_study(SearchOutcome.from_dict(finished), folder, options)
         setup = prepare(options, say=say)
         resumed = folder.claim(_fingerprint(options, setup), resume=options.resume)
@@ -92,7 +92,7 @@ def search(
                 try:
                     driver = Driver(setup, options, sampler, opened, log, control or Control(), began_s)
                     if wrong:
-                        driver.note(f"the study {wrong}; rebuilt from the event log", warning=True)
+                        driver.log_text(f"the study {wrong}; rebuilt from the event log", warning=True)
                         driver.rebuild(logged)
                     stages = Stages(driver, sampler, scores, folder, log, resumed, say)
                     say("")
@@ -167,7 +167,7 @@ def _locked(folder: StudyFolder) -> Iterator[None]:
                 folder.discard()
 
 
-def _asked(options: SearchOptions) -> dict[str, object]:
+def _identifying_options(options: SearchOptions) -> dict[str, object]:
     """Return the options that a study depends on, without defaults that device or workload decide."""
     given = {name: getattr(options, name) for name in ("device", "budget_bytes", "global_batch")}
     return {name: value for name, value in given.items() if value is not None} | {
@@ -183,7 +183,7 @@ def _asked(options: SearchOptions) -> dict[str, object]:
 
 def _fingerprint(options: SearchOptions, setup: Setup) -> dict[str, object]:
     asked = {
-        **_asked(options),
+        **_identifying_options(options),
         "device": setup.device,
         "budget_bytes": setup.budget_bytes,
         "global_batch": setup.global_batch,

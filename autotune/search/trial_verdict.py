@@ -339,7 +339,7 @@ def beats(one: Measured, other: Measured, goal: Goal, among: Sequence[Measured] 
     return gain(one, other, goal, among).low > 0
 
 
-def racing(finalists: Sequence[Measured], goal: Goal, rounds_left: int) -> list[Measured]:
+def finalists_to_repeat(finalists: Sequence[Measured], goal: Goal, rounds_left: int) -> list[Measured]:
     """Return the finalists that run in another round; none if it is not worthwhile.
 
     A finalist that the best one beats leaves. Another round is worthwhile while the interval of one of the

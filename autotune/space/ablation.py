@@ -40,7 +40,7 @@ class StepCost:
     ssd_bytes: int
 
     @classmethod
-    def of(cls, prediction: Prediction, step_correction: float = 1.0) -> StepCost:
+    def from_prediction(cls, prediction: Prediction, step_correction: float = 1.0) -> StepCost:
         """Return the cost of a prediction, its step time multiplied by a correction not included in it."""
         return cls(
             prediction.step_s * step_correction,
@@ -137,8 +137,12 @@ def ablate(scorer: Scorer, choice: Choice, *, step_correction: float = 1.0) -> A
         if isinstance(found, Reason):
             rows.append(AblatedSetting(setting, of, instead, None, str(found)))
         else:
-            rows.append(AblatedSetting(setting, of, instead, StepCost.of(found.prediction, step_correction)))
-    return Ablation(StepCost.of(whole.prediction, step_correction), tuple(rows))
+            rows.append(
+                AblatedSetting(
+                    setting, of, instead, StepCost.from_prediction(found.prediction, step_correction)
+                )
+            )
+    return Ablation(StepCost.from_prediction(whole.prediction, step_correction), tuple(rows))
 
 
 def _variants(choice: Choice) -> Iterator[tuple[str, str, str, Choice]]:

@@ -101,7 +101,7 @@ class Preselection:
         """Return whether a device may hold `n_bytes`."""
         return self._budget_bytes is None or n_bytes <= self._budget_bytes
 
-    def ask(self, budgeted: Iterable[Budgeted]) -> None:
+    def request(self, budgeted: Iterable[Budgeted]) -> None:
         """Add settings by budget, whose forms without the technique have been scored."""
         for each in budgeted:
             if (without := self._known.get(each.without)) is not None:

@@ -395,7 +395,7 @@ class _ScoredSet:
             hopeful = [choice for choice in larger if not rules.is_surely_over(choice)]
             self.seen.update(hopeful)
             self._score(hopeful)
-        rules.ask(budgeted)
+        rules.request(budgeted)
         waiting = {each.choice: each for each in budgeted}
         # Again after each round: a setting that turned out not to fit dominates none.
         while ready := rules.worth_solving(waiting.values()):
@@ -405,7 +405,7 @@ class _ScoredSet:
 
     def _score(self, choices: Iterable[Choice]) -> None:
         requests = [ScoreRequest(choice) for choice in choices]
-        scores = self._side_by_side.over(
+        scores = self._side_by_side.map(
             requests, lambda done: advance(self.n_scored + done, "settings", self.n_scored + len(requests))
         )
         self.n_scored += len(requests)
@@ -504,7 +504,7 @@ def _refine(
         # Equal programs have equal times, so one of each group is simulated.
         simplest = [min(group, key=lambda each: each.choice.complexity) for group in groups]
         requests = [ScoreRequest(each.choice, each) for each in simplest]
-        refined_ones = side_by_side.over(requests, partial(_report_refined, start))
+        refined_ones = side_by_side.map(requests, partial(_report_refined, start))
         for group, refined in zip(groups, refined_ones, strict=True):
             assert isinstance(refined, Scored)
             by_key.update(

@@ -135,7 +135,7 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
 
     # -- kinds of storages -----------------------------------------------------------------------------------
 
-    def watch(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    def track(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
         """Track the kinds of the tensors of `model` and `optimizer`, later ones included."""
         self._parameters, self._optimizer = list(model.parameters()), optimizer
         self.label(self._parameters, Kind.PARAMETER)

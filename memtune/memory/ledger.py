@@ -67,7 +67,7 @@ class Ledger(abc.ABC):
             return _ModeBackend(device, budget_bytes)
         return _ShimLedger(budget_bytes)
 
-    def watch(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    def track(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
         """Set the model and optimizer whose tensors `breakdown` distinguishes."""
         self._model, self._optimizer = model, optimizer
 
@@ -186,9 +186,9 @@ class _ModeBackend(Ledger):
         self.mode.__enter__()
         self._open = True
 
-    def watch(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
-        super().watch(model, optimizer)
-        self.mode.watch(model, optimizer)
+    def track(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+        super().track(model, optimizer)
+        self.mode.track(model, optimizer)
 
     def live_bytes(self, tier: Tier = DEVICE) -> int:
         return self.mode.live_bytes(tier)

@@ -62,7 +62,7 @@ class NewOps:
             self.uses += [(self.last, donates, DONATES)]
         return self.last
 
-    def makes(self, n_bytes: int) -> int:
+    def add_output(self, n_bytes: int) -> int:
         """Add an output of `n_bytes` to the last op; return the storage's row."""
         self.made.append((n_bytes, self.last))
         return self._first_storage + len(self.made) - 1

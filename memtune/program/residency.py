@@ -145,7 +145,7 @@ def cache_residency(uses: tuple[Units, ...], slots: Units, rule: Rule) -> Reside
         now.update(missing)
         drops.append(evicted)
         loads.append(missing)
-        history.use(units)
+        history.add_moment(units)
     return Residency((*drops, tuple(sorted(now))), (*loads, ()))
 
 
@@ -182,7 +182,7 @@ class _UseHistory:
         self._count: dict[int, float] = {}
         self._last: dict[int, int] = {}
 
-    def use(self, units: Units) -> None:
+    def add_moment(self, units: Units) -> None:
         """End the moment, which used `units`."""
         for unit in units:
             since = self._moment - self._last.get(unit, self._moment)

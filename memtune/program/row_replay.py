@@ -92,7 +92,11 @@ class _Table:
         nth = np.arange(1, count + 1)[:, None]
 
         def copies(column: Any, strides: _Strides | None) -> Any:
-            return np.tile(column, count) if strides is None else (column + nth * strides.of(column)).ravel()
+            return (
+                np.tile(column, count)
+                if strides is None
+                else (column + nth * strides.strides_of(column)).ravel()
+            )
 
         self.parts.append(tuple(map(copies, self.since(mark), self._refers)))
 
@@ -140,7 +144,7 @@ class _Source:
         self.is_initial = step.storages.producer < 0
         self._known: dict[bytes, _RowColumns] = {}
 
-    def of(self, rows: RowIndex) -> _RowColumns:
+    def columns_of_replay(self, rows: RowIndex) -> _RowColumns:
         """Return what a replay of `rows` appends."""
         key = rows.tobytes()
         known = self._known.get(key)
@@ -184,7 +188,7 @@ class _Strides:
         columns = (self._begin, begin), (self._end, end), (self._stride, stride)
         self._begin, self._end, self._stride = (np.append(column, value) for column, value in columns)
 
-    def of(self, numbers: Any) -> Any:
+    def strides_of(self, numbers: Any) -> Any:
         """Return the stride of each of `numbers`."""
         at = np.searchsorted(self._begin, numbers, side="right") - 1
         return np.where((at >= 0) & (numbers < self._end[at]), self._stride[at], 0)
@@ -330,7 +334,7 @@ class RowReplay:
         """
         if not len(rows):
             return
-        source = self._source.of(rows)
+        source = self._source.columns_of_replay(rows)
         positions, numbers = np.empty(len(rows), np.int32), np.empty(len(source.made), np.int32)
         begin = stored = 0
         for end, call in (*stops, Stop(len(rows))):
@@ -386,7 +390,7 @@ class RowReplay:
 
     def counterpart(self, number: int, count: int) -> int:
         """Return the storage that takes the place of `number` in the `count`th copy of an iteration."""
-        return number + count * int(self._storage_strides.of(number))
+        return number + count * int(self._storage_strides.strides_of(number))
 
     def number(self, storages: I32, made: I32, kept: I32, from_kept: RowMask) -> I32:
         """Return the numbers of old `storages`; `made`, `kept` and `from_kept` as in `append_rows`."""

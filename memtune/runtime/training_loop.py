@@ -19,7 +19,7 @@ class Rotation(Protocol):
     one order.
     """
 
-    def of(self, batches: Iterable[Any]) -> list[Any]:
+    def gather(self, batches: Iterable[Any]) -> list[Any]:
         """Return the micro-batches of all ranks of the group; collective."""
 
     def upload(self, batch: Any, device: torch.device, /) -> Any:
@@ -124,7 +124,7 @@ class TrainingLoop:
             return train_step(
                 model, optimizer, loss, batches, device, sync=self.micro_batch, order=self.order
             )
-        rotated = self.rotation.of(batches)
+        rotated = self.rotation.gather(batches)
         # All ranks draw by the micro-batches' seeds inside, and each continues with its own numbers
         # afterwards.
         with self.rotation.own_numbers(device):

@@ -55,7 +55,7 @@ class Slots(Protocol):
     def facts(self) -> list[Any]:
         """Return the facts that must be equal in the run that resumes."""
 
-    def look(self, key: str, manifests: list[Manifest]) -> None:
+    def claim_folders(self, key: str, manifests: list[Manifest]) -> None:
         """Find and lock the places that `manifests` name outside of their own run's folder."""
 
     def holders(self) -> object:
@@ -72,7 +72,7 @@ class Slots(Protocol):
         device.
         """
 
-    def back(self) -> None:
+    def restore(self) -> None:
         """Restore the weights from before `resume_from`, even if it was interrupted."""
 
     def forget(self) -> None:
@@ -114,7 +114,7 @@ class LastStep:
         self._forget()  # manifests of the same model, trained before in this process
         self._before = dead_runs(offload_dir.checked_dirs(), self._key)
         # Before the ranks agree: from here on no other process may resume, or clean, these runs.
-        self._kept.look(self._key, [each for run in self._before for each in run.manifests])
+        self._kept.claim_folders(self._key, [each for run in self._before for each in run.manifests])
         self._context.undo.callback(self._release)
         # A crash may fall between the manifests of two ranks; each keeps two, so the minimum exists
         # everywhere.
@@ -256,7 +256,7 @@ class LastStep:
         The optimizer's state is restored by its own `undo`.
         """
         self._forget()
-        self._kept.back()
+        self._kept.restore()
         for parameter, value in weights.items():
             parameter.copy_(value)
         self._set(values)
@@ -500,7 +500,7 @@ class RecordSlots:
             [each.name, list(each.held.shape), str(each.device.dtype), each.moments] for each in self._pieces
         ]
 
-    def look(self, key: str, manifests: list[Manifest]) -> None:
+    def claim_folders(self, key: str, manifests: list[Manifest]) -> None:
         """Do nothing: all pieces are in the run's folder."""
 
     def holders(self) -> object:
@@ -540,7 +540,7 @@ class RecordSlots:
         piece.switch(state)
         self._resumed.append(piece)
 
-    def back(self) -> None:
+    def restore(self) -> None:
         """Restore the weights from the other slots, which have this run's own values."""
         for piece in self._resumed:
             assert piece.spare is not None

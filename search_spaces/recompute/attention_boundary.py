@@ -173,7 +173,8 @@ def _by_blocks(place: Placement, every: int | None) -> BlockBoundariesPlan:
     if any(each.slot == "offload.activations" for each in place.later):
         return BlockBoundariesPlan(**decided)
     return BlockBoundariesPlan(
-        **decided, peak_bytes=place.after(apply_block_schedules(place.step, schedules)).peak_bytes()
+        **decided,
+        peak_bytes=place.after_later_passes(apply_block_schedules(place.step, schedules)).peak_bytes(),
     )
 
 

@@ -98,7 +98,7 @@ class Checkmate(Technique):
             place = placement_of(program, target)
             if place.plain_bytes <= budget:
                 return refusals.fits_already("recompute: {kind: none}")
-            if (reason := place.below(budget)) is not None:
+            if (reason := place.reason_below(budget)) is not None:
                 return reason
         found = self._found(program, target)
         if isinstance(found, str):

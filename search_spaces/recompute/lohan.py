@@ -38,8 +38,8 @@ from memtune.search_spaces.recompute._block_planner.measured_options import (
     to_option,
 )
 from memtune.search_spaces.recompute._block_planner.swap import (
-    Choice,
     Part,
+    SwapChoice,
     busy_seconds,
     bytes_of,
     hull,
@@ -207,7 +207,7 @@ class Lohan(Technique):
             return 0
         return _most_moved(program.step, options) if self.window is None else self.window
 
-    def _chosen(self, program: Program, target: Target) -> tuple[list[Option], Choice, dict[int, int]]:
+    def _chosen(self, program: Program, target: Target) -> tuple[list[Option], SwapChoice, dict[int, int]]:
         later, run = later_techniques(target), (program.ranks, program.micro_batch, program.accumulate)
         how = (
             program.step,
@@ -306,15 +306,15 @@ def _solved(
     min_bytes: int,
     spill: bool,
     waits: bool,
-) -> tuple[list[Option], Choice, dict[int, int]]:
+) -> tuple[list[Option], SwapChoice, dict[int, int]]:
     """Return each block's option, the choice, and the swapped bytes; cached for `fits` and `plan`."""
     blocks = _blocks(step, hardware, ranks, min_bytes)
     full = Program((RankClass(ranks, blocks.full),), micro_batch, accumulate)
     later = apply_later_passes(full, techniques, hardware)
     fixed = sum(each[0] for each in blocks.swapped_bytes.values())
-    choice = Choice.of(
+    choice = SwapChoice.fastest(
         blocks.parts, busy_seconds(later, hardware), hardware, fixed, host_bytes, spill=spill, waits=waits
     )
-    taken = choice.taken()
+    taken = choice.swapped_parts()
     options = [blocks.option(step, block, taken[block]) for block in range(len(step.blocks))]
     return options, choice, {block: each[taken[block]] for block, each in blocks.swapped_bytes.items()}

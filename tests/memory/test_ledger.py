@@ -59,7 +59,7 @@ def test_breakdown_separates_kinds() -> None:
     model, optimizer = mlp()
     batch = torch.randn(8, 10)
     ledger = ModeLedger()
-    ledger.watch(model, optimizer)
+    ledger.track(model, optimizer)
     ledger.label(batch, Kind.BATCH)
     with ledger:
         loss = mean_square(model, batch)
@@ -91,7 +91,7 @@ def test_peak_breakdown_includes_freed_gradients() -> None:
     model, optimizer = mlp()
     batch = torch.randn(8, 10)
     ledger = ModeLedger(keep_timeline=True)
-    ledger.watch(model, optimizer)
+    ledger.track(model, optimizer)
     with ledger:
         train_step(model, optimizer, mean_square, [batch], CPU)
         ledger.reset_peak()
@@ -107,7 +107,7 @@ def test_watch_finds_existing_gradients() -> None:
     model, _ = mlp()
     mean_square(model, torch.randn(8, 10)).backward()
     ledger = ModeLedger()
-    ledger.watch(model)
+    ledger.track(model)
     assert ledger.breakdown()[Kind.GRADIENT] == WEIGHTS
     ledger.close()
 
@@ -115,7 +115,7 @@ def test_watch_finds_existing_gradients() -> None:
 def test_close_removes_hooks() -> None:
     model, optimizer = mlp()
     ledger = ModeLedger()
-    ledger.watch(model, optimizer)
+    ledger.track(model, optimizer)
     parameter = next(model.parameters())
     assert parameter._post_accumulate_grad_hooks
     ledger.close()
@@ -138,7 +138,7 @@ def test_mode_ledger_equals_native_without_workspace(name: str) -> None:
     with tier("host"):
         batch = workload.make_batch(4)
     ledger = ModeLedger()
-    ledger.watch(model, optimizer)
+    ledger.track(model, optimizer)
     with ledger:
         for _ in range(2):
             train_step(model, optimizer, workload.loss, [batch], CPU)
@@ -155,7 +155,7 @@ def test_mode_ledger_is_equal_on_fake_tensors() -> None:
         model, optimizer = mlp()
         batch = torch.randn(8, 10)
         ledger = ModeLedger()
-        ledger.watch(model, optimizer)
+        ledger.track(model, optimizer)
         ledger.label(batch, Kind.BATCH)
         with ledger:
             for _ in range(2):
@@ -190,7 +190,7 @@ def test_mode_ledger_counts_fsdp2_resizes_and_local_shapes(reshard: bool, two_ra
     optimizer = AdamW(model.parameters(), foreach=False)
     batch = torch.randn(4, 64)
     ledger = ModeLedger()
-    ledger.watch(model, optimizer)
+    ledger.track(model, optimizer)
     ledger.label(batch, Kind.BATCH)
     assert ledger.live_bytes() == shard_bytes + batch.nbytes
     with ledger:
@@ -289,7 +289,7 @@ def test_budget_error_has_op_request_and_kinds(fake: bool) -> None:
         model, optimizer = mlp()
         batch = torch.randn(8, 10)
         ledger = ModeLedger()
-        ledger.watch(model, optimizer)
+        ledger.track(model, optimizer)
         ledger.label(batch, Kind.BATCH)
         live = ledger.live_bytes()
         ledger.set_budget(live + 1000)
@@ -328,7 +328,7 @@ def test_ledger_interface_is_equal_for_both_counters(counter: str) -> None:
     with Ledger.open("cpu", counter=counter) as ledger:  # type: ignore[arg-type]
         base = ledger.live_bytes()
         model, optimizer = mlp()
-        ledger.watch(model, optimizer)
+        ledger.track(model, optimizer)
         batch = torch.randn(8, 10)
         train_step(model, optimizer, mean_square, [batch], CPU)
         ledger.reset_peak()

@@ -100,7 +100,7 @@ def peak_of(
     with outer:
         model, x = make()
         ledger = ModeLedger(keep_timeline=True)
-        ledger.watch(model)
+        ledger.track(model)
         with ledger:
             out = model(x)
             (out[0] if isinstance(out, tuple) else out).float().sum().backward()
@@ -287,7 +287,7 @@ def test_mode_ledger_with_workspaces_equals_native_peak(path: Path) -> None:
         step()
     table.fill(seen.keys)
     ledger = ModeLedger(workspace=table)
-    ledger.watch(model, optimizer)
+    ledger.track(model, optimizer)
     with ledger:
         step()
         ledger.reset_peak()

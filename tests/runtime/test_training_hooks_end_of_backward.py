@@ -151,8 +151,8 @@ def test_step_with_early_updates_is_refused_after_an_error_until_a_load(name: st
 @pytest.mark.parametrize("name", ["stronghold", "late", "per_gradient"])
 def test_loaded_state_replaces_early_updates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """State is loaded while slow updates are running."""
-    at_once = native_update._once
-    monkeypatch.setattr(native_update, "_once", lambda call: (time.sleep(0.01), at_once(call)))
+    at_once = native_update._call_and_release
+    monkeypatch.setattr(native_update, "_call_and_release", lambda call: (time.sleep(0.01), at_once(call)))
     model, optimizer, tuned = made(name)
     tuned.step([batch(0)])
     saved = copy.deepcopy(tuned.state_dict())

@@ -71,7 +71,7 @@ class _Seen:
         self._values = [values[name] for name in self._fixed]
         self._copies = [(name, value) for name, value in values.items() if isinstance(value, _Copy)]
         self._read: Callable[[Any], tuple[Any, ...]] = (
-            itemgetter(*self._fixed, *self._fixed[:1]) if self._fixed else _nothing
+            itemgetter(*self._fixed, *self._fixed[:1]) if self._fixed else _no_sources
         )
         # The first name is read twice, because `itemgetter` of a single name returns no tuple.
         self._again = [*self._values, *self._values[:1]]
@@ -207,11 +207,11 @@ def _read_names(
             continue
         if sets is not None:
             sets.globals.setdefault(id(scope), set()).update(
-                _with(function.__code__, "STORE_GLOBAL", "DELETE_GLOBAL")
+                _names_in_bytecode(function.__code__, "STORE_GLOBAL", "DELETE_GLOBAL")
             )
-            sets.attributes.update(_with(function.__code__, "STORE_ATTR", "DELETE_ATTR"))
+            sets.attributes.update(_names_in_bytecode(function.__code__, "STORE_ATTR", "DELETE_ATTR"))
         _, names = scopes.setdefault(id(scope), (scope, []))
-        for name in _with(function.__code__, "LOAD_GLOBAL", "LOAD_NAME"):
+        for name in _names_in_bytecode(function.__code__, "LOAD_GLOBAL", "LOAD_NAME"):
             if name in scope and name not in names:
                 names.append(name)
                 waiting += [each for each in _functions(scope[name]) if each.__globals__ is scope]
@@ -249,7 +249,7 @@ def _names(code: CodeType) -> Iterator[str]:
         yield from (const for const in each.co_consts if isinstance(const, str) and const.isidentifier())
 
 
-def _with(code: CodeType, *ops: str) -> Iterator[str]:
+def _names_in_bytecode(code: CodeType, *ops: str) -> Iterator[str]:
     """Yield the names that are arguments of the bytecode instructions `ops` of `code`."""
     for each in _codes(code):
         yield from (str(step.argval) for step in dis.get_instructions(each) if step.opname in ops)
@@ -305,7 +305,7 @@ def _equal(now: Any, before: Any) -> bool:
     return bool(now == before)
 
 
-def _nothing(_: Any) -> tuple[Any, ...]:
+def _no_sources(_: Any) -> tuple[Any, ...]:
     return ()
 
 

@@ -99,7 +99,7 @@ class Guards:
         # The usual case, without a loop over hooks at each step.
         if not any(self._hooks):
             return ""
-        found = (hook for hooks in self._hooks for hook in hooks.values() if not _ours(hook))
+        found = (hook for hooks in self._hooks for hook in hooks.values() if not _is_own_hook(hook))
         return next((f"{_qualified_name(hook)} is a hook inside" for hook in found), "")
 
     def _changed_tensors(self) -> str:
@@ -132,7 +132,7 @@ def _shared(slots: list[dict[str, Any]]) -> tuple[list[str], list[int]]:
     return list(chain.from_iterable(slots)), [first.setdefault(tensor, at) for at, tensor in enumerate(held)]
 
 
-def _ours(hook: Any) -> bool:
+def _is_own_hook(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("memtune.")
 
 

@@ -159,7 +159,7 @@ def _with_backward(
         # Below the recorder's mode: the loss makes these tensors, so they are no op of the region.
         with _disable_current_modes(), fake:
             gradient = torch.empty_strided(like.size, like.stride, dtype=like.dtype, device=leaves[i].device)
-        recorder.know(gradient, Outside("gradient", i))
+        recorder.register_outside(gradient, Outside("gradient", i))
         flowing.append(gradient)
     roots = [leaves[i] for i in asked]
     # Python's references would keep values alive that the real backward frees.
@@ -198,7 +198,7 @@ def _faked_input(
     if not is_plain(leaf):
         raise CaptureError(f"one of its arguments is a {type(leaf).__name__}")
     twin = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-    recorder.know(twin, Outside("input", number))
+    recorder.register_outside(twin, Outside("input", number))
     if not leaf.requires_grad:
         return twin
 
@@ -223,7 +223,7 @@ def _faked_state(
         twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         # A frozen parameter that forward updates (a momentum encoder) is state like a buffer.
         kind = "parameter" if isinstance(tensor, nn.Parameter) and tensor.requires_grad else "buffer"
-        recorder.know(twin, Outside(kind, number))
+        recorder.register_outside(twin, Outside(kind, number))
         if isinstance(tensor, nn.Parameter):
             twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
             if tensor.requires_grad:

@@ -122,7 +122,7 @@ class Recorder(OpVisitor):
         self._n_values = 0
         self._known = ConstantTensors()
 
-    def know(self, tensor: Tensor, outside: Outside) -> None:
+    def register_outside(self, tensor: Tensor, outside: Outside) -> None:
         """Register `tensor` as the outside tensor `outside`."""
         self._note(tensor, outside)
         self.given[outside] = self.slot(tensor)
@@ -155,7 +155,7 @@ class Recorder(OpVisitor):
         if func.namespace in ("prim", "prims"):
             return NotImplemented
         # Masks and positions may steer the code: their values follow from shapes, so reading them is safe.
-        constant = self._known.look(func, args)
+        constant = self._known.read_constant(func, args)
         if constant is not None:
             return constant
         try:
@@ -176,7 +176,7 @@ class Recorder(OpVisitor):
         if isinstance(value, Tensor):
             if not isinstance(value, FakeTensor) and "lift_fresh" in str(func):
                 self.constants.append(value)
-                self.know(value, Outside("constant", len(self.constants) - 1))
+                self.register_outside(value, Outside("constant", len(self.constants) - 1))
             return self.slot(value)
         if isinstance(value, list | tuple):
             return type(value)(self._slots(func, each) for each in value)
@@ -286,14 +286,14 @@ class ConstantTensors:
         self._twin: Any = WeakIdKeyDictionary()
         self._draws = draws
 
-    def know(self, fake: Tensor, real: Tensor) -> None:
+    def register(self, fake: Tensor, real: Tensor) -> None:
         """Register `real`, a constant of the code, as the value of `fake`."""
         # Floating-point values may steer no index, and large ones cost memory.
         if self._is_kept(real):
             with _disable_current_modes():
                 self._twin[fake] = real.detach().to("cpu", copy=True)
 
-    def look(self, func: Any, args: Any) -> Any | None:
+    def read_constant(self, func: Any, args: Any) -> Any | None:
         """Return the value that code reads from constant tensors with `func`, else None."""
         if func not in READ_OUTS or any(each not in self._twin for each in tensors_in(args)):
             return None
@@ -315,7 +315,7 @@ class ConstantTensors:
         out = tree_map_only(Tensor, mode.from_tensor, real)
         for each, value in zip(tree_leaves(out), tree_leaves(real), strict=True):
             if isinstance(value, Tensor):
-                self.know(each, value)
+                self.register(each, value)
         return out
 
     def _selected(self, source: Tensor, indices: list[Tensor | None], *, flat: bool) -> Tensor | None:
@@ -356,10 +356,10 @@ class ConstantTensors:
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Register the results of `func` if all its arguments are constant and it draws nothing."""
         if func in _LIFTS and not isinstance(args[0], FakeTensor):
-            self.know(out, args[0])
+            self.register(out, args[0])
             return
         inputs = tensors_in([*args, *kwargs.values()])
-        known = self.knows(inputs)
+        known = self.are_known(inputs)
         if not known and not func._schema.is_mutable:
             return
         writes = mutated(func, args, kwargs)
@@ -387,7 +387,7 @@ class ConstantTensors:
             if isinstance(value, Tensor) and self._is_kept(value):
                 self._twin[each] = value
 
-    def knows(self, tensors: list[Tensor]) -> bool:
+    def are_known(self, tensors: list[Tensor]) -> bool:
         """Return whether the values of all `tensors` are known."""
         return all(each in self._twin for each in tensors)
 

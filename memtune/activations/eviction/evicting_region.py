@@ -224,7 +224,7 @@ class OnlineRegion(ReplacedForward):
         self._live.discard(run)
         if run.is_whole:  # a partial backward (`autograd.grad`) must not become a schedule
             decided = Decided(table.ran, run.n_forward, table.replays, run.flowed_in)
-            self.schedule_cache.note(run.key, decided if run.alone else None)
+            self.schedule_cache.count_run(run.key, decided if run.alone else None)
         counted = table.counted()
         self.runs.steps += 1
         self.runs.replays += counted["replays"]
@@ -242,7 +242,7 @@ class _Mode(TorchDispatchMode):
         return False  # `_Run` keeps Dynamo out of the whole run, which is cheaper than once for every op
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        about = self.facts.about(func)
+        about = self.facts.properties_of(func)
         if about.unseen or self._table.paused:
             return func(*args, **kwargs) if kwargs else func(*args)
         return self._table.run(about, args, kwargs or {})
@@ -323,7 +323,7 @@ class _Run:
         self.table.backward = True
         for at, each in zip(self._roots, self.gradients, strict=False):
             if each is not None:
-                self.table.watch(each)
+                self.table.track_constant(each)
                 self.flowed_in[at] = GradientLike(tuple(each.shape), each.stride(), each.dtype)
         root, each = torch.zeros_like(inner), None  # from here on only the engine holds the gradients
         inputs, self._inputs = self._inputs, []

@@ -64,11 +64,11 @@ def peak_within(
         )
         if budget_bytes <= background_bytes:
             return None
-        player = _Player(
+        player = _RuntimeSimulation(
             step, region, policy.settings(budget_bytes - background_bytes), costs, first_batch=first_batch
         )
         try:
-            player.play()
+            player.simulate()
         except RuntimeError:  # the native rematerializer has nothing left to evict
             return None
         peak_bytes = max(peak_bytes, background_bytes + player.peak_bytes)
@@ -127,7 +127,7 @@ def least_budget_bytes(
     return high
 
 
-class _Player:
+class _RuntimeSimulation:
     """Player that calls the rematerializer as `activations.eviction.eviction_table.OnlineTable` does."""
 
     def __init__(
@@ -196,7 +196,7 @@ class _Player:
         for save in np.argsort(step.saves.unpack_order, kind="stable").tolist():
             self._asks[int(step.saves.unpacked_before[save])].append(save)
 
-    def play(self) -> None:
+    def simulate(self) -> None:
         """Play one forward and its backward.
 
         Raises:
@@ -219,7 +219,7 @@ class _Player:
             fresh = self._fresh[row]
             self._remat.make_room(self._needs_bytes(op, fresh))
             for storage in fresh:
-                self._watch(storage)
+                self._track(storage)
 
     @property
     def peak_bytes(self) -> int:
@@ -242,7 +242,7 @@ class _Player:
         self._remat.make_room(self._needs_bytes(op, fresh))
         if not again or (over is not None and fresh):
             if over is not None:
-                self._spoil([over])
+                self._pin_inputs_of_writes([over])
             for storage in fresh:
                 number = self._remat.constant(int(self._step.storages.bytes[storage]))
                 self._remat.hold(number)
@@ -277,12 +277,12 @@ class _Player:
         over = self._number[mine[0]] if mine and not outside else None
         alone = op in self._region.graph.once or (bool(outside) and not norm) or len(mine) > 1
         if alone or (over is not None and mine[0] not in self._again):
-            self._spoil(mine)
+            self._pin_inputs_of_writes(mine)
             return False, None
         self._given.update(each for each in reads if each not in self._number)
         return True, None if over is None else mine[0]
 
-    def _spoil(self, written: list[int]) -> None:
+    def _pin_inputs_of_writes(self, written: list[int]) -> None:
         for storage in written:
             if storage in self._again:
                 self._again.remove(storage)
@@ -318,11 +318,11 @@ class _Player:
         for row in range(first, first_back):
             for storage in self._fresh[row]:
                 if storage in reads:
-                    self._watch(storage)
+                    self._track(storage)
 
     # -- outside references ----------------------------------------------------------------------------------
 
-    def _watch(self, storage: int) -> None:
+    def _track(self, storage: int) -> None:
         until = self._step.ops.n if self._persistent[storage] else int(self._step.freed_after[storage])
         self._watched[self._remat.constant(int(self._step.storages.bytes[storage]))] = until
 

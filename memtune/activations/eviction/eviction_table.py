@@ -96,7 +96,7 @@ class OnlineTable:
         """Run an op of the model's forward or backward, after evicting until its outputs fit."""
         self._settle()
         # First: references that were dropped since the last op make values evictable.
-        facts = self._facts.of(about, args, kwargs)
+        facts = self._facts.lookup(about, args, kwargs)
         self.ran.append(facts)
         inputs = tensors_in(args)
         if kwargs:
@@ -119,7 +119,7 @@ class OnlineTable:
         if repeatable is None or (repeatable.over is not None and fresh):
             if repeatable is not None:
                 # It writes in place and returns new storages: a second run cannot reproduce both.
-                self._spoil(about.func, args, written)
+                self._pin_written(about.func, args, written)
             for _, each, _, size in fresh:
                 self._enter_constant(each, size)
         elif fresh or repeatable.over is not None:
@@ -171,7 +171,7 @@ class OnlineTable:
             # output.
             spoils = odd or about.once or (outside and not about.norm) or len(owners) > 1
             if spoils or (over is not None and not over.again):
-                self._spoil(about.func, args, written)
+                self._pin_written(about.func, args, written)
                 return None
         random = (
             RandomState.capture(self._module, filter(None, (generator_of(kwargs),))) if facts.random else None
@@ -207,9 +207,9 @@ class OnlineTable:
             self._make_room(given.tensor.untyped_storage().nbytes(), "a copy of a buffer")
             whole = whole_of(given.tensor).clone()
             given.tensor, given.version = whole, whole._version
-            self.watch(whole)
+            self.track_constant(whole)
 
-    def _spoil(self, func: Any, args: Any, written: list[Tensor]) -> None:
+    def _pin_written(self, func: Any, args: Any, written: list[Tensor]) -> None:
         """Hold values that an unrepeatable op wrote into, as earlier readers cannot run again."""
         for each in written:
             value = self._values.get(each.untyped_storage()._cdata)
@@ -260,13 +260,13 @@ class OnlineTable:
 
     def _enter_constant(self, tensor: Tensor, size: int) -> None:
         if self.backward:
-            self.watch(tensor)
+            self.track_constant(tensor)
             return
         value = Value(self._constant(size), size, again=False)
         self._remat.hold(value.number)
         self._adopt(value, tensor.detach())
 
-    def watch(self, tensor: Tensor) -> None:
+    def track_constant(self, tensor: Tensor) -> None:
         """Account `tensor` as a constant while it has holders, unless it is a value."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._values:
@@ -389,7 +389,7 @@ class OnlineTable:
             raise written_since("a tensor that backward needs")
         if value.is_written:
             raise written_since("a tensor that backward needs")
-        self._bring(value)
+        self._rematerialize(value)
         assert value.alias is not None
         if not value.outside:
             value.outside = True
@@ -402,7 +402,7 @@ class OnlineTable:
         finally:
             self.paused = False
 
-    def _bring(self, value: Value) -> None:
+    def _rematerialize(self, value: Value) -> None:
         self._settle()
         try:
             self._remat.bring(value.number)
@@ -461,7 +461,7 @@ class OnlineTable:
                 if along:
                     self._again_in_parts(self._ops[number], along)
                 else:
-                    self._again(self._ops[number], over)
+                    self._replay_op(self._ops[number], over)
                 along = []
             over = act == OVERWRITE
 
@@ -478,7 +478,7 @@ class OnlineTable:
             self.paused = False
         self._place(ran.made[0][1], out)
 
-    def _again(self, ran: RepeatableOp, over: bool) -> None:
+    def _replay_op(self, ran: RepeatableOp, over: bool) -> None:
         """Replay an op on its recorded arguments."""
         self.replays.append(ReplayRecord(len(self.ran), ran.at))
         self.paused = True

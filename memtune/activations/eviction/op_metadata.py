@@ -65,7 +65,7 @@ class Costs:
     bytes_per_s: float
     launch_s: float
 
-    def of(self, n_flops: float, n_bytes: float) -> float:
+    def seconds(self, n_flops: float, n_bytes: float) -> float:
         """Return the seconds of an op."""
         return n_flops / self.flops_per_s + n_bytes / self.bytes_per_s + self.launch_s
 
@@ -125,7 +125,7 @@ class OpMetadataCache:
         self._about: dict[Any, OpProperties] = {}
         self._known: dict[Key, OpMetadata] = {}
 
-    def about(self, func: Any) -> OpProperties:
+    def properties_of(self, func: Any) -> OpProperties:
         """Return the properties of all calls of `func`."""
         found = self._about.get(func)
         if found is None:
@@ -143,7 +143,7 @@ class OpMetadataCache:
             )
         return found
 
-    def of(self, about: OpProperties, args: Any, kwargs: Any) -> OpMetadata:
+    def lookup(self, about: OpProperties, args: Any, kwargs: Any) -> OpMetadata:
         """Return the metadata of this call."""
         key = key_of(about.func, args, kwargs)
         # The workspace depends on the argument storages, not only on the views in `key`.
@@ -166,7 +166,7 @@ class OpMetadataCache:
         """Return the modelled seconds of a call that has run."""
         if facts.cost_s < 0:
             traffic = sum(each.nbytes for each in inputs) + sum(each.nbytes for each in tensors_in([out]))
-            facts.cost_s = self._costs.of(flops.count(facts.about.func, args, kwargs, out), traffic)
+            facts.cost_s = self._costs.seconds(flops.count(facts.about.func, args, kwargs, out), traffic)
         return facts.cost_s
 
 

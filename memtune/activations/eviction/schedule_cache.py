@@ -120,7 +120,7 @@ class ScheduleCache:
             case.frozen.runs.frozen for case in self.cases.values() if case.frozen is not None
         )
 
-    def note(self, key: Any, decided: Decided | None) -> None:
+    def count_run(self, key: Any, decided: Decided | None) -> None:
         """Count a forward and its backward under the mode; None: other forwards ran in between."""
         if (
             not self._freeze_after
@@ -155,7 +155,7 @@ class ScheduleCache:
                 stacklevel=4,
             )
 
-    def instead(self, key: Any, why: str, tries_again: bool, args: Any, kwargs: Any) -> Any:
+    def run_online(self, key: Any, why: str, tries_again: bool, args: Any, kwargs: Any) -> Any:
         """Run online because a schedule cannot run, this time or ever."""
         if not tries_again:
             self.end(key, why)
@@ -178,7 +178,7 @@ class _CachedRegion(ScheduledRegion):
         self._original, self._cache, self._key, self._decided = forward, schedule_cache, key, decided
 
     def _back(self, *args: Any, **kwargs: Any) -> Any:
-        return self._cache.instead(self._key, self.runs.why_plain, self.tries_again, args, kwargs)
+        return self._cache.run_online(self._key, self.runs.why_plain, self.tries_again, args, kwargs)
 
     def _wanted(self) -> tuple[dict[int, GradientLike], ...]:
         return (self._decided.gradients,)
@@ -244,8 +244,10 @@ def places_of(tape: Tape, ran: Sequence[OpMetadata], n_forward: int) -> list[int
     found: list[int] = []
     at, end = 0, len(ran)
     for op, call in enumerate(tape.calls):
-        wanted = _alike(key_of(call.func, call.args, call.kwargs))
-        while at < end and (ran[at].about.func is not call.func or _alike(ran[at].key) != wanted):
+        wanted = _key_on_fake_tensors(key_of(call.func, call.args, call.kwargs))
+        while at < end and (
+            ran[at].about.func is not call.func or _key_on_fake_tensors(ran[at].key) != wanted
+        ):
             at += 1
         # An op of forward found in backward (or the reverse) belongs to another computation.
         if at == end or (at < n_forward) != (op < tape.graph.n_forward):
@@ -255,7 +257,7 @@ def places_of(tape: Tape, ran: Sequence[OpMetadata], n_forward: int) -> list[int
     return found
 
 
-def _alike(key: Key) -> Key:
+def _key_on_fake_tensors(key: Key) -> Key:
     """Return the part of a key that fake tensors share; dtypes and sizes of kernels' own saves may differ."""
     return tuple(
         each[0] if isinstance(each, tuple) and each and isinstance(each[-1], torch.dtype) else each

@@ -580,7 +580,7 @@ def hold_locals(edit: Edit, step: Step, storage: I32, ops: I32) -> None:
     # Generated code has no frames whose locals could hold anything.
     if step.runs_schedules or not (step.ops.copy_of >= 0).any():
         return
-    twin, held = _twins(step), step.storages.held_until.copy()
+    twin, held = _second_run_storages(step), step.storages.held_until.copy()
     forward = step.use_phase == Phase.FORWARD
     np.maximum.at(held, step.uses.storage[forward], step.uses.op[forward])
     # Pairs of a reloaded storage and one that its block's first run held over the op that made it.
@@ -598,7 +598,7 @@ def hold_locals(edit: Edit, step: Step, storage: I32, ops: I32) -> None:
     edit.hold_through(twin[mine[inside]], ops[number[inside]])
 
 
-def _twins(step: Step) -> I32:
+def _second_run_storages(step: Step) -> I32:
     """Return (m,) the storage that the second run makes for each, -1 for none; third runs are ignored."""
     twin = np.full(step.storages.n, -1, np.int32)
     # On the device only: random states are on the host, and may be kept by one of the runs alone.

@@ -29,7 +29,7 @@ class ByteShare(Generic[T]):
     def _missing_bytes(self) -> int:
         return round(self._fraction * self._seen_bytes) - self._offloaded_bytes
 
-    def takes(self, tensor: T, n_bytes: int) -> bool:
+    def is_offloaded_whole(self, tensor: T, n_bytes: int) -> bool:
         """Return whether `tensor`, which is being saved, is offloaded in full."""
         self._seen_bytes += n_bytes
         if n_bytes > self._missing_bytes():
@@ -38,7 +38,7 @@ class ByteShare(Generic[T]):
         self._offloaded_bytes += n_bytes
         return True
 
-    def rest(self) -> tuple[T, int] | None:
+    def partial_tensor(self) -> tuple[T, int] | None:
         """Return the tensor to cut at the end of the call and the bytes of it to offload; None if no bytes
         are missing.
         """

@@ -145,7 +145,7 @@ def plain_compress_(packed: Tensor, values: Tensor, bits: int, group: int, seed:
     inverse = torch.where(step > 0, torch.ones_like(step) / step, 0.0)
     t = torch.where(is_large, 0.0, x - least[:, None]) * inverse[:, None]
     t = torch.minimum(t, top[:, None])
-    codes = torch.minimum((t + _drawn(t, seed)).floor(), top[:, None])
+    codes = torch.minimum((t + _rounding_offset(t, seed)).floor(), top[:, None])
     special = top[:, None] + torch.where(x.isnan(), 3.0, torch.where(x > 0, 2.0, 1.0))
     whole = torch.where(is_large, special, codes).to(torch.uint8).view(-1)[: numel + numel % 2]
     header = torch.stack([least, torch.where(has_large, -step, step)], 1)
@@ -159,7 +159,7 @@ def plain_compress_(packed: Tensor, values: Tensor, bits: int, group: int, seed:
         packed[at : at + len(whole) // 2] = whole[::2] | (whole[1::2] << 4)
 
 
-def _drawn(t: Tensor, seed: int) -> Tensor | float:
+def _rounding_offset(t: Tensor, seed: int) -> Tensor | float:
     """Return what is added to `t` before it is rounded down: a half, or random numbers from 0 to 1."""
     if seed == NEAREST:
         return 0.5

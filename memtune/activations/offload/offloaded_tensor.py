@@ -25,10 +25,10 @@ class EntryOwner(Protocol):
     def complete_offloads(self) -> None:
         """Complete the copies to the host that are in flight."""
 
-    def take(self, entry: SavedStorage) -> None:
+    def read_from_ssd(self, entry: SavedStorage) -> None:
         """Read `entry` from SSD into host memory."""
 
-    def bring(self, entry: SavedStorage) -> None:
+    def reload(self, entry: SavedStorage) -> None:
         """Reload `entry`, which backward reads."""
 
 
@@ -59,7 +59,7 @@ class SavedStorage:
         self._back: Tensor | None = None
         self._asked = False
 
-    def serves(self, tensor: Tensor) -> bool:
+    def must_fetch(self, tensor: Tensor) -> bool:
         """Return whether a reader of the view `tensor` must get it by `fetch`: it is packed, or may be."""
         # Other bits than the values that were compressed, such as a float's bytes, are not those of the
         # source.
@@ -80,7 +80,7 @@ class SavedStorage:
         """Return whether `tensor` is a view of this storage."""
         return self._storage() is tensor.untyped_storage()
 
-    def hold(self, tensor: Tensor) -> None:
+    def keep_readable(self, tensor: Tensor) -> None:
         """Keep it resident and readable until it is offloaded."""
         self._back, self._asked = _flat_storage(tensor), True
 
@@ -122,7 +122,7 @@ class SavedStorage:
         self._ssd = torch.ops.memtune.to_ssd(host, self._name)
         return host, self._ssd
 
-    def read(self) -> None:
+    def start_read(self) -> None:
         """Start the read from SSD to the host."""
         assert self._ssd is not None
         self._host = torch.ops.memtune.from_ssd(self._ssd)
@@ -133,14 +133,14 @@ class SavedStorage:
             self._asked = True
             # First, because copies in flight hold device memory that the reload may need.
             self._moves.complete_offloads()
-            self._moves.bring(self)
+            self._moves.reload(self)
         assert self._back is not None
-        return like.of(self._back)
+        return like.on(self._back)
 
     def reload(self) -> None:
         """Copy it to the device, from SSD through the host if necessary."""
         if self._ssd is not None:
-            self._moves.take(self)
+            self._moves.read_from_ssd(self)
         assert self._host is not None
         hop = self.policy.hops[0]
         if isinstance(hop, Compression):
@@ -203,7 +203,7 @@ class View(NamedTuple):
             tensor.is_neg(),
         )
 
-    def of(self, whole: Tensor) -> Tensor:
+    def on(self, whole: Tensor) -> Tensor:
         """Return the same view of `whole`, a flat tensor of the storage's bytes."""
         flat = whole if whole.dtype == self.dtype else whole.view(self.dtype)
         return _conj_neg_view(

@@ -111,7 +111,7 @@ class Slots:
         self._offloaded.setdefault((self._now.stage, self._now.micro_batch), []).append(weakref.ref(entry))
         self._note("leaves", self._now, entry)
 
-    def bring(self, entry: SavedStorage) -> None:
+    def reload(self, entry: SavedStorage) -> None:
         """Make the compute stream wait for the reload of `entry`, which backward reads."""
         if not entry.is_resident:
             entry.reload()

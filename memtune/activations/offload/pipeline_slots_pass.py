@@ -48,7 +48,7 @@ class SlotMoves:
             if len(ops):
                 rows.append_ops(ops, (following.stage, following.micro_batch), backward=True)
 
-    def without(self, ops: I32) -> I32:
+    def without_reloads(self, ops: I32) -> I32:
         """Return `ops` of a backward without the reloads, which the slot before has inserted."""
         found: I32 = ops[~self._back[ops]]
         return found

@@ -37,7 +37,7 @@ class Prefetcher:
         # first.
         self._offloaded.insert(self._of_call, weakref.ref(entry))
 
-    def bring(self, entry: SavedStorage) -> None:
+    def reload(self, entry: SavedStorage) -> None:
         """Reload `entry`, which backward reads, unless it is prefetched; prefetch others."""
         if not self.count:
             entry.reload()

@@ -65,9 +65,11 @@ def select_offloads(step: Step, claims: list[OffloadClaim], stages: Stages | Non
     # One running sum per block, as in the runtime's hook: which tensors fit depends on their order.
     share = {each: ByteShare[int](claim.fraction) for each, claim in claim_of.items()}
     columns = (range(len(rows)), block.tolist(), step.storages.bytes[storage].tolist())
-    whole = [nth for nth, of, n_bytes in zip(*columns, strict=True) if share[of].takes(nth, n_bytes)]
+    whole = [
+        nth for nth, of, n_bytes in zip(*columns, strict=True) if share[of].is_offloaded_whole(nth, n_bytes)
+    ]
     # At most one tensor per block is cut, so that the fraction is met exactly.
-    cut = [rest for each in share.values() if (rest := each.rest()) is not None]
+    cut = [rest for each in share.values() if (rest := each.partial_tensor()) is not None]
     chosen = np.asarray([*whole, *(nth for nth, _ in cut)], np.int32)
     n_bytes = np.concatenate(
         [step.storages.bytes[storage[whole]], np.asarray([each for _, each in cut], np.int64)]

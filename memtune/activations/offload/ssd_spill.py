@@ -43,7 +43,7 @@ class SSDSpill:
         self._spilled: list[tuple[int, weakref.ref[SavedStorage]]] = []
         self._read: list[tuple[int, weakref.ref[SavedStorage]]] = []
 
-    def put(self, entry: SavedStorage) -> None:
+    def start_write(self, entry: SavedStorage) -> None:
         """Start the write of `entry`, whose copy to the host is complete (Rule 1)."""
         if len(self._writing) == WRITES_IN_FLIGHT:
             self._finish_oldest()
@@ -57,26 +57,26 @@ class SSDSpill:
         """Note the end of a stage's forward, whose tensors have all been written here (Rule 4)."""
         self._forward += 1
 
-    def take(self, entry: SavedStorage) -> None:
+    def ensure_read(self, entry: SavedStorage) -> None:
         """Ensure that `entry` is read, or being read, into host memory (Rules 2 and 3)."""
         # Backward begins: its reads would share the drive with the writes, and need their host memory.
         while self._writing:
             self._finish_oldest()
         self._read = [each for each in self._read if each[1]() is not None]
-        if (mine := _of(entry, self._read)) is not None:
+        if (mine := _reference_to(entry, self._read)) is not None:
             self._read.remove(mine)
         else:
-            mine = _of(entry, self._spilled)
+            mine = _reference_to(entry, self._spilled)
             assert mine is not None
             self._spilled.remove(mine)
-            entry.read()
+            entry.start_read()
         # Another micro-batch's tensors are needed only after its own backward has begun.
         same_forward = [each for each in self._spilled if each[0] == mine[0]]
         while same_forward and len(self._read) < self.read_ahead:
             last = same_forward.pop()
             self._spilled.remove(last)
             if (found := last[1]()) is not None:
-                found.read()
+                found.start_read()
                 self._read.append(last)
 
     def _finish_oldest(self) -> None:
@@ -84,7 +84,7 @@ class SSDSpill:
         ssd_tensors.written(ssd)
 
 
-def _of(
+def _reference_to(
     entry: SavedStorage, among: list[tuple[int, weakref.ref[SavedStorage]]]
 ) -> tuple[int, weakref.ref[SavedStorage]] | None:
     """Return the reference in `among` to `entry`, or None."""

@@ -71,7 +71,7 @@ class Problem:
     def live_under(self, choice: Sequence[int]) -> I64:
         """Return (moments,) bytes on the device."""
         change = np.zeros(len(self.live_bytes) + 1, np.int64)
-        for action in self.taken(choice):
+        for action in self.actions_of(choice):
             for first, stop, n_bytes in action.frees:
                 change[first] -= n_bytes
                 change[stop] += n_bytes
@@ -80,9 +80,9 @@ class Problem:
 
     def added_s(self, choice: Sequence[int]) -> float:
         """Return the seconds added to the plain step."""
-        return _added_s(self.taken(choice))
+        return _added_s(self.actions_of(choice))
 
-    def taken(self, choice: Sequence[int]) -> list[Action]:
+    def actions_of(self, choice: Sequence[int]) -> list[Action]:
         """Return the actions of a choice."""
         return [tensor.actions[i - 1] for tensor, i in zip(self.tensors, choice, strict=True) if i]
 
@@ -221,11 +221,11 @@ def _exhaustive(problem: Problem, budget_bytes: int) -> PlanResult | None:
 def _added_s(taken: Sequence[Action]) -> float:
     out = [copy for each in taken for copy in each.out]
     # On the reversed clock a reload is late where a copy to the host would be, so one rule serves both.
-    back = [_mirrored(copy) for each in taken for copy in each.back]
+    back = [_on_reversed_clock(copy) for each in taken for copy in each.back]
     return sum(each.more_s for each in taken) + _stalls(out) + _stalls(back)
 
 
-def _mirrored(copy: Copy) -> Copy:
+def _on_reversed_clock(copy: Copy) -> Copy:
     """Return a reload on the reversed clock: it starts when needed and may last until it can begin."""
     return Copy(-copy.until_s, -copy.start_s, copy.seconds)
 
@@ -277,7 +277,7 @@ class _Columns:
             n_bytes,
             (
                 _Link.of([each.out for _, _, each in every]),
-                _Link.of([tuple(map(_mirrored, each.back)) for _, _, each in every]),
+                _Link.of([tuple(map(_on_reversed_clock, each.back)) for _, _, each in every]),
             ),
         )
 

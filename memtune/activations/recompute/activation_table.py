@@ -262,8 +262,8 @@ class ActivationTable:
         # The element size must divide the storage, or no flat tensor of the type covers it.
         if may_move and n_bytes >= least_bytes and n_bytes % tensor.element_size() == 0:
             self.entries[key] = entry
-            entry.hold(tensor)
-            if share.takes(entry, n_bytes):
+            entry.keep_readable(tensor)
+            if share.is_offloaded_whole(entry, n_bytes):
                 self.offload(entry, region, n_bytes)
         return entry
 
@@ -284,7 +284,7 @@ class ActivationTable:
         if not entry.policy.spills:
             self.prefetcher.note_offload(entry, self._call, runs_again=region.recompute)
 
-    def lasts(self, tensor: Tensor, key: int) -> bool:
+    def must_be_resident(self, tensor: Tensor, key: int) -> bool:
         """Return whether `tensor` (`key`: its `id_of`) must be kept on the device: parameters, buffers of any
         module, and parts being written.
         """
@@ -301,15 +301,15 @@ class ActivationTable:
         entry, _ = self._on_the_way.popleft()
         entry.complete_offload()
         if entry.policy.spills:
-            self.ssd_spill.put(entry)
+            self.ssd_spill.start_write(entry)
 
-    def take(self, entry: SavedStorage) -> None:
+    def read_from_ssd(self, entry: SavedStorage) -> None:
         """Read `entry` from SSD into host memory (Rule 7)."""
-        self.ssd_spill.take(entry)
+        self.ssd_spill.ensure_read(entry)
 
-    def bring(self, entry: SavedStorage) -> None:
+    def reload(self, entry: SavedStorage) -> None:
         """Reload `entry`, which backward has unpacked (Rule 8)."""
-        (self.slots or self.prefetcher).bring(entry)
+        (self.slots or self.prefetcher).reload(entry)
 
     def _call_ends(self, region: Region, number: int) -> None:
         """Complete copies at the end of call `number` of `region` (Rule 6)."""
@@ -411,7 +411,7 @@ class _Frame:
         else:
             self._args = None
         # Exactly the claimed share: the last storage that was kept may have to be cut (Rule 10).
-        rest = self._share.rest()
+        rest = self._share.partial_tensor()
         if rest is not None:
             self.table.offload(rest[0], self.region, rest[1])
         # Handles hold the entries from now on; these tables would keep storages alive.
@@ -467,7 +467,7 @@ class _Frame:
         key = storage._cdata
         if storage.nbytes() < self.least_bytes and key not in self.table.entries:
             return tensor
-        if self.table.lasts(tensor, key):
+        if self.table.must_be_resident(tensor, key):
             return tensor
         if not self.region.policy.is_exact and is_cast_weight(tensor, self._shapes):
             return tensor
@@ -482,7 +482,7 @@ class _Frame:
                 tensor, self.region, self._share, self.least_bytes, key=key, may_move=may_move
             )
             self._decided[key] = entry
-        return OffloadedTensor(entry, View.describe(tensor)) if entry.serves(tensor) else tensor
+        return OffloadedTensor(entry, View.describe(tensor)) if entry.must_fetch(tensor) else tensor
 
     def pack(self, tensor: Tensor) -> Tensor | OffloadedTensor | _Number:
         """Return the object that autograd saves instead of `tensor` (Rules 1 to 3)."""
@@ -505,7 +505,7 @@ class _Frame:
         n = self.count
         self.count = n + 1
         self.wanted.add(n)
-        self.fingerprints.append(self._fingerprinter.take(tensor))
+        self.fingerprints.append(self._fingerprinter.fingerprint(tensor))
         # All values once, then those of the last tensor alone, which depends on all before it.
         if self._checks_values and (not self.region.watched or n == self.region.last_unpacked):
             self.magnitudes[n] = magnitude(tensor)

@@ -49,7 +49,7 @@ class RefuseExchanges(OpVisitor):
     def before(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Refuse the op if it exchanges data."""
         if func.namespace in NAMESPACES:
-            raise _twice(func)
+            raise _second_exchange_error(func)
         return NotImplemented
 
 
@@ -110,7 +110,7 @@ def _overload(namespace: str, op: str) -> Any:
 
 def _looked_at(op: Any, *args: Any, **kwargs: Any) -> Any:
     if _inside.block:
-        raise _twice(op)
+        raise _second_exchange_error(op)
     # Otherwise the call would dispatch to this kernel again.
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args, **kwargs)
@@ -119,9 +119,9 @@ def _looked_at(op: Any, *args: Any, **kwargs: Any) -> Any:
 def _looked_at_above(op: Any, kernel: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
     """Call autograd's own `kernel` of `op`; raise inside a recomputed block."""
     if _inside.block:
-        raise _twice(op)
+        raise _second_exchange_error(op)
     return kernel.call_boxed(keys, *args, **kwargs)
 
 
-def _twice(op: Any) -> ApplyError:
+def _second_exchange_error(op: Any) -> ApplyError:
     return refusals.error_of(refusals.collective_runs_twice(op, _inside.block))

@@ -97,7 +97,7 @@ class QuickFingerprinter:
     """
 
     def __init__(self, fixed: Mapping[int, str]) -> None:
-        self._start, self._fixed = _now(), fixed
+        self._start, self._fixed = _next_sequence_number(), fixed
         self._passed: tuple[str, ...] = ()
         self.quick: list[QuickFingerprint] = []
         """Quick fingerprints so far; a full `Fingerprinter` collects them as well."""
@@ -106,11 +106,11 @@ class QuickFingerprinter:
         """Note that autograd saved a parameter or buffer."""
         self._passed += (self._fixed[key],)
 
-    def take(self, tensor: Tensor) -> QuickFingerprint:
+    def fingerprint(self, tensor: Tensor) -> QuickFingerprint:
         """Return the fingerprint of `tensor`, the next saved one."""
         passed, self._passed = self._passed, ()
         found = QuickFingerprint(
-            type(tensor.grad_fn), _now() - self._start, passed, tensor.shape, tensor.dtype
+            type(tensor.grad_fn), _next_sequence_number() - self._start, passed, tensor.shape, tensor.dtype
         )
         self.quick.append(found)
         return found
@@ -125,7 +125,7 @@ class Fingerprinter:
 
     def __init__(self, fixed: Mapping[int, str]) -> None:
         # Nodes of this run have numbers from here on; older ones belong to inputs and parameters.
-        self._start = _now()
+        self._start = _next_sequence_number()
         self._fixed = fixed
         self._seen: set[int] = set()
         self._passed: list[str] = []
@@ -137,9 +137,9 @@ class Fingerprinter:
         self._passed.append(self._fixed[key])
         self._quick.passes(key)
 
-    def take(self, tensor: Tensor) -> Fingerprint:
+    def fingerprint(self, tensor: Tensor) -> Fingerprint:
         """Return the fingerprint of `tensor`, the next saved one."""
-        self._quick.take(tensor)
+        self._quick.fingerprint(tensor)
         passed, self._passed = tuple(self._passed), []
         return Fingerprint(tuple(self._new(tensor.grad_fn)), passed, tensor.shape, tensor.dtype)
 
@@ -337,7 +337,7 @@ def _is_ours(node: Any) -> bool:
     return bool(function.__module__.startswith(_LIBRARIES))
 
 
-def _now() -> int:
+def _next_sequence_number() -> int:
     """Return the sequence number of the next autograd node of this thread."""
     number: int = getattr(torch.autograd, "_get_sequence_nr")()  # noqa: B009
     return number

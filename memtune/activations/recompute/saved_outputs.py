@@ -84,18 +84,18 @@ class KeptOutputs:
             )
         return claim
 
-    def take(self) -> Any:
+    def pop_outputs(self) -> Any:
         """Return the outputs to the second run."""
         # The op is skipped, so the generator must move past the numbers that it drew.
         if self._random is not None:
             self._random.continue_from()
-        out = _of_tensors(_taken, self._out)
+        out = _of_tensors(_pop_tensor, self._out)
         # A reload has a storage of its own, by which the second run's saved views are recognised.
         self._storages = [weakref.ref(t.untyped_storage()) for t in _tensors_in(out)]
         return out
 
 
-def _taken(kept: Tensor | OffloadedTensor) -> Tensor:
+def _pop_tensor(kept: Tensor | OffloadedTensor) -> Tensor:
     return kept.get() if isinstance(kept, OffloadedTensor) else kept.detach()
 
 
@@ -127,9 +127,9 @@ class KeptByStorage:
     def add(self, call: OpAddress, kept: KeptOutputs) -> None:
         """Add the outputs of `call`, which the first run made."""
         self.calls[call] = kept
-        self.note(kept)
+        self.index_storages(kept)
 
-    def note(self, kept: KeptOutputs) -> None:
+    def index_storages(self, kept: KeptOutputs) -> None:
         """Note the storages that `kept` has now."""
         for key in kept.keys():
             self._by_storage.setdefault(key, []).append(kept)
@@ -211,11 +211,11 @@ class ReplayOutputs(OpVisitor):
         """Return the outputs of an op if they were kept or are not needed."""
         call = self._seen.next(func)
         if call in self._skipped:
-            return self._skipped.take(call, func, args, kwargs)
+            return self._skipped.placeholder_outputs(call, func, args, kwargs)
         kept = self._kept.calls.get(call)
         if kept is not None:
-            out = kept.take()
-            self._kept.note(kept)
+            out = kept.pop_outputs()
+            self._kept.index_storages(kept)
             return out
         return NotImplemented
 
@@ -365,7 +365,7 @@ class SkippedCalls:
         """Return whether the second run skips `call`."""
         return call in self._calls
 
-    def take(self, call: OpAddress, func: Any, args: Any, kwargs: Any) -> Any:
+    def placeholder_outputs(self, call: OpAddress, func: Any, args: Any, kwargs: Any) -> Any:
         """Return uninitialized tensors like the outputs of `call`; of an in-place call its argument."""
         left = self._calls[call]
         if self._all_run:

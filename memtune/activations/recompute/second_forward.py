@@ -59,7 +59,7 @@ class Replay:
         Raises:
             ApplyError: They differ, so the forward is not deterministic.
         """
-        before, now = self._frame.fingerprints[self.count], self._fingerprinter.take(tensor)
+        before, now = self._frame.fingerprints[self.count], self._fingerprinter.fingerprint(tensor)
         if before != now:
             was, is_now = difference(before, now)
             raise ApplyError(

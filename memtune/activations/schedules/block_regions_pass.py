@@ -76,9 +76,13 @@ def block_regions_of(step: Step) -> BlockRegions | str:
     talks = step.ops.group[rows] > 0
     if talks.any():
         return f"{step.names[step.ops.name[rows[int(talks.argmax())]]]}: ranks exchange data in a block"
-    together = region_with(step.without_donations(rows), rows, len(forward), _carried(rows, len(forward)))
+    together = region_with(
+        step.without_donations(rows), rows, len(forward), _rows_behind_ops(rows, len(forward))
+    )
     block_of = step.ops.block[rows]
-    return _crosses(step, together, block_of) or _split(step, together, block_of, tuple(order.tolist()))
+    return _outside_dependence(step, together, block_of) or _split(
+        step, together, block_of, tuple(order.tolist())
+    )
 
 
 def _no_regions(step: Step) -> str:
@@ -93,7 +97,7 @@ def _no_regions(step: Step) -> str:
     return ""
 
 
-def _carried(rows: I32, n_forward: int) -> dict[int, list[int]]:
+def _rows_behind_ops(rows: I32, n_forward: int) -> dict[int, list[int]]:
     """Return the rows that follow each op before the next op: added gradients, and ops between the blocks."""
     found: dict[int, list[int]] = {}
     for first, end in ((0, n_forward), (n_forward, len(rows))):
@@ -106,7 +110,7 @@ def _carried(rows: I32, n_forward: int) -> dict[int, list[int]]:
     return found
 
 
-def _crosses(step: Step, together: Region, block_of: I32) -> str:
+def _outside_dependence(step: Step, together: Region, block_of: I32) -> str:
     """Return why a block's ops depend on another block beyond inputs and outputs, '' if they do not.
 
     Reasons are writes into outside values and sums of several blocks' gradients.

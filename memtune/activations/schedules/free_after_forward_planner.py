@@ -108,11 +108,11 @@ class FreeAfterForwardPlanner:
         for op in range(graph.n_forward, graph.n_ops):
             for value in graph.reads[op]:
                 if self._again[value]:
-                    self._bring(value, there, backward)
+                    self._recompute(value, there, backward)
             backward.append(op)
         return build_schedule(graph, range(graph.n_forward), backward, made_by="planned")
 
-    def _bring(self, value: int, there: set[int], order: list[int]) -> None:
+    def _recompute(self, value: int, there: set[int], order: list[int]) -> None:
         stack = [value]
         while stack:
             # An explicit stack: a chain may be as long as the model is deep.

@@ -175,7 +175,7 @@ class ScheduledRegion(ReplacedForward):
         with self._lock:
             # Looked up under the lock, run outside: only captures exclude each other.
             captured = self._find(args, kwargs)
-            run = captured if isinstance(captured, str) else self._begun(captured)
+            run = captured if isinstance(captured, str) else self._begin_run(captured)
         if isinstance(run, str):
             return self._instead(*args, **kwargs)
         inputs = tree_leaves((args, kwargs))
@@ -183,7 +183,7 @@ class ScheduledRegion(ReplacedForward):
         # The run frees its inputs after their last reader, so this frame must not hold them.
         return run.start(inputs)
 
-    def _begun(self, captured: _Captured) -> ScheduledRun:
+    def _begin_run(self, captured: _Captured) -> ScheduledRun:
         self.runs.frozen += 1
         run = ScheduledRun(self, captured)
         self._latest.add(run)
@@ -205,7 +205,7 @@ class ScheduledRegion(ReplacedForward):
         """Return the capture for these arguments and this module state, or why the plain module runs."""
         key = call_key(args, kwargs)
         if key is None:
-            return self._plainly("an argument cannot be compared with those of other calls")
+            return self._warn_of_plain_run("an argument cannot be compared with those of other calls")
         known = (
             self._captured.setdefault(key, [])
             if len(self._captured) < _MOST_CAPTURES
@@ -222,21 +222,27 @@ class ScheduledRegion(ReplacedForward):
             if not changed:
                 if at:
                     known.insert(0, known.pop(at))  # move to front: the next call probably matches it too
-                return self._plainly(each.why) if isinstance(each, _Refused) else each
+                return self._warn_of_plain_run(each.why) if isinstance(each, _Refused) else each
         if refused is not None:
             known.remove(refused)
         if len(known) >= self._most_alike:
-            return self._plainly(changed)
+            return self._warn_of_plain_run(changed)
         if self.runs.captures >= _MOST_CAPTURES:
-            return self._plainly(changed or f"it was called with {_MOST_CAPTURES} different shapes already")
+            return self._warn_of_plain_run(
+                changed or f"it was called with {_MOST_CAPTURES} different shapes already"
+            )
         if not self._lock.is_alone():
             # Waiting releases the lock, so another thread may have captured meanwhile: look up again.
             waited = self._lock.wait_alone()
-            return self._find(args, kwargs) if waited else self._plainly("other threads run it all the time")
+            return (
+                self._find(args, kwargs)
+                if waited
+                else self._warn_of_plain_run("other threads run it all the time")
+            )
         guards = Guards(self.module)
         why = guards.changed()  # new guards already fail if a submodule has hooks
         if why:
-            return self._plainly(why)
+            return self._warn_of_plain_run(why)
         self.runs.captures += 1
         # Set by `_capture` if only a side effect prevented it, which a second forward may not have.
         self._leaves = False
@@ -244,11 +250,11 @@ class ScheduledRegion(ReplacedForward):
         if isinstance(found, str):
             self.tries_again = refused is None and self._leaves
             known.insert(0, _Refused(found, guards, self.tries_again))
-            return self._plainly(found)
+            return self._warn_of_plain_run(found)
         known.insert(0, found)
         return found
 
-    def _plainly(self, why: str) -> str:
+    def _warn_of_plain_run(self, why: str) -> str:
         """Warn once that a module in training runs without its schedule."""
         self.runs.plain += 1
         self.runs.why_plain = why
@@ -281,14 +287,14 @@ class ScheduledRegion(ReplacedForward):
                 why, self._leaves = f"it cannot be captured: {error}", isinstance(error, SideEffectError)
         if first is None:
             return why
-        for tape in chain([first], self._others(call, first)):
+        for tape in chain([first], self._captures_of_other_layouts(call, first)):
             if not self._differs(tape):
                 # By gradient layout: another layout makes another first op of backward (a copy).
                 codes = {_like(tape): self._coded(tape)}
                 return _Captured(tape, guards, call, self._token(), codes, state_read(tape, self.schedule))
         return self._differs(first)
 
-    def _others(self, call: Callable[..., Tape], first: Tape) -> Iterator[Tape]:
+    def _captures_of_other_layouts(self, call: Callable[..., Tape], first: Tape) -> Iterator[Tape]:
         """Yield captures with other gradient layouts, if at least the forward is the schedule's."""
         computed = (each.of for each in self.schedule.forward if each.action == Action.COMPUTE)
         if max(computed, default=-1) == first.graph.n_forward - 1:
@@ -317,9 +323,11 @@ class ScheduledRegion(ReplacedForward):
         )
 
     def _coded(self, tape: Tape) -> CheckedCode:
-        return CheckedCode(tape, partial(self._written, schedule=self.schedule, claimed=self.is_claimed))
+        return CheckedCode(
+            tape, partial(self._generated_code, schedule=self.schedule, claimed=self.is_claimed)
+        )
 
-    def _written(
+    def _generated_code(
         self, tape: Tape, schedule: Schedule, *, claimed: bool = False, checked: bool = False
     ) -> Code:
         random_state = partial(RandomState.kept, self.module)
@@ -334,7 +342,7 @@ class ScheduledRegion(ReplacedForward):
         with self._lock:
             if captured.alone is None:
                 alone = forward_only(captured.tape.graph, self.schedule)
-                captured.alone = CheckedCode(captured.tape, partial(self._written, schedule=alone))
+                captured.alone = CheckedCode(captured.tape, partial(self._generated_code, schedule=alone))
             return captured.alone
 
     def code_for(

@@ -139,12 +139,12 @@ def loss_pattern(step: Step) -> LossPattern | str:
     """Return the head and its cross-entropy, or why they cannot run over parts of the rows."""
     cut = cut_first(step)
     try:
-        return _found(_Graph(step)) if cut is None else replace(_found(_Graph(cut.step)), uncut=cut.hidden)
+        return _match(_Graph(step)) if cut is None else replace(_match(_Graph(cut.step)), uncut=cut.hidden)
     except _NoPattern as reason:
         return str(reason)
 
 
-def _found(graph: _Graph) -> LossPattern:
+def _match(graph: _Graph) -> LossPattern:
     step = graph.step
     losses = [
         op
@@ -157,8 +157,8 @@ def _found(graph: _Graph) -> LossPattern:
         raise _NoPattern(f"the step has {len(losses)} cross-entropies, not one")
     forward: list[int] = [losses[0]]
     made: list[int] = []
-    loss, weight_sum = _two(graph.outputs_of(losses[0]))
-    logits, target = _two(graph.reads[losses[0]], "the loss has weights for its classes")
+    loss, weight_sum = _exactly_two(graph.outputs_of(losses[0]))
+    logits, target = _exactly_two(graph.reads[losses[0]], "the loss has weights for its classes")
     # From the loss backwards: each op between must read one tensor and be elementwise.
     while graph.name(forward[0]) not in _PRODUCTS:
         made.insert(0, logits)
@@ -206,7 +206,7 @@ def _found(graph: _Graph) -> LossPattern:
     )
 
 
-def _two(storages: list[int], otherwise: str = "the loss has an unknown form") -> tuple[int, int]:
+def _exactly_two(storages: list[int], otherwise: str = "the loss has an unknown form") -> tuple[int, int]:
     if len(storages) != 2:
         raise _NoPattern(otherwise)
     return storages[0], storages[1]

@@ -104,7 +104,7 @@ def _outermost(step: Step, rows_of: _Rows) -> tuple[PositionWise, ...]:
             if any(f"{name}.".startswith(f"{other}.") for other in taken):
                 continue
             try:
-                found.append(_found(step, call, name, ops, around, rows_of))
+                found.append(_match(step, call, name, ops, around, rows_of))
                 taken.append(name)
             except NotTokenWise:
                 continue
@@ -122,7 +122,7 @@ def _modules_in(step: Step, ops: I32, block: str) -> set[str]:
     return names
 
 
-def _found(
+def _match(
     step: Step, call: int, name: str, block_ops: I32, around: list[int], rows_of: _Rows
 ) -> PositionWise:
     inside = np.zeros(len(step.modules), bool)
@@ -143,7 +143,7 @@ def _found(
     # Python or autograd may hold an output that no later op reads.
     kept = {s for s in made if step.storages.held_until[s] > forward[-1]}
     # The one tensor that outlives the module; others would have to exist in full.
-    y = _only(read_later or kept)
+    y = _single(read_later or kept)
     if kept - {y}:
         raise NotTokenWise
     join, residual = _joined(step, backward, made | {x})
@@ -223,14 +223,14 @@ def _in_one_piece(ops: np.ndarray, but: frozenset[int] = frozenset()) -> tuple[i
     return mine
 
 
-def _only(storages: set[int]) -> int:
+def _single(storages: set[int]) -> int:
     if len(storages) != 1:
         raise NotTokenWise
     return next(iter(storages))
 
 
 def _mlp_rows(step: Step, ops: tuple[int, ...], made: set[int]) -> tuple[int, int]:
-    x = _only(_outside_inputs(step, ops, made))
+    x = _single(_outside_inputs(step, ops, made))
     return x, _rows(step, ops, x)
 
 
@@ -293,7 +293,7 @@ def _joined(step: Step, backward: tuple[int, ...], known: set[int]) -> tuple[int
             # The tiled module adds one outside gradient, part by part.
             if outside and found[0] >= 0:
                 raise NotTokenWise
-            found = (op, _only(outside)) if outside else found
+            found = (op, _single(outside)) if outside else found
     return found
 
 
@@ -304,7 +304,7 @@ def _gradients(step: Step, backward: tuple[int, ...], known: set[int]) -> tuple[
     inside = np.isin(step.uses.op[window], backward)
     used = step.uses.storage[window]
     read = set(used[inside].tolist()) - made - known
-    dy = _only({s for s in read if step.parameter_of[s] < 0})
+    dy = _single({s for s in read if step.parameter_of[s] < 0})
     if not np.isin(step.uses.mode[window][inside], (READS, DONATES)).all():
         raise NotTokenWise
     # A parameter's gradient is one that autograd accumulates, or that has an owner.

@@ -99,12 +99,12 @@ class _Chunks:
         for start in range(0, pattern.rows, size):
             total = self._chunk(used, min(size, pattern.rows - start), total)
         ops.run("aten.ne.Scalar", pattern.target)
-        valid = ops.makes(pattern.rows)
+        valid = ops.add_output(pattern.rows)
         ops.run("aten.sum.default", valid)
-        sums = ops.makes(8)
+        sums = ops.add_output(8)
         loss = ops.run("aten.div.Tensor", total, sums)
         if pattern.half:
-            mean = ops.makes(4)
+            mean = ops.add_output(4)
             loss = ops.run(CAST, mean)
         for storage, operand in zip(used, (pattern.x, pattern.weight, pattern.bias), strict=False):
             if operand is not None and operand.cast >= 0:
@@ -115,14 +115,14 @@ class _Chunks:
         if operand.cast < 0:
             return operand.used
         self.ops.run(CAST, operand.plain, like=operand.cast)
-        return self.ops.makes(int(self.step.storages.bytes[operand.used]))
+        return self.ops.add_output(int(self.step.storages.bytes[operand.used]))
 
     def _chunk(self, used: list[int], rows: int, total: int) -> int:
         step, pattern, ops = self.step, self.pattern, self.ops
         share = rows / pattern.rows
 
         def part(storage: int) -> int:
-            return ops.makes(int(step.storages.bytes[storage]) * rows // pattern.rows)
+            return ops.add_output(int(step.storages.bytes[storage]) * rows // pattern.rows)
 
         inputs = tuple(used[2:] + used[:2])
         chain: list[int] = []
@@ -138,19 +138,19 @@ class _Chunks:
             like=pattern.forward[-1],
             share=share,
         )
-        loss = ops.makes(int(step.storages.bytes[pattern.made[-1]]))
-        weight_sum = ops.makes(int(step.storages.bytes[pattern.weight_sum]))
+        loss = ops.add_output(int(step.storages.bytes[pattern.made[-1]]))
+        weight_sum = ops.add_output(int(step.storages.bytes[pattern.weight_sum]))
         ops.hold(chain[-2], ops.last)  # the argument of the loss, which its caller holds
         addend = loss
         if pattern.half:
             ops.run(CAST, loss)
-            addend = ops.makes(4)
+            addend = ops.add_output(4)
         if total >= 0:
             ops.run("aten.add_.Tensor", total, addend, writes=total)
         if pattern.half:
             ops.hold(addend, ops.last)
         ops.run("aten.ones_like.default", loss)
-        gradient = ops.makes(
+        gradient = ops.add_output(
             int(step.storages.bytes[loss])
             if loss < step.storages.n
             else int(step.storages.bytes[pattern.made[-1]])
@@ -186,7 +186,7 @@ class _Chunks:
                 )
             else:
                 ops.run("aten.mm.default", gradient, weight, like=pattern.dx.op, share=share)
-                made = ops.makes(round(int(step.storages.bytes[pattern.x.used]) * share))
+                made = ops.add_output(round(int(step.storages.bytes[pattern.x.used]) * share))
                 ops.run(
                     "aten.copy_.default", self.dx, made, writes=self.dx, like=pattern.dx.cast, share=share
                 )
@@ -218,7 +218,7 @@ class _Chunks:
         if wanted.cast < 0 and so_far < 0:
             ops.edit.storages.producer[wanted.storage] = made_by
             return wanted.storage
-        part = ops.makes(int(step.storages.bytes[operand.used]))
+        part = ops.add_output(int(step.storages.bytes[operand.used]))
         if so_far < 0:
             ops.edit.storages.producer[wanted.storage] = ops.run(CAST, part, like=wanted.cast)
             so_far = wanted.storage
@@ -236,9 +236,9 @@ def _backward_ops(edit: Edit, pattern: LossPattern, chunked: _Chunks, sums: int)
     given = pattern.given
     if pattern.half:
         ops.run(CAST, *given)
-        given = (ops.makes(4),)
+        given = (ops.add_output(4),)
     ops.run("aten.div.Tensor", *given, sums)
-    scale = ops.makes(4)
+    scale = ops.add_output(4)
     wanted = [each for each in (pattern.dx, pattern.dweight, pattern.dbias) if each is not None]
     for each in wanted:
         ops.run("aten.mul_.Tensor", each.storage, scale, writes=each.storage)

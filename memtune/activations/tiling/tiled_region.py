@@ -44,7 +44,7 @@ class _TilingSettings:
         out = self.forward(rows[(None,) * (dims - 2)])
         return out.reshape(-1, out.shape[-1])
 
-    def look(self, x: Tensor) -> None:
+    def check_position_wise(self, x: Tensor) -> None:
         """Check that the module does not mix the tokens of `x` (…, D): call it with two tokens together and
         separately.
 
@@ -121,7 +121,7 @@ def _forward(module: nn.Module, how: _TilingSettings, *args: Any, **kwargs: Any)
     if not torch.is_grad_enabled() or not (x.requires_grad or parameters):
         return how.forward(*args, **kwargs)
     if not how.looked:
-        how.look(x)
+        how.check_position_wise(x)
     how.runs += 1
     in_parts = _Parts if how.again else _KeptParts
     return in_parts.apply(x, how, *parameters)  # type: ignore[no-untyped-call]

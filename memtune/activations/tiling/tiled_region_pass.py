@@ -84,11 +84,11 @@ class Parts:
                 elif storage in region.gradients:
                     if first:
                         self.edit.storages.producer[storage] = ops.last
-                    made[storage] = storage if first else ops.makes(int(step.storages.bytes[storage]))
+                    made[storage] = storage if first else ops.add_output(int(step.storages.bytes[storage]))
                 elif storage in self.sums:
-                    made[storage] = ops.makes(int(step.storages.bytes[storage]))
+                    made[storage] = ops.add_output(int(step.storages.bytes[storage]))
                 else:
-                    made[storage] = ops.makes(int(step.storages.bytes[storage]) * part // region.rows)
+                    made[storage] = ops.add_output(int(step.storages.bytes[storage]) * part // region.rows)
                 until = int(step.storages.held_until[storage])
                 if rows[0] <= until <= rows[-1]:
                     held.append((made[storage], until))
@@ -187,7 +187,7 @@ class _Tiled(Parts):
             return -1
         op = ops.run("aten.empty_like.default", region.x)
         if region.residual >= 0:
-            return ops.makes(int(self.step.storages.bytes[region.x]))
+            return ops.add_output(int(self.step.storages.bytes[region.x]))
         self.edit.storages.producer[region.dx] = op
         return region.dx
 

@@ -24,7 +24,7 @@ class GradientPlaces:
 
     def __init__(self, blocks: OffloadedBlocks, units: BlockUnits, gradients: BlockGradients) -> None:
         self._units, self._gradients = units, gradients
-        units.before_load, units.on_free, gradients.place = self._clear, self._forget, self._put
+        units.before_load, units.on_free, gradients.place = self._clear, self._forget, self._copy_into_chunk
         self._overwritten: dict[int, list[nn.Parameter]] = {}
         """By chunk: parameters whose places hold their gradients."""
         self.placed_bytes = 0
@@ -36,7 +36,7 @@ class GradientPlaces:
             for each in piece.of
         }
 
-    def _put(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
+    def _copy_into_chunk(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
         """Copy the gradient to its weight's place and return that; None if the chunk is not resident."""
         owner, chunk = self._owner_of[parameter]
         if not owner.is_resident:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memtune import refusals
 from memtune.offload.chunks.paged_offloader import PagedUnits
-from memtune.offload.optimizer import Gradients, HostOptimizer, Sweeps
+from memtune.offload.optimizer import AsyncUpdates, Gradients, HostOptimizer
 from memtune.runtime import HOST, Context, mark, page_locked, tier, track_data
 
 
@@ -38,7 +38,7 @@ class LockFreeOptimizer:
         self._spare: Gradients = {}  # by host copy: the second weight, which sweeps write
         self.on_host = host = HostOptimizer(context, "native")
         is_fake = any(isinstance(each.data, FakeTensor) for _, each in host.pairs)
-        self._sweeps = sweeps = Sweeps(
+        self._sweeps = sweeps = AsyncUpdates(
             max_staleness, host.partial_step, self._prepared, self._publish, is_fake=is_fake
         )
         host.update_all, host.sync, host.is_delayed = self._update_all, self._sync, lambda: sweeps.is_stale
@@ -62,7 +62,7 @@ class LockFreeOptimizer:
         host.native.make_state(host.optimizer, host.gradients.get)
         # The sweep owns these now; training collects the next step's in a new dict.
         delivered, host.gradients = host.gradients, {}
-        self._sweeps.deliver(delivered)
+        self._sweeps.add_gradients(delivered)
 
     def _prepared(self, gradients: Gradients) -> partial[None]:
         """Return the sweep over `gradients`, with the settings that the groups have now."""

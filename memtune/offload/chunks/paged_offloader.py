@@ -122,7 +122,7 @@ class PagedUnits:
 
     def double(self) -> dict[nn.Parameter, Tensor]:
         """Add a second host memory; return each trained parameter's place in it, by its host copy."""
-        self._spare = self._in_frames.twin()
+        self._spare = self._in_frames.with_other_host_memory()
         return {held: self._spare.hosts[parameter] for parameter, held in self._blocks.trained.items()}
 
     @torch.no_grad()
@@ -169,7 +169,7 @@ class InFrames(NamedTuple):
             )
         return found
 
-    def twin(self) -> InFrames:
+    def with_other_host_memory(self) -> InFrames:
         """Return the same with other host memory, of the same values."""
         with tier(HOST):
             made = page_locked(

@@ -27,7 +27,7 @@ class OnDevice:
     """The gradient, from its block's backward to the update."""
     block: Units
 
-    def taken(self, moments: int) -> I64:
+    def bytes_at(self, moments: int) -> I64:
         """Return (parameters + 1, moments) bytes of the first 0, 1, ... parameters."""
         return _taken(self, moments)
 
@@ -130,7 +130,7 @@ def cheapest_split(
     # A chunk holds whole parameters.
     if min(room) < max(n_bytes):
         return None
-    taken = there.taken(len(room))
+    taken = there.bytes_at(len(room))
     # The cache keeps its size for the whole step.
     left = (np.asarray(room, np.int64) - taken).min(1)
     host_s, device_s = (np.concatenate([[0.0], np.cumsum(each)]) for each in (seconds.host, seconds.device))

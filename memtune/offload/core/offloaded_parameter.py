@@ -58,7 +58,7 @@ torch's own: that of a tracked parameter (`runtime.shown_grad`) counts assignmen
 """
 
 
-def _at(memory: Tensor) -> tuple[Tensor, int]:
+def _with_storage_offset(memory: Tensor) -> tuple[Tensor, int]:
     """Return `memory` with its place in its storage, which costs a call to ask for."""
     return memory, int(memory.storage_offset())
 
@@ -89,7 +89,7 @@ class OffloadedParameter:
         else:
             self._show(host)
         self.device: Tensor = device
-        self._device_at, self._host_at = _at(self.device), _at(host)
+        self._device_at, self._host_at = _with_storage_offset(self.device), _with_storage_offset(host)
         self._class: type | None = None  # the parameter's own class while its values are in flight
         self._writes = self._count_writes()
 
@@ -141,7 +141,7 @@ class OffloadedParameter:
 
     def move_host(self, host: Tensor) -> None:
         """Have `host` as the memory between uses from here on, which has the values."""
-        self.host, self._host_at = host, _at(host)
+        self.host, self._host_at = host, _with_storage_offset(host)
         if not self.is_resident:
             self._show(host)
 

@@ -102,7 +102,7 @@ class PendingUpdates(Generic[T]):
         while self._rounds and n_bytes and self._held_bytes + n_bytes > self._room_bytes:
             yield self._take()
 
-    def put(self, round_: T, n_bytes: int) -> None:
+    def add(self, round_: T, n_bytes: int) -> None:
         """Add a round whose gradients no other component needs."""
         self._rounds.append((round_, n_bytes))
         self._held_bytes += n_bytes

@@ -130,10 +130,10 @@ class ExpertOptimizer:
     # -- host memory -----------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def read(self, expert: int) -> None:
+    def start_read(self, expert: int) -> None:
         """Start reading the expert if the cache lacks it; evict another if the cache is full."""
         # The cache only decides; tensors are here, so that the pass can run the same cache without torch.
-        comes, gone = self._cache.take(expert, self.moment)
+        comes, gone = self._cache.insert(expert, self.moment)
         if gone is not None:
             self._evict(gone)
         if comes:
@@ -157,8 +157,8 @@ class ExpertOptimizer:
         """Return weights and moments of the expert's parameters in host memory, with all missed updates
         applied (Rule 4).
         """
-        self.read(expert)
-        self._cache.use(expert)
+        self.start_read(expert)
+        self._cache.count_use(expert)
         hosts = self._resident[expert]
         for piece, host in zip(self.pieces[expert], hosts, strict=True):
             transfer.finish(host)
@@ -239,7 +239,7 @@ class ExpertOptimizer:
         """Average the gradients of `parameters` among replicas, before they are updated (Rule 6)."""
         if self._group is None:
             return
-        pieces = [piece for expert in self._of(parameters) for piece in self.pieces[expert]]
+        pieces = [piece for expert in self._numbers_of(parameters) for piece in self.pieces[expert]]
         if not pieces:
             return
         there = [piece.held.grad is not None for piece in pieces] + [
@@ -275,7 +275,7 @@ class ExpertOptimizer:
     @torch.no_grad()
     def update(self, parameters: Iterable[nn.Parameter], *, at_once: bool = True) -> None:
         """Update those of `parameters` that have a gradient, which replicas have averaged; at once."""
-        for expert in self._of(parameters):
+        for expert in self._numbers_of(parameters):
             if all(piece.held.grad is None for piece in self.pieces[expert]):
                 continue
             self._dirty.add(expert)
@@ -286,7 +286,7 @@ class ExpertOptimizer:
                     self._zero.discard(piece.device)
                     self._on_ssd.update(piece, host, gradient, self._seeds[piece.device])
 
-    def _of(self, parameters: Iterable[nn.Parameter]) -> list[int]:
+    def _numbers_of(self, parameters: Iterable[nn.Parameter]) -> list[int]:
         return list(dict.fromkeys(self.expert_of[each] for each in parameters))
 
     def _update_rest(self) -> None:
@@ -436,7 +436,7 @@ class ExpertUnits:
         last, used = ([sorted(each) for each in which] for which in (self._last, self._used))
         moment, gathered = self.moment, self._blocks.gathered is not None
         for expert in experts_to_read(moment, self._read_ahead, self._optimizer.slots, last, used, gathered):
-            self._optimizer.read(expert)
+            self._optimizer.start_read(expert)
         # The forward that begins notes its own experts; its guess has been used above.
         if moment < len(self._blocks) and not gathered:
             self._last[moment] = set()
@@ -482,7 +482,7 @@ class ExpertUnits:
                     if adopt_together(owners):
                         self._optimizer.set_weights(expert)
                     free_together(self._places[expert])
-                    self._mappings.show(expert, owners)
+                    self._mappings.map_for_access(expert, owners)
 
     def _load_all(self) -> None:
         # Weights are about to be restored by `undo`, so updates must not be applied to them.

@@ -31,19 +31,19 @@ class HostCache:
         self._last: dict[int, int] = {}
         self._clock = 0
 
-    def take(self, expert: int, moment: int) -> tuple[bool, int | None]:
+    def insert(self, expert: int, moment: int) -> tuple[bool, int | None]:
         """Put `expert` into the cache; return whether it must be read, and the expert evicted for it."""
         if expert in self.held:
             return False, None
         evicted = None
         if len(self.held) == self.slots:
             # The number breaks ties, so that runtime and pass evict the same expert.
-            evicted = min(self.held, key=lambda each: (*self._value(each, moment), each))
+            evicted = min(self.held, key=lambda each: (*self._priority(each, moment), each))
             del self.held[evicted]
         self.held[expert] = None
         return True, evicted
 
-    def use(self, expert: int) -> None:
+    def count_use(self, expert: int) -> None:
         """Count a use."""
         # Uses, not moments: several experts of one block are used one after the other.
         self._clock += 1
@@ -52,7 +52,7 @@ class HostCache:
         self._count[expert] = self._count.get(expert, 0.0) * DECAY**since + 1.0
         self._last[expert] = self._clock
 
-    def _value(self, expert: int, moment: int) -> tuple[float, ...]:
+    def _priority(self, expert: int, moment: int) -> tuple[float, ...]:
         if self._rule == "belady":
             uses, period = self._uses[self._block_of[expert]], 2 * len(self._uses) + 1
             # Experts of one block tie; the last one is evicted first.
@@ -155,7 +155,7 @@ def expert_traffic(
                 written: list[int] = written,
                 read: list[int] = read,
             ) -> None:
-                must_read, evicted = cache.take(expert, moment)
+                must_read, evicted = cache.insert(expert, moment)
                 if evicted is not None and evicted in dirty:
                     dirty.discard(evicted)
                     written.append(evicted)
@@ -164,11 +164,11 @@ def expert_traffic(
 
             for expert in (each for block in residency.loads[moment] for each in members[block]):
                 load(expert)
-                cache.use(expert)
+                cache.count_use(expert)
             if moment > blocks:
                 for expert in members[2 * blocks - moment]:
                     load(expert)
-                    cache.use(expert)
+                    cache.count_use(expert)
                     dirty.add(expert)
             # After the moment's own loads, as in the runtime: they must not be evicted for a guess.
             for expert in experts_to_read(moment, read_ahead, slots, members, members, gathered):

@@ -44,7 +44,7 @@ class BlockGradients:
     n_bytes: I64
 
     @classmethod
-    def of(cls, step: Step) -> BlockGradients:
+    def from_step(cls, step: Step) -> BlockGradients:
         """Return those of `step`."""
         columns = columns_of(step.parameters)
         if gathers_of(step) is not None:
@@ -83,7 +83,7 @@ def weights_are_free(step: Step) -> bool:
 
     False under FSDP2: it may have resharded a weight's rows by then.
     """
-    grads = BlockGradients.of(step)
+    grads = BlockGradients.from_step(step)
     if gathers_of(step) is not None:
         return False
     # By weight: the op after which its gradient is ready.
@@ -127,7 +127,7 @@ def average_on_device(step: Step, resident: Mask, ranks: int) -> Step:
         resident: (parameters,) parameters of blocks whose gradients are not offloaded.
         ranks: Number of replicas; with one there is nothing to average.
     """
-    grads = BlockGradients.of(step)
+    grads = BlockGradients.from_step(step)
     mine = np.flatnonzero(resident[grads.parameter])
     if ranks == 1 or not len(mine):
         return step

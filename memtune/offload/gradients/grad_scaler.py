@@ -84,7 +84,11 @@ class Gradients:
             else ("clipping cannot change", "no clipping")
         )
         chains = [self._chains.get(each, [each]) for each in parameters]
-        gone = [chain for chain in chains if chain[0] in self._used and not any(_has(each) for each in chain)]
+        gone = [
+            chain
+            for chain in chains
+            if chain[0] in self._used and not any(_has_gradient(each) for each in chain)
+        ]
         if gone:
             raise ApplyError(
                 f"{what} gradients that have been used.",
@@ -145,7 +149,7 @@ class Gradients:
         self._grads_cleared.emit(every)
 
 
-def _has(parameter: nn.Parameter) -> bool:
+def _has_gradient(parameter: nn.Parameter) -> bool:
     return parameter.grad is not None
 
 

@@ -48,7 +48,7 @@ from memtune.runtime import (
 )
 
 
-class _Noted(NamedTuple):
+class _RecordedVersion(NamedTuple):
     """A gradient as it was noted: the tensor and its version."""
 
     gradient: Callable[[], Tensor | None]
@@ -56,7 +56,7 @@ class _Noted(NamedTuple):
     version: int
 
     @classmethod
-    def of(cls, gradient: Tensor) -> _Noted:
+    def from_gradient(cls, gradient: Tensor) -> _RecordedVersion:
         # Foreach kernels do not count changes of DTensors, nor torch those through `data`.
         count_changes(gradient)
         return cls(weakref.ref(gradient), grad_version(gradient))
@@ -66,7 +66,7 @@ class _Noted(NamedTuple):
         return self.gradient() is gradient and self.version == grad_version(gradient)
 
 
-_NONE = _Noted(lambda: None, 0)
+_NONE = _RecordedVersion(lambda: None, 0)
 """In place of a gradient that was missing."""
 
 
@@ -88,22 +88,22 @@ class WatchedGradients:
         fix: str,
     ) -> None:
         self._resident, self._offloaded, self._fix = resident, offloaded, fix
-        self._noted: dict[nn.Parameter, _Noted] = {}
+        self._noted: dict[nn.Parameter, _RecordedVersion] = {}
         self._context, self._used, self._spent = context, set[nn.Parameter](), set[nn.Parameter]()
         self._n_cleared = 0  # of the spent ones
         context.events.before_grad_use.subscribe(lambda parameter, _: self._used.add(parameter))
         context.events.grads_cleared.subscribe(self._cleared)
         context.events.weights_loaded.subscribe(self._spent.clear)  # the load replaces the updates
         context.events.before_grads_rescaled.subscribe(self._require_whole_changes)
-        context.events.grads_rescaled.subscribe(lambda: self.note() if self._noted else None)
+        context.events.grads_rescaled.subscribe(lambda: self.record_versions() if self._noted else None)
 
     @torch.no_grad()
-    def note(self) -> None:
+    def record_versions(self) -> None:
         """Note all gradients and their versions at the end of a backward."""
         # Now, not when they are used: the update clears `grad` after the event.
         self._spent.update(filter(self._is_spent, self._used))
         self._noted = {
-            each: _Noted.of(gradient)
+            each: _RecordedVersion.from_gradient(gradient)
             for each in (*self._resident, *self._offloaded)
             if (gradient := each.grad) is not None
         }
@@ -235,13 +235,16 @@ class SentinelGradient:
         return self._zeros is not None
 
     @torch.no_grad()
-    def note(self) -> None:
+    def record_version(self) -> None:
         """Note the version at the end of a backward; later changes of the gradient are detected."""
         # Zeros are a neutral element: autograd adds to them, and a norm over all gradients is unchanged.
         if self.parameter.grad is None and self._use_placeholder:
             self._zeros = self.parameter.grad = torch.zeros_like(self.parameter)
         gradient = self.parameter.grad
-        self._is_noted, self._noted = True, _NONE if gradient is None else _Noted.of(gradient)
+        self._is_noted, self._noted = (
+            True,
+            _NONE if gradient is None else _RecordedVersion.from_gradient(gradient),
+        )
 
     def forget(self) -> None:
         """Drop the noted version: its step does not continue."""

@@ -45,7 +45,7 @@ class CallArguments:
     """(device, dtype, caches casts) of each active autocast: packs run outside of the user's `with`."""
 
     @classmethod
-    def of(cls, args: Any, kwargs: Any) -> CallArguments:
+    def flatten(cls, args: Any, kwargs: Any) -> CallArguments:
         """Flatten the arguments and note the active autocasts."""
         leaves, spec = tree_flatten((args, kwargs))
         # The user's `with torch.autocast` is left when packs run: the blocks must run under the same casts
@@ -142,7 +142,7 @@ class ChainRecorder(OpVisitor):
             self._reject(
                 f"{self._names[index]} runs {'again' if index < len(self._sources) else 'out of order'}"
             )
-        given = CallArguments.of(args, kwargs)
+        given = CallArguments.flatten(args, kwargs)
         # Arguments of the first block are what the prologue makes: masks and positions that later blocks
         # share are among them.
         self._first = self._first or given.leaves

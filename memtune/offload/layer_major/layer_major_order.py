@@ -239,7 +239,7 @@ class LayerMajor:
         # Backward needs the graph only; an edge holds no activation, as an output tensor would.
         edges = [_edge(each) for each in passed]
         del passed
-        _back(edges, self._gradients.pop(index))
+        _run_backward(edges, self._gradients.pop(index))
         self._gradients[index] = sink
 
     def _prologue_backward(self, index: int) -> None:
@@ -248,7 +248,7 @@ class LayerMajor:
         if index not in self._edges:
             return
         try:
-            _back(self._edges.pop(index), self._gradients.pop(index))
+            _run_backward(self._edges.pop(index), self._gradients.pop(index))
         except RuntimeError as error:
             # The turnaround's backward has already run through the prologue's graph, past the blocks.
             if "second time" not in str(error):
@@ -277,7 +277,7 @@ def _edge(leaf: Any) -> GradientEdge | None:
     return get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
 
 
-def _back(edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]) -> None:
+def _run_backward(edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]) -> None:
     """Run backward from those of `edges` that have a gradient."""
     both = [
         (edge, each)
@@ -342,7 +342,7 @@ class Prologue:
 
         def stop(block: int, forward: Any, args: Any, kwargs: Any) -> Any:
             # Flattened before the unwind: `_Stop` drops the user's frames and with them the arguments.
-            calls.append(CallArguments.of(args, kwargs))
+            calls.append(CallArguments.flatten(args, kwargs))
             raise _Stop
 
         with self._calls.handled_by(stop), discard_saved():

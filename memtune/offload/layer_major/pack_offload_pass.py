@@ -279,7 +279,7 @@ class Gradients:
         self._free_updated(self._waiting.make_room(n_bytes), self._new.n_ops - 1)
         for row in rows:
             self._update(row, (int(self._host_sum[row]),), hosts, _UPDATE)
-        self._waiting.put(self._host_sum[rows], n_bytes)
+        self._waiting.add(self._host_sum[rows], n_bytes)
 
     def _free_updated(self, gradients: Iterable[I32], op: int) -> None:
         """Free `gradients`, whose updates end with op `op`."""

@@ -189,7 +189,7 @@ class PackOffloader:
         if self.gradients.reducer is not None:
             # Once per step: their sums of all micro-batches are on the device, unlike those of the packs.
             average_now(self._blocks.outside, self.gradients.reducer.group)
-        self.gradients.show(self.gradients.finish_averages())
+        self.gradients.show_to_user(self.gradients.finish_averages())
 
     def abandon(self) -> None:
         """Free all blocks and forget gradients, after a step that raised."""

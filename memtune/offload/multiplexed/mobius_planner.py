@@ -38,7 +38,7 @@ class StageCosts:
         columns = (self.forward_s, self.backward_s, self.load_s, self.weights, self.gradients, self.saved)
         return tuple(np.concatenate([[0.0], np.cumsum(np.asarray(column, np.float64))]) for column in columns)
 
-    def of(self, first: int, last: npt.NDArray[np.intp]) -> tuple[F64, ...]:
+    def sums(self, first: int, last: npt.NDArray[np.intp]) -> tuple[F64, ...]:
         """Return the costs of stages [first, last), summed over their blocks, in the order of the fields."""
         return tuple(column[last] - column[first] for column in self._sums)
 
@@ -48,19 +48,19 @@ def step_s(costs: StageCosts, stages: Sequence[Span]) -> float:
 
     The last stage runs forward and backward at once; all others recompute forward in backward.
     """
-    found = _Stage.of(costs, stages[0]).load
+    found = _Stage.from_costs(costs, stages[0]).load
     for stage, following in itertools.pairwise(stages):
-        one, other = _Stage.of(costs, stage), _Stage.of(costs, following)
+        one, other = _Stage.from_costs(costs, stage), _Stage.from_costs(costs, following)
         backward = other.forward + other.backward
         # In backward the order reverses: the earlier stage is the one that is prefetched.
         found += max(one.forward, other.load) + max(backward, one.load)
-    first = _Stage.of(costs, stages[0])
+    first = _Stage.from_costs(costs, stages[0])
     return found + first.forward + first.backward
 
 
 def memory_bytes(costs: StageCosts, stages: Sequence[Span]) -> int:
     """Return the largest bytes of weights, gradients and activations that are resident at once."""
-    each = [_Stage.of(costs, stage) for stage in stages]
+    each = [_Stage.from_costs(costs, stage) for stage in stages]
     most = each[0].weights + each[0].gradients + each[0].saved
     for one, other in itertools.pairwise(each):
         # The most is in backward: the later stage runs while the earlier one is prefetched.
@@ -78,8 +78,8 @@ class _Stage:
     saved: float
 
     @classmethod
-    def of(cls, costs: StageCosts, stage: Span) -> _Stage:
-        return cls(*(float(column[0]) for column in costs.of(stage[0], np.asarray([stage[1]]))))
+    def from_costs(cls, costs: StageCosts, stage: Span) -> _Stage:
+        return cls(*(float(column[0]) for column in costs.sums(stage[0], np.asarray([stage[1]]))))
 
 
 def fastest_stages(
@@ -106,9 +106,9 @@ def fastest_stages(
     # Ascending: every state that ends here was set by a smaller end.
     for end in range(1, blocks):
         following = np.arange(end + 1, blocks + 1)
-        forward, backward, load, weights, gradients, saved = costs.of(end, following)
+        forward, backward, load, weights, gradients, saved = costs.sums(end, following)
         for first in range(end):
-            mine = [float(column[0]) for column in costs.of(first, np.asarray([end]))]
+            mine = [float(column[0]) for column in costs.sums(first, np.asarray([end]))]
             seconds = np.maximum(mine[0], load) + np.maximum(forward + backward, mine[2])
             fits = mine[3] + weights + gradients + saved <= budget_bytes
             for layer in range(layers):
@@ -119,17 +119,17 @@ def fastest_stages(
                 better = total < best[target, end, following]
                 best[target, end, following] = np.where(better, total, best[target, end, following])
                 before[target, end, following] = np.where(better, first, before[target, end, following])
-    return _read(best, before, count)
+    return _backtrack(best, before, count)
 
 
 def _begin(best: F64, costs: StageCosts, budget_bytes: float) -> None:
     """Set the costs of a first stage: its load, and its backward, which runs last and waits for no load."""
     ends = np.arange(1, len(costs.weights) + 1)
-    forward, backward, load, weights, gradients, saved = costs.of(0, ends)
+    forward, backward, load, weights, gradients, saved = costs.sums(0, ends)
     best[0, ends] = np.where(weights + gradients + saved <= budget_bytes, load + forward + backward, np.inf)
 
 
-def _read(best: F64, before: npt.NDArray[np.intp], count: int | None) -> tuple[Span, ...] | None:
+def _backtrack(best: F64, before: npt.NDArray[np.intp], count: int | None) -> tuple[Span, ...] | None:
     blocks, layer = best.shape[1] - 1, best.shape[0] - 1
     first = int(np.argmin(best[layer, :, blocks]))
     if not np.isfinite(best[layer, first, blocks]):

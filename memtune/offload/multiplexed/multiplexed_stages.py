@@ -187,7 +187,7 @@ class MultiplexedStages:
             ApplyError: Ranks provide different numbers of micro-batches, or micro-batches of different
                 shapes.
         """
-        items, losses = self.rotation.of(batches), list[Tensor]()
+        items, losses = self.rotation.gather(batches), list[Tensor]()
         self.order = []
         self._store.begin_step()
         try:
@@ -282,7 +282,9 @@ class MultiplexedStages:
         seed_generators(step.seeds[index] + stage)
         blocks = self._layout.blocks(stage)
         batch = step.batches[index]
-        return self._run.of(blocks[0], blocks[-1], given, lambda: step.loss_function(step.model, batch))
+        return self._run.output_of(
+            blocks[0], blocks[-1], given, lambda: step.loss_function(step.model, batch)
+        )
 
     def _forward(self, step: _Step, stage: int, index: int) -> None:
         """Run a stage forward without saved tensors and send its output (Rule 2)."""
@@ -365,7 +367,7 @@ def apply_multiplexed_stages(
             f" ranks; here are {len(names)} blocks and {placement.world_size} ranks.",
         )
     owners = _Owners(names, layout, first, last)
-    everything = {name: owners.of(name) for name in context.model.state_dict(keep_vars=True)}
+    everything = {name: owners.ranks_of(name) for name in context.model.state_dict(keep_vars=True)}
     before = dict(context.model.named_parameters())
     ends = layout.ranks[0], layout.ranks[-1]
     shared = first & last
@@ -418,7 +420,7 @@ class _Owners:
             for block in layout.blocks(stage)
         }
 
-    def of(self, name: str) -> list[int]:
+    def ranks_of(self, name: str) -> list[int]:
         """Return the ranks of `name`, a name in the plain model."""
         inside = next((rank for block, rank in self._inside.items() if name.startswith(block)), None)
         if inside is not None:

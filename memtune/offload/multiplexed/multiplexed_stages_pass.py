@@ -65,7 +65,7 @@ def multiplexed_steps(
     if isinstance(chain, str) or set(starts[1:]) - set(chain.cuts):
         raise ValueError(chain if isinstance(chain, str) else chain.obstacle)
     ranks = max(layout.ranks) + 1
-    parts = Parts.of(step, chain, PipelineSettings(starts, ranks, "1f1b", micro_batches, link=link))
+    parts = Parts.from_step(step, chain, PipelineSettings(starts, ranks, "1f1b", micro_batches, link=link))
     return [_RankWriter(parts, layout, rank, micro_batches, link, boundaries).done() for rank in range(ranks)]
 
 
@@ -433,7 +433,7 @@ class _RankWriter:
         n_bytes = int(self._n_bytes[parameter])
         for before in self._gradients_in_flight.make_room(n_bytes):
             self._rows.hold_number(before, self._rows.n_ops - 1)
-        self._gradients_in_flight.put(number, n_bytes)
+        self._gradients_in_flight.add(number, n_bytes)
         return self._copy_to_host(number, Phase.BACKWARD, n_bytes, Kind.GRADIENT, parameter)
 
     def _send(self, number: int, phase: Phase) -> None:
@@ -472,7 +472,7 @@ class _RankWriter:
         self._free_updated(self._waiting.make_room(used), rows.n_ops - 1)
         for parameter in sorted(on_host):
             self._update_one(parameter, [on_host[parameter]], Phase.BOUNDARY)
-        self._waiting.put(list(on_host.values()), used)
+        self._waiting.add(list(on_host.values()), used)
 
     def _free_updated(self, updated: Iterable[list[int]], op: int) -> None:
         """Free the gradients `updated`, whose updates end with op `op`."""

@@ -108,7 +108,7 @@ class Partitions:
         if not 1 <= count <= pieces:
             return None
         if math.comb(pieces - 1, count - 1) * self.micro_batches * count <= self.evaluated_max:
-            bounds, needed, seconds = self._all(count)
+            bounds, needed, seconds = self._enumerate(count)
             seconds = np.where((needed <= room).all(1), seconds, np.inf)
             best = int(seconds.argmin())
             return (float(seconds[best]), bounds[best]) if np.isfinite(seconds[best]) else None
@@ -122,7 +122,7 @@ class Partitions:
         """Bounds that stages may have."""
         return np.array([0, *self.cuts, len(self.costs.forward_s)])
 
-    def _all(self, count: int) -> tuple[I64, F64, F64]:
+    def _enumerate(self, count: int) -> tuple[I64, F64, F64]:
         """Return bounds, needed bytes and seconds of all partitions (Rule 1)."""
         if count not in self._evaluated:
             pieces = len(self.cuts) + 1

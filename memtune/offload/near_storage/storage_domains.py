@@ -58,18 +58,18 @@ class Layout:
     domains: tuple[tuple[SubGroup, ...], ...]
 
     @property
-    def _all(self) -> list[SubGroup]:
+    def _sub_groups(self) -> list[SubGroup]:
         return [each for domain in self.domains for each in domain]
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot that holds any sub-group's gradients."""
-        return max((each.slot_bytes for each in self._all), default=0)
+        return max((each.slot_bytes for each in self._sub_groups), default=0)
 
     @property
     def buffer_numel(self) -> int:
         """Elements of a buffer that holds any sub-group's weights and moments."""
-        return max((each.numel + each.moments for each in self._all), default=0)
+        return max((each.numel + each.moments for each in self._sub_groups), default=0)
 
     def slots(self, domain: int) -> int:
         """Return the number of slots of a domain, at most its number of sub-groups."""

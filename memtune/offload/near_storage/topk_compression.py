@@ -31,7 +31,7 @@ class TopKCompression:
             torch.zeros(each.numel(), dtype=each.dtype, device=each.device) for each in parameters
         ]
 
-    def down(self, segment: Segment, gradient: Tensor, slot: Tensor) -> None:
+    def start_offload(self, segment: Segment, gradient: Tensor, slot: Tensor) -> None:
         """Start the D2H copies of the largest elements of `gradient` plus residual to `slot`: values, then
         indices in the segment.
         """

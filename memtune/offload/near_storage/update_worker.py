@@ -92,10 +92,10 @@ class Updater:
             "write_weights": self._write_weights,
             "write_moments": self._write_moments,
             "settle": self._settle,
-            "keep": self._keep,
+            "keep": self._make_durable,
             "complete": self._fresh.clear,
             "forget": self._forget,
-            "take": self._take,
+            "take": self._adopt,
         }
         acts[order[0]](*order[1:])
 
@@ -200,7 +200,7 @@ class Updater:
 
     # -- complete steps (`offload.near_storage.worker_slots`) ------------------------------------------------
 
-    def _keep(self, name: str) -> None:
+    def _make_durable(self, name: str) -> None:
         """Make all writes durable and mark the folder as kept; reply with offsets and checksums."""
         for buffer in range(len(self._buffers)):
             self._wait_buffer(buffer)
@@ -219,7 +219,7 @@ class Updater:
     def _forget(self, name: str) -> None:
         (self._folder.path / name).unlink(missing_ok=True)
 
-    def _take(self, group: int, buffer: int, folder: str, places: list[tuple[int, str]]) -> None:
+    def _adopt(self, group: int, buffer: int, folder: str, places: list[tuple[int, str]]) -> None:
         """Read a sub-group that an updater of an earlier run wrote in `folder`."""
         self._wait_buffer(buffer)
         file = os.open(Path(folder) / TENSORS, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -84,11 +84,11 @@ class UpdaterLink:
         # As a finalizer, so that a link that is dropped, or the end of the process, ends the updater.
         self.close = weakref.finalize(self, _close, ours, self.process)
         self.slots = [
-            _over(shared, i * slot_bytes, slot_bytes, torch.uint8, HOST) for i in range(spec["slots"])
+            _view_at(shared, i * slot_bytes, slot_bytes, torch.uint8, HOST) for i in range(spec["slots"])
         ]
         first = spec["slots"] * slot_bytes
         self.buffers = [
-            _over(shared, first + i * buffer_bytes, spec["buffer_numel"], torch.float32, HOST)
+            _view_at(shared, first + i * buffer_bytes, spec["buffer_numel"], torch.float32, HOST)
             for i in range(spec["buffers"])
         ]
         # Operators get a number, since an operator's arguments are plain values and tensors. Weakly: a link
@@ -113,7 +113,9 @@ class UpdaterLink:
             )
         self.path = Path(found["path"])
         places = [place for both in found["places"] for place in both]
-        return [_over(mapped, at, count, torch.float32, SSD) for at, count in zip(places, numel, strict=True)]
+        return [
+            _view_at(mapped, at, count, torch.float32, SSD) for at, count in zip(places, numel, strict=True)
+        ]
 
     def order(self, what: Any) -> None:
         """Send an order.
@@ -218,7 +220,7 @@ register(
 )
 
 
-def _over(memory: mmap.mmap, at: int, count: int, dtype: torch.dtype, where: Tier) -> Tensor:
+def _view_at(memory: mmap.mmap, at: int, count: int, dtype: torch.dtype, where: Tier) -> Tensor:
     if not count:
         found = torch.empty(0, dtype=dtype)
     else:

@@ -219,7 +219,7 @@ class Updaters:
         memory = next(slot for each in self._domains for slot in each.slots)
         for each in self._parameters:
             # Any memory: nothing reads the value, and the gradient must have the shape.
-            value = _as(memory, each.device.dtype, 1).expand(each.device.shape)
+            value = _view_as(memory, each.device.dtype, 1).expand(each.device.shape)
             each.held = optimizer_parameter(each.rows, value)
             if each.rows in state:
                 state[each.held] = state.pop(each.rows)
@@ -376,13 +376,13 @@ class Updaters:
             ]
             there = memory[segment.slot :]
             if parameter.is_on_host:
-                _as(there, gradient.dtype, segment.numel).copy_(gradient)
+                _view_as(there, gradient.dtype, segment.numel).copy_(gradient)
                 transfer.COUNTERS.add("to_updaters", gradient.nbytes)
             elif self._compression is None:
-                torch.ops.memtune.copy_to_host_(_as(there, gradient.dtype, segment.numel), gradient)
+                torch.ops.memtune.copy_to_host_(_view_as(there, gradient.dtype, segment.numel), gradient)
                 transfer.COUNTERS.add("to_updaters", gradient.nbytes)
             else:
-                self._compression.down(segment, gradient, there)
+                self._compression.start_offload(segment, gradient, there)
 
     def _finish_offload(
         self, in_flight: list[tuple[int, int, int]], given: list[bool], missing: list[int]
@@ -435,7 +435,7 @@ class Updaters:
         for _, segment, parameter in self._segments(domain, number, given):
             weight = _flat(parameter.device, parameter.device)[segment.start : segment.start + segment.numel]
             torch.ops.memtune.copy_to_device_(
-                weight, _as(there.slots[slot][segment.slot :], weight.dtype, segment.numel)
+                weight, _view_as(there.slots[slot][segment.slot :], weight.dtype, segment.numel)
             )
             transfer.COUNTERS.add("from_updaters", weight.nbytes)
 
@@ -564,7 +564,7 @@ def _moments(group: SubGroup, segment: Segment, memory: Tensor, like: list[list[
     return [memory[first + i * segment.numel :][: segment.numel] for i in range(len(like[segment.parameter]))]
 
 
-def _as(memory: Tensor, dtype: torch.dtype, count: int) -> Tensor:
+def _view_as(memory: Tensor, dtype: torch.dtype, count: int) -> Tensor:
     return memory[: count * dtype.itemsize].view(dtype)
 
 

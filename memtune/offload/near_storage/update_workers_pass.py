@@ -173,7 +173,7 @@ def _offload_in_backward(
         inserted += [(COPY, row, anchor) for row in members]
         before = members
     inserted += [(ADD, row, end) for row in before if ready.sums[row] >= 0]
-    ordered = InsertedOps.of(inserted)
+    ordered = InsertedOps.from_rows(inserted)
     rows = insert_ops(edit, step, mine, ready, ordered, watched, {})
     gradients, _ = host_gradients(edit, step, mine, ready, watched, ordered, rows, False)
     gradients[watched] = ready.watched

@@ -68,7 +68,7 @@ class UpdaterSlots:
         each = [[p.name, list(p.device.shape), str(p.device.dtype), p.moments] for p in self._parameters]
         return [each, [[group.numel for group in groups] for groups in self._layout.domains]]
 
-    def look(self, key: str, manifests: list[Manifest]) -> None:
+    def claim_folders(self, key: str, manifests: list[Manifest]) -> None:
         """Lock the folders that `manifests` name, and remove those that no manifest names any more."""
         self._name = f"{offload_dir.MANIFEST}{key[:16]}-updater"
         # Two manifests are looked at: the newest may be of a step that another rank has not completed.
@@ -152,7 +152,7 @@ class UpdaterSlots:
         # Into this run's own file: the old folder is removed once a complete step of this run exists.
         self._write(domain, number)
 
-    def back(self) -> None:
+    def restore(self) -> None:
         """Restore the weights from copies; the updaters' new state is discarded."""
         self.forget()
         for each, (weight, steps) in zip(self._parameters, self._own, strict=False):

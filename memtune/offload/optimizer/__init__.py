@@ -8,7 +8,7 @@ from memtune._door import open_door
 
 if TYPE_CHECKING:
     from memtune.offload.optimizer import host_capacity as host_capacity
-    from memtune.offload.optimizer.async_updates import Gradients as Gradients, Sweeps as Sweeps
+    from memtune.offload.optimizer.async_updates import AsyncUpdates as AsyncUpdates, Gradients as Gradients
     from memtune.offload.optimizer.deferred_updates import DeferredUpdates as DeferredUpdates
     from memtune.offload.optimizer.fused_backward import FusedBackward as FusedBackward
     from memtune.offload.optimizer.fused_backward_pass import (

@@ -40,7 +40,7 @@ def _thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="memtune-sweep")
 
 
-class Sweeps:
+class AsyncUpdates:
     """Gradients that wait for an update, and the sweep that is running.
 
     Args:
@@ -79,7 +79,7 @@ class Sweeps:
             self._begin()
         yield
 
-    def deliver(self, gradients: Gradients) -> None:
+    def add_gradients(self, gradients: Gradients) -> None:
         """Add a step's gradients to those that wait; wait while the weights would be too stale.
 
         `gradients` is emptied, so that each one is freed once it is in the sum.

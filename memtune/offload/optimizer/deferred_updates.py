@@ -44,7 +44,7 @@ class DeferredUpdates:
         self._running: dict[int, tuple[list[Future[None]], Gradients]] = {}
         self.max_deferred_bytes = 0
 
-    def take(self, gradients: Gradients) -> Gradients:
+    def defer(self, gradients: Gradients) -> Gradients:
         """Move the gradients of the blocks out of `gradients` and return them; their updates are deferred."""
         # The last step's updates must be done: the gradients of one step only may wait.
         self.finish_all()

@@ -135,7 +135,7 @@ class FusedBackward:
 
     def _backward_ends(self) -> None:
         self.n_early = len(self._updated)
-        self._sentinel.note()
+        self._sentinel.record_version()
         self._early_updates.backward_ends()
 
     def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

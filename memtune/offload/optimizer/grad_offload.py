@@ -297,7 +297,7 @@ class GradientOffload:
             self._send()
         # For the bucket just sent: after backward all sums are complete, and the user may clip them.
         self._finish_copies()
-        self._sentinel.note()
+        self._sentinel.record_version()
         self._is_shown = True
         for parameter, host in self._hosts.items() if self._shows else ():
             show_grad_of(parameter, host)
@@ -305,7 +305,7 @@ class GradientOffload:
             show_as_spent(parameter, partial(_divided_error, parameter.shape))
         # Shown gradients may be changed, unless an update has used some.
         if not self._shows or self._version_check.are_used:
-            self._version_check.note()
+            self._version_check.record_versions()
         self._sentinel_missing = self._sentinel.parameter.grad is None
         self._early_updates.backward_ends()
 

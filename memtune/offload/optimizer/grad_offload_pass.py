@@ -87,7 +87,7 @@ class InsertedOps(NamedTuple):
     anchor: I32
 
     @classmethod
-    def of(cls, inserted: list[InsertedOp]) -> InsertedOps:
+    def from_rows(cls, inserted: list[InsertedOp]) -> InsertedOps:
         """Return the tuples as columns."""
         return cls(*np.ascontiguousarray(np.asarray(inserted, np.int32).T))
 
@@ -220,7 +220,7 @@ def _inserted_ops(
     inserted += [(COPY, SENTINEL, int((step.ops.phase == Phase.OPTIMIZER).argmax()))]
     if not timing.delayed:
         inserted += [(UPDATE, index, first) for index in range(len(mine)) if index not in updated]
-    return InsertedOps.of(inserted + [(UP, index, first) for index in range(len(mine))])
+    return InsertedOps.from_rows(inserted + [(UP, index, first) for index in range(len(mine))])
 
 
 class _Waits:
@@ -401,7 +401,7 @@ def _freed_before(early: Rows, what: I32, row: I32, room: int, n_bytes: I64) -> 
         size = int(n_bytes[row[early[mine]]].sum())
         for before in waiting.make_room(size):
             found[before] = first_of_run[each]
-        waiting.put(mine, size)
+        waiting.add(mine, size)
     # `optimizer.step()` waits for the rest, after the sentinel's copy.
     found[found < 0] = np.flatnonzero(what == COPY)[-1] + 1
     return found

@@ -82,7 +82,7 @@ def _groups(root: Path, machine: str) -> Iterator[Limit]:
                 yield from (
                     found
                     for group in _around(above / inside, above)
-                    if (found := _left(group, files, machine))
+                    if (found := _remaining(group, files, machine))
                 )
 
 
@@ -128,7 +128,7 @@ def _around(group: Path, top: Path) -> Iterator[Path]:
     yield top
 
 
-def _left(group: Path, files: _Files, machine: str) -> Limit | None:
+def _remaining(group: Path, files: _Files, machine: str) -> Limit | None:
     limit, used = _text(group / files.limit).strip(), _text(group / files.used).strip()
     # Version 2 writes `max` for no limit.
     if not limit.isdecimal() or not used.isdecimal() or int(limit) >= _UNLIMITED:

@@ -252,7 +252,7 @@ class HostOptimizer:
             # Overlapped updates of this step end before the others, so that at most one thread writes
             # weights.
             self._join()
-            deferred = {} if self._deferred is None else self._deferred.take(self.gradients)
+            deferred = {} if self._deferred is None else self._deferred.defer(self.gradients)
             gradients, updated = self.gradients, self._updated
             native.step(
                 optimizer,
@@ -375,7 +375,7 @@ class HostOptimizer:
         self._finish(self._waiting.make_room(n_bytes))
         futures: list[Future[None]] = []
         self._run_updates(gradients, futures)
-        self._waiting.put((futures, used_gradients), n_bytes)
+        self._waiting.add((futures, used_gradients), n_bytes)
 
     def _finish(self, rounds: Iterable[tuple[list[Future[None]], list[Tensor]]]) -> None:
         """Wait for these updates and free their gradients; raise the error of a failed one."""

@@ -96,14 +96,14 @@ def update_(
         # The kernel takes rows; any common order of elements will do, since the rules are elementwise.
         rows = _FlatViews(weight)
         arrays = (
-            rows.of(weight),
-            rows.of(gradient, changes=False),
-            rows.of(out),
-            rows.of(first),
-            rows.of(second),
+            rows.flatten(weight),
+            rows.flatten(gradient, changes=False),
+            rows.flatten(out),
+            rows.flatten(first),
+            rows.flatten(second),
         )
         _native.optimizer_update(rule, moments, *arrays, first_scale, second_scale, numbers, threads)
-        rows.back()
+        rows.write_back()
 
     _run(update)
 
@@ -130,7 +130,7 @@ _update_all: Any = getattr(_native, "optimizer_update_all", None)  # builds of o
 
 
 @functools.cache
-def _one(dtype: torch.dtype) -> Tensor:
+def _zero_dim_one(dtype: torch.dtype) -> Tensor:
     # Made once: this thread would free it at some time after the step.
     return torch.ones((), dtype=dtype)
 
@@ -144,7 +144,7 @@ def _update_together(rule: str, moments: str, jobs: list[_Job]) -> None:
         counts = [1.0] * len(jobs)
         if steps:
             # Of a tensor: a number would become one for each of them, as without `alpha`.
-            torch._foreach_add_(steps, _one(steps[0].dtype), alpha=1.0)
+            torch._foreach_add_(steps, _zero_dim_one(steps[0].dtype), alpha=1.0)
             counts = [each.item() for each in steps]
         numbers: dict[tuple[int, float, int], tuple[int, Any]] = {}
         rows, is_rounded, before = [], moments != "float32", (-1, -1.0, -1)
@@ -187,10 +187,10 @@ def _run(update: Callable[[], None]) -> None:
         update()
     else:
         # A list, which `_once` empties: the executor drops a call's arguments only after its future is done.
-        futures.append(_threads().submit(_once, [update]))
+        futures.append(_threads().submit(_call_and_release, [update]))
 
 
-def _once(call: list[Callable[[], None]]) -> None:
+def _call_and_release(call: list[Callable[[], None]]) -> None:
     """Make the call and drop its references before its future is done, so the gradient is freed by then."""
     call.pop()()
 
@@ -247,7 +247,7 @@ class _FlatViews:
         self._stride, self._contiguous = like.stride(), like.is_contiguous()
         self._copies: list[tuple[Tensor, Tensor]] = []
 
-    def of(self, tensor: Tensor | None, *, changes: bool = True) -> Tensor | None:
+    def flatten(self, tensor: Tensor | None, *, changes: bool = True) -> Tensor | None:
         """Return the 1-d view of `tensor`, or of a copy that `back` writes back if `changes`."""
         if tensor is None:
             return None
@@ -260,7 +260,7 @@ class _FlatViews:
                 self._copies.append((tensor, row))
         return row.as_strided((row.numel(),), (1,))
 
-    def back(self) -> None:
+    def write_back(self) -> None:
         """Write the copies back to their tensors."""
         for tensor, row in self._copies:
             tensor.copy_(row)
@@ -564,7 +564,7 @@ def _refuse_settings(optimizer: Optimizer, group: dict[str, Any]) -> None:
     wrong += [
         name
         for name in ("lr", "betas")
-        if any(isinstance(v, Tensor) for v in _several(group[name] if name in group else ()))
+        if any(isinstance(v, Tensor) for v in _as_tuple(group[name] if name in group else ()))
     ]
     if wrong:
         raise ApplyError(
@@ -574,5 +574,5 @@ def _refuse_settings(optimizer: Optimizer, group: dict[str, Any]) -> None:
         )
 
 
-def _several(value: Any) -> tuple[Any, ...]:
+def _as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, tuple | list) else (value,)

@@ -202,7 +202,7 @@ class BlockGradients:
         n_bytes = here.nbytes
         self._finish(self._in_flight.make_room(n_bytes))
         (host,) = to_host_together([here])
-        self._in_flight.put((parameter, source, host), n_bytes)
+        self._in_flight.add((parameter, source, host), n_bytes)
         self._n_started += 1
         if self._sums is not None:
             self._sums.begin(parameter)
@@ -224,7 +224,7 @@ class BlockGradients:
             self._finish(self._in_flight.make_room(gradient.nbytes))
         torch.ops.memtune.copy_to_host_(host[rows], gradient)
         if is_last:
-            self._in_flight.put((parameter, gradient, host), gradient.nbytes)
+            self._in_flight.add((parameter, gradient, host), gradient.nbytes)
             if self._sums is not None:
                 self._sums.begin(parameter)
         else:
@@ -272,7 +272,7 @@ class BlockGradients:
 
     # -- use -------------------------------------------------------------------------------------------------
 
-    def use(self, blocks: Iterable[int]) -> list[nn.Parameter]:
+    def use_in_backward(self, blocks: Iterable[int]) -> list[nn.Parameter]:
         """Notify listeners of gradients of `blocks` that are used, and freed, inside backward; return those
         parameters.
         """
@@ -288,7 +288,7 @@ class BlockGradients:
 
     # -- shown to the user -----------------------------------------------------------------------------------
 
-    def show(self, lacking: int) -> None:
+    def show_to_user(self, lacking: int) -> None:
         """Show the offloaded gradients to the user at the end of backward.
 
         A step that has used some inside backward cannot follow a change of the others, nor one whose ranks
@@ -308,14 +308,14 @@ class BlockGradients:
                 show_grad_of(parameter, held)
                 self._shown[id(parameter)] = parameter
         if not self.shows or self._version_check.are_used:
-            self._version_check.note()
+            self._version_check.record_versions()
 
-    def hide(self) -> None:
+    def hide_from_user(self) -> None:
         """Show the gradients no longer: the sums are what the user has made of them."""
         while self._shown:
             _, parameter = self._shown.popitem()
             if hide_grad_of(parameter) and self._sums is not None:
-                self._sums.take(parameter)
+                self._sums.write_changed(parameter)
 
     def _flush(self) -> None:
         if self._sums is not None:
@@ -330,7 +330,7 @@ class BlockGradients:
             add_gradient(self._trained[parameter], local(gradient))
         elif self._sums is not None:
             if is_changed:
-                self._sums.take(parameter)
+                self._sums.write_changed(parameter)
             if gradient is not None:
                 self._sums.begin(parameter)
                 self._sums.add(parameter, local(gradient))

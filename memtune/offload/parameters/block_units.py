@@ -263,7 +263,7 @@ class BlockUnits:
     def _load_pieces(self, pieces: Iterable[Piece]) -> None:
         every = list(pieces)
         if self._values is not None:
-            self._values.read(every)
+            self._values.start_read(every)
         if self._tiled:
             every = [each for each in every if id(each.of[0].parameter) not in self._tiled]
         copy_together(every, self._copy if self._values is None else self._values.copy)

@@ -82,7 +82,7 @@ class Orchestrated:
         there, host = there.view(-1), host.view(-1)
         step = max(self._slot_bytes // host.element_size(), 1)
         for start in range(0, host.numel(), step):
-            with nullcontext() if self._token is None else self._token.hold():
+            with nullcontext() if self._token is None else self._token.exclusive():
                 torch.ops.memtune.copy_to_device_(there[start : start + step], host[start : start + step])
                 if accelerator.has_streams(there.device) and self._token is not None:
                     # Copies are asynchronous; this one must have ended before the token is released.

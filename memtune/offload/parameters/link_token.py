@@ -74,7 +74,7 @@ class LinkToken:
         return Path(name)
 
     @contextlib.contextmanager
-    def hold(self) -> Iterator[int]:
+    def exclusive(self) -> Iterator[int]:
         """Return a context in which this rank alone uses the link; it yields the drawn number."""
         began = time.monotonic()
         # The rank's own threads exclude each other here; the file lock is the process's.

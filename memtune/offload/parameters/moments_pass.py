@@ -58,7 +58,7 @@ class Pieces(NamedTuple):
     """`of_parameter` in backward."""
 
     @classmethod
-    def of(cls, step: Step, chunks: Chunks | None) -> Pieces:
+    def from_step(cls, step: Step, chunks: Chunks | None) -> Pieces:
         """Return the chunks as pieces, or without chunks each parameter of a block."""
         columns, mine = columns_of(step.parameters), in_blocks(step)
         if chunks is None:
@@ -365,7 +365,7 @@ def _of_a_block_at_once(moments: bytes, sizes_bytes: bytes, end: int) -> FreedAt
         begun = max(begun, at)
         for before in waiting.make_room(sizes[each]):
             row[before] = each
-        waiting.put(each, sizes[each])
+        waiting.add(each, sizes[each])
     begin(end)
     return FreedAt(row, gone)
 
@@ -433,7 +433,7 @@ def hold_for_updates(
     for each in order:
         for before in waiting.make_room(sizes[each]):
             until[before] = each
-        waiting.put(each, sizes[each])
+        waiting.add(each, sizes[each])
     by_block = np.full(len(update), -1, np.int32)
     by_block[list(until)] = update[list(until.values())]
     gone, there = by_block[block], update[block] >= 0

@@ -169,8 +169,8 @@ class BlockUpdates:
     def update(self, blocks: Iterable[int]) -> None:
         """Update `blocks`, whose gradients are on the host, except those that the step updates."""
         ready = [each for each in blocks if each not in self._left]
-        self._gradients.use([each for each in blocks if each in self._left])
-        used = self._gradients.use(ready)
+        self._gradients.use_in_backward([each for each in blocks if each in self._left])
+        used = self._gradients.use_in_backward(ready)
         if ready:
             # Recorded before the update: if it raises half way, the step counts as one that cannot be undone.
             self.early.add(ready, used)
@@ -320,7 +320,8 @@ class ParameterOffloader:
         # Again in every moment: `expect` queues one callback per backward and ignores the later calls.
         self._backward_end.expect()
         if self.units.moment == self._end:
-            self._gradients.hide()  # of an earlier backward through the same forward (`retain_graph`)
+            # Of an earlier backward through the same forward (`retain_graph`).
+            self._gradients.hide_from_user()
         self._begin_moment(moment)
 
     def _on_outside_grad_ready(self, parameter: Tensor) -> None:
@@ -331,7 +332,7 @@ class ParameterOffloader:
         """Begin the last moment, which frees the first block, and show the gradients."""
         lacking = self._gradients.finish_averages()
         self._begin_moment(self._end)
-        self._gradients.show(lacking)
+        self._gradients.show_to_user(lacking)
         if self._updates is not None:
             self._updates.early.backward_ends()
 
@@ -341,7 +342,7 @@ class ParameterOffloader:
         self._backward_end.settle()
         # Inside backward (recompute of the first block) gradients are changing anyway.
         if not self._backward_end.is_near:
-            gradients.hide()
+            gradients.hide_from_user()
             if moment == 0:
                 gradients.forward_begins()
         if moment == units.moment:
@@ -388,7 +389,7 @@ class ParameterOffloader:
         self._backward_end.settle()
         if self._updates is not None:
             self._updates.early.step_goes_on()
-        self._gradients.hide()
+        self._gradients.hide_from_user()
         self.units.step_begins()
         self._gradients.step_begins()
         if self._updates is not None:

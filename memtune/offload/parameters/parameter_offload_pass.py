@@ -98,7 +98,7 @@ def not_in_layers(step: Step, when_ready: bool = True) -> str:
         return f"{columns.names[int(parameter[outside.argmax()])]} is used outside of its block"
     if not when_ready:
         return ""
-    grads = BlockGradients.of(step)
+    grads = BlockGradients.from_step(step)
     # Each gradient must be ready within its own moment, at whose end its block is updated.
     ends = np.append(moments, np.int32(step.ops.n))[grads.moment + 1]
     if ((grads.after >= ends) | (grads.after < moments[grads.moment])).any():
@@ -191,8 +191,8 @@ def stream_parameters(
     if isinstance(chunks, Pages):
         pieces, residency, frames = copies_of_pages(step, chunks, residency)
     else:
-        pieces = Pieces.of(step, chunks)
-    columns, edit, grads = columns_of(step.parameters), Edit(step), BlockGradients.of(step)
+        pieces = Pieces.from_step(step, chunks)
+    columns, edit, grads = columns_of(step.parameters), Edit(step), BlockGradients.from_step(step)
     end = step.backward_end
     begins = np.append(first_ops(step), np.int32(end + 1)).astype(np.int32)
     mine = in_blocks(step)

@@ -74,7 +74,7 @@ class Mappings(Generic[K]):
         self._verify, self._write = verify, write
         self._accessed: dict[K, Sequence[OffloadedParameter]] = {}  # by the user, since the last `adopt`
 
-    def show(self, key: K, parameters: Sequence[OffloadedParameter]) -> None:
+    def map_for_access(self, key: K, parameters: Sequence[OffloadedParameter]) -> None:
         """Have these parameters, which are not on the device, verified together at the first access."""
         for each in parameters:
             if not isinstance(each.host, FakeTensor):
@@ -98,7 +98,7 @@ class Mappings(Generic[K]):
             self.write()
             accessed, self._accessed = self._accessed, {}
             for key, parameters in accessed.items():
-                self.show(key, parameters)
+                self.map_for_access(key, parameters)
 
 
 class SsdValues:
@@ -118,7 +118,7 @@ class SsdValues:
         )
         self.read_bytes = 0
 
-    def read(self, pieces: Iterable[Piece]) -> None:
+    def start_read(self, pieces: Iterable[Piece]) -> None:
         """Start reading the values of `pieces`, except those that are being read."""
         self._mappings.adopt()
         for piece in pieces:
@@ -135,7 +135,7 @@ class SsdValues:
         """Start the reads of the moment that runs (Rule 2)."""
         for unit in self._read_ahead[units.moment][1]:
             if unit not in units.resident:
-                self.read(units.pieces[unit])
+                self.start_read(units.pieces[unit])
 
     def copy(self, memory: Tensor, host: Tensor) -> None:
         """Copy a parameter to the device from the buffer that it was read into, which is freed."""
@@ -159,7 +159,7 @@ class SsdValues:
     def freed(self, parameters: Iterable[OffloadedParameter], units: BlockUnits) -> None:
         """Show the mappings of `parameters`, and free the memory of tiled weights with their blocks."""
         for each in parameters:
-            self._mappings.show(each, (each,))
+            self._mappings.map_for_access(each, (each,))
         if self._of_tiles:
             # Also the current block: under FSDP2 its rows are freed before it computes (`fsdp_shards`).
             last = len(self._read_ahead) - 2
@@ -200,7 +200,7 @@ class SsdGradients:
     def __init__(self, context: Context, held: Mapping[nn.Parameter, nn.Parameter]) -> None:
         names = {parameter: name for name, parameter in context.model.named_parameters()}
         self._held = held
-        self._places = {parameter: _place(parameter, names[parameter]) for parameter in held}
+        self._places = {parameter: _placeholder(parameter, names[parameter]) for parameter in held}
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._writing: deque[tuple[Tensor, Tensor]] = deque()  # (on SSD, on the host)
         self.written_bytes = 0
@@ -230,7 +230,7 @@ class SsdGradients:
         set_own_grad(self._held[parameter], place)
 
     @torch.no_grad()
-    def take(self, parameter: nn.Parameter) -> None:
+    def write_changed(self, parameter: nn.Parameter) -> None:
         """Write what the user has made of a gradient, with its checksum."""
         place, gradient = self._places[parameter], own_grad(self._held[parameter])
         if gradient is not None:
@@ -248,7 +248,7 @@ class SsdGradients:
         ssd_tensors.written(self._writing.popleft()[0])
 
 
-def _place(parameter: nn.Parameter, name: str) -> Tensor:
+def _placeholder(parameter: nn.Parameter, name: str) -> Tensor:
     with tier(HOST):
         # Reserved now, so that a full drive is reported by `apply` and not in the middle of a backward.
         nothing = torch.zeros(local(parameter).shape, dtype=parameter.dtype)

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune import refusals
 from memtune.offload.chunks import PagedUnits
-from memtune.offload.optimizer import Gradients, Sweeps, write_during_update_error
+from memtune.offload.optimizer import AsyncUpdates, Gradients, write_during_update_error
 from memtune.offload.parameters import host_copy
 from memtune.offload.ssd_states.ssd_optimizer import SsdOptimizer, new_weight
 from memtune.runtime import HOST, Context, local, tier, transfer
@@ -50,7 +50,7 @@ class LockFreeOnSsd:
         self._published: torch.Event | None = None
         self._spares: dict[nn.Parameter, Tensor] = {}  # by device parameter: where sweeps write its weight
         is_fake = any(isinstance(piece.ssd, FakeTensor) for piece in on_ssd.pieces)
-        self._sweeps = sweeps = Sweeps(
+        self._sweeps = sweeps = AsyncUpdates(
             max_staleness, on_ssd.partial_step, self._prepared, self._publish, is_fake=is_fake
         )
         on_ssd.update_all, on_ssd.drop = self._update_all, sweeps.drop
@@ -97,7 +97,7 @@ class LockFreeOnSsd:
         for piece in on_ssd.pieces:
             if piece.device.grad is not None or piece.held.grad is not None:
                 gradients[piece.held] = on_ssd.take_gradient(piece)
-        self._sweeps.deliver(gradients)
+        self._sweeps.add_gradients(gradients)
 
     def _publish(self) -> None:
         """Make the weights of the finished sweep current; runs on the training thread."""

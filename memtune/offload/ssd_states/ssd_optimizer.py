@@ -253,23 +253,23 @@ class SsdOptimizer:
         """
         update = self._update if update is None else update
         # Reads of the first records overlap with the D2H copy and the update of the first.
-        read: deque[Tensor] = deque(map(self._read, pieces[: self._read_ahead]))
+        read: deque[Tensor] = deque(map(self._start_read, pieces[: self._read_ahead]))
         for index, piece in enumerate(pieces):
             if not read:
-                read.append(self._read(piece))
+                read.append(self._start_read(piece))
             # The record stays in `read` until it is updated, so that host memory is held by the queue alone.
             new = update(piece, read[0], index)
             self.write(piece, read.popleft(), new)
             # A reference here would hold the written memory one record longer than the queue of writes does.
             del new
             if self._read_ahead and index + self._read_ahead < len(pieces):
-                read.append(self._read(pieces[index + self._read_ahead]))
+                read.append(self._start_read(pieces[index + self._read_ahead]))
         # All must be written before `complete` declares the step complete.
         self.finish_writes()
         if self._last is not None:
             self._last.complete()
 
-    def _read(self, piece: Piece) -> Tensor:
+    def _start_read(self, piece: Piece) -> Tensor:
         """Start reading the record, and its gradient if that is on SSD."""
         host = self.load(piece)
         gradient = piece.held.grad

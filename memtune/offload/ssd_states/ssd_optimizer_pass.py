@@ -53,7 +53,7 @@ class OffloadedParameters:
     """(parameters,) Storage on the host or SSD that receives each new weight; -1 if on the device."""
 
     @classmethod
-    def of(cls, step: Step) -> OffloadedParameters:
+    def from_step(cls, step: Step) -> OffloadedParameters:
         """Return the offloaded parameters of a step that
         `offload.parameters.parameter_offload_pass` wrote.
         """
@@ -371,11 +371,13 @@ def swept_from_ssd(step: Step, read_ahead: int, offloaded: OffloadedParameters) 
     )
     edit.add_persistent(step.storages.bytes[pages], Kind.PARAMETER, Tier.HOST, step.storages.owner[pages])
     published = edit.add_persistent(sizes[here], Kind.PARAMETER, Tier.HOST, pieces.owner[here])
-    _delivered(edit, step, mine[here], published, int(np.flatnonzero(optimizer)[0]))
+    _add_asynchronous_copies(edit, step, mine[here], published, int(np.flatnonzero(optimizer)[0]))
     return edit.done()
 
 
-def _delivered(edit: Edit, step: Step, mine: npt.NDArray[np.intp], published: I32, anchor: int) -> None:
+def _add_asynchronous_copies(
+    edit: Edit, step: Step, mine: npt.NDArray[np.intp], published: I32, anchor: int
+) -> None:
     """Add D2H copies of the gradients of `mine`, which remain on the host, then H2D copies of the `published`
     weights.
 

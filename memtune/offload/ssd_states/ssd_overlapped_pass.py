@@ -109,4 +109,4 @@ def _ops_in_order(step: Step, ready: ReadyGradients, watched: int, first: int) -
     arrive(end)
     settle(first)
     last = ((READ, watched), (COPY, SENTINEL), (UPDATE, watched), (UP, watched), (WRITE, watched))
-    return InsertedOps.of(in_order + [(kind, index, first) for kind, index in last])
+    return InsertedOps.from_rows(in_order + [(kind, index, first) for kind, index in last])

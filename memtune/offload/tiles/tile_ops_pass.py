@@ -67,7 +67,7 @@ class TileOps:
         """Add the op's uses."""
         self.used += [(op, each, False) for each in reads] + [(op, each, True) for each in writes]
 
-    def like(self, name: str, like: int, part: float) -> int:
+    def add_part_of(self, name: str, like: int, part: float) -> int:
         """Add a part of the step's op `like` with its reads, except of the weight."""
         step = self._step
         op = self.op(
@@ -111,17 +111,17 @@ class TileOps:
 
     def forward(self, like: int, part: float, tile: int) -> None:
         """Compute the tile's columns of the output of `like`."""
-        op = self.like(OUT[self.name_of(like)], like, part)
+        op = self.add_part_of(OUT[self.name_of(like)], like, part)
         self.uses(op, (tile,), (self._sequences.made_by(like),))
 
-    def back(self, like: int, part: float, tile: int, *, is_first: bool) -> None:
+    def add_input_gradient(self, like: int, part: float, tile: int, *, is_first: bool) -> None:
         """Add the tile's part of the input's gradient, the output of `like`."""
-        op = self.like("aten.mm.out" if is_first else "aten.addmm.out", like, part)
+        op = self.add_part_of("aten.mm.out" if is_first else "aten.addmm.out", like, part)
         self.uses(op, (tile,), (self._sequences.made_by(like),))
 
     def gradient(self, like: int, part: float, n_bytes: int, storage: int | None) -> int:
         """Compute the tile's gradient, part of the output of `like`, and average it; return its storage."""
-        op = self.like("aten.mm.default", like, part)
+        op = self.add_part_of("aten.mm.default", like, part)
         if storage is None:
             storage = self.storage(op, n_bytes, Kind.TEMPORARY)
         else:
@@ -163,7 +163,7 @@ class TileGroup:
         self._slots.append(slots)
         return len(self._anchors) - 1
 
-    def real(self, member: int, storage: int) -> int:
+    def step_storage(self, member: int, storage: int) -> int:
         """Return the storage of the step for `storage` of the sequence."""
         return (
             int(self._made[member, -storage - 1])
@@ -171,7 +171,7 @@ class TileGroup:
             else self._slots[member][self._place[storage]]
         )
 
-    def put(self, step: Step, edit: Edit) -> None:
+    def insert(self, step: Step, edit: Edit) -> None:
         """Add all sequences to the step."""
         count, anchors = len(self._anchors), np.asarray(self._anchors, np.int32)
         names, resource, flops, traffic, in_module, group, stream, prefetch = zip(
@@ -212,7 +212,7 @@ class TileGroup:
     def _uses(self, edit: Edit, rows: I32) -> None:
         slots = np.asarray(self._slots, np.int32)
 
-        def real(storages: Sequence[int]) -> I32:
+        def step_storage(storages: Sequence[int]) -> I32:
             return np.stack(
                 [self._made[:, -each - 1] if each < 0 else slots[:, self._place[each]] for each in storages],
                 axis=1,
@@ -224,10 +224,10 @@ class TileGroup:
             uses = [(op, storage) for op, storage, writes in self.tile_ops.used if writes == mutates]
             if uses:
                 ops, storages = zip(*uses, strict=True)
-                edit.add_uses(rows[:, ops].ravel(), real(storages).ravel(), mode=mutates)
+                edit.add_uses(rows[:, ops].ravel(), step_storage(storages).ravel(), mode=mutates)
         if self.tile_ops.releases:
             storages, ops = zip(*self.tile_ops.releases, strict=True)
-            edit.release_before(real(storages).ravel(), rows[:, ops].ravel())
+            edit.release_before(step_storage(storages).ravel(), rows[:, ops].ravel())
 
 
 class OpSequences:
@@ -297,7 +297,7 @@ class OpSequences:
     def done(self) -> None:
         """Add all groups to the step."""
         for group in self._groups.values():
-            group.put(self.step, self.edit)
+            group.insert(self.step, self.edit)
 
 
 @functools.lru_cache(maxsize=256)

@@ -280,14 +280,14 @@ class TiledLayer:
         """The last tile's gradient."""
         assert self._made is not None
         group, member = self._made
-        return group.real(member, group.tile_ops.last)
+        return group.step_storage(member, group.tile_ops.last)
 
     @property
     def last_but_one(self) -> int:
         """The gradient of the tile before the last."""
         assert self._made is not None
         group, member = self._made
-        return group.real(member, group.tile_ops.last_but_one)
+        return group.step_storage(member, group.tile_ops.last_but_one)
 
     def new_tile_ops(self) -> TileOps:
         """Return an empty sequence for one pass over the tiles."""
@@ -305,9 +305,9 @@ class TiledLayer:
             for user in users:
                 back = bool(step.ops.phase[user] == Phase.BACKWARD)
                 is_read |= back
-                self.run(user, source, self.product if back else -1, self.raw)
+                self.replace_uses(user, source, self.product if back else -1, self.raw)
         if not is_read:
-            self.run(-1, -1, self.product, self.raw)
+            self.replace_uses(-1, -1, self.product, self.raw)
         self.replaced += [self.product, self.down]
         if self.ranks > 1:
             self.replaced.append(self._of.averaged[self.raw])
@@ -345,7 +345,7 @@ class TiledLayer:
             op -= 1
         return op if op < self.down else -1
 
-    def run(self, user: int, source: int, product: int, gradient: int | None) -> None:
+    def replace_uses(self, user: int, source: int, product: int, gradient: int | None) -> None:
         """Replace `user`, which reads W, and `product`, which makes W's gradient; -1: no such op here.
 
         `gradient`: the step's storage for the last tile's gradient; None: a new one.
@@ -378,7 +378,7 @@ class TiledLayer:
                     -1 if is_last else tile_ops.load(self.bytes_of(self.rows[i + 1]), source, prefetch=True)
                 )
                 if product >= 0:
-                    tile_ops.back(user, part, tile, is_first=i == 0)
+                    tile_ops.add_input_gradient(user, part, tile, is_first=i == 0)
                 else:
                     tile_ops.forward(user, part, tile)
                 tile = coming
@@ -418,7 +418,7 @@ class _WholeTensors:
     """The whole gradient of the bias of the same layer."""
 
     @classmethod
-    def of(cls, step: Step) -> _WholeTensors:
+    def from_step(cls, step: Step) -> _WholeTensors:
         """Return those of the blocks of `step`."""
         gathers, count = gathers_of(step), len(step.parameters)
         assert gathers is not None
@@ -454,7 +454,11 @@ def tileable_rows(step: Step, tiles: int, ranks: int) -> tuple[int, ...]:
 
     Each block keeps a trained parameter that FSDP2 gathers and reduces.
     """
-    columns, whole_tensors, product = columns_of(step.parameters), _WholeTensors.of(step), products_of(step)
+    columns, whole_tensors, product = (
+        columns_of(step.parameters),
+        _WholeTensors.from_step(step),
+        products_of(step),
+    )
     two = np.asarray([len(shape) == 2 and shape[0] >= tiles for shape in columns.shapes], bool)
     mine = np.flatnonzero(two & (columns.block >= 0) & (whole_tensors.raw >= 0) & (columns.gradient >= 0))
     readers = _readers(
@@ -510,7 +514,7 @@ def tile_rows(step: Step, weights: tuple[int, ...], tiles: int, ranks: int) -> S
         tiles: At least 2.
         ranks: Over which the weights are sharded.
     """
-    edit, whole_tensors, of = Edit(step), _WholeTensors.of(step), OffloadedWeights(step, weights)
+    edit, whole_tensors, of = Edit(step), _WholeTensors.from_step(step), OffloadedWeights(step, weights)
     edit.set_ops(traffic_bytes=step.ops.traffic_bytes.copy())
     some = list(weights)
     readers = _readers(step, np.concatenate([whole_tensors.forward[some], whole_tensors.backward[some]]))
@@ -570,7 +574,7 @@ class _GatheredTileOps(TileOps):
         """Multiply, and copy the result to the tile's columns of the output, which are not adjacent."""
         out = self._sequences.made_by(like)
         n_bytes = int(part * self._step.storages.bytes[out])
-        op = self.like(self.name_of(like), like, part)
+        op = self.add_part_of(self.name_of(like), like, part)
         columns = self.storage(op, n_bytes, Kind.TEMPORARY, owned=False)
         self.uses(op, (tile,))
         self.uses(self._copy("aten.copy_.default", n_bytes), (columns,), (out,))
@@ -578,24 +582,24 @@ class _GatheredTileOps(TileOps):
     def _copy(self, name: str, n_bytes: int) -> int:
         return self.op(name, Resource.COMPUTE, traffic=2 * n_bytes)
 
-    def _given(self, like: int, part: float) -> int:
+    def _tile_columns(self, like: int, part: float) -> int:
         """Return a copy of the tile's columns of the output's gradient, which `like` reads."""
         n_bytes = int(part * self._given_bytes)
         op = self._copy("aten.clone.default", n_bytes)
         self.uses(op, self.reads(like))
         return self.storage(op, n_bytes, Kind.TEMPORARY, owned=False)
 
-    def back(self, like: int, part: float, tile: int, *, is_first: bool) -> None:
+    def add_input_gradient(self, like: int, part: float, tile: int, *, is_first: bool) -> None:
         """Add the tile's part of the input's gradient, from columns in the order of the tile's rows."""
-        self._columns = self._given(like, part)
-        super().back(like, part, tile, is_first=is_first)
+        self._columns = self._tile_columns(like, part)
+        super().add_input_gradient(like, part, tile, is_first=is_first)
         self.uses(len(self.ops) - 1, (self._columns,))
 
     def gradient(self, like: int, part: float, n_bytes: int, storage: int | None) -> int:
         """Compute the tile's gradient and reduce-scatter it."""
         # Backward of the input has cloned these columns already, unless the input needs no gradient.
-        columns, self._columns = self._columns or self._given(like, part), 0
-        op = self.like("aten.mm.default", like, part)
+        columns, self._columns = self._columns or self._tile_columns(like, part), 0
+        op = self.add_part_of("aten.mm.default", like, part)
         self.uses(op, (columns,))
         tile = self.storage(op, self._ranks * n_bytes, Kind.TEMPORARY)
         mine = self.storage(self.op("aten.new_empty.default", Resource.NOTHING), n_bytes, Kind.TEMPORARY)
@@ -670,9 +674,9 @@ class _ShardedLayer(TiledLayer):
             for user in self._readers[int(whole)].tolist():
                 back = bool(step.ops.phase[user] == Phase.BACKWARD)
                 is_read |= back
-                self.run(user, source_of[int(gather)], self.product if back else -1, None)
+                self.replace_uses(user, source_of[int(gather)], self.product if back else -1, None)
         if not is_read:
-            self.run(-1, -1, self.product, None)
+            self.replace_uses(-1, -1, self.product, None)
         self._not_reduced()
         self.replaced += [self.product, self.down]
         self.source = source_of[int(gathers.backward[block])]

@@ -60,7 +60,7 @@ def install_collectives(context: Context, how: Communication) -> None:
     context.undo.callback(node_topology.declare, None)
     # Of a node's ranks, those that hold the same part of the model.
     how = replace(how, ranks_per_node=max(how.ranks_per_node // size, 1))
-    place = _place(context, how, degree)
+    place = _node_grid(context, how, degree)
     forward = Forward(context.model) if how.secondary else None
     for unit, group in zip(units.values(), groups, strict=True):
         if group is None:  # a unit without parameters
@@ -74,7 +74,7 @@ def install_collectives(context: Context, how: Communication) -> None:
     context.checks["sharding.communication"] = lambda: _check(how, groups)
 
 
-def _place(context: Context, how: Communication, degree: int) -> Nodes | None:
+def _node_grid(context: Context, how: Communication, degree: int) -> Nodes | None:
     local = min(how.ranks_per_node, degree)
     if not how.by_node:
         return None

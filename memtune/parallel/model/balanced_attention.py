@@ -32,7 +32,13 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from memtune.parallel.model.block_attention import Attended, attend, attend_backward, merge, wide
+from memtune.parallel.model.block_attention import (
+    Attended,
+    accumulation_dtype,
+    attend,
+    attend_backward,
+    merge,
+)
 from memtune.parallel.ranks import Hop, Ring
 
 
@@ -77,7 +83,7 @@ def forward(ring: Ring, query: Tensor, pair: Tensor, scale: float | None) -> Att
     questions = _HelperQueries(ring, (query,), pair)
     own = attend(query, *pair, causal=True, scale=scale)
     # Results of all rounds are added in the wide type; rounding after each would add up.
-    total = Attended(own.out.to(wide(query.dtype)), own.lse)
+    total = Attended(own.out.to(accumulation_dtype(query.dtype)), own.lse)
     del own
     for round_ in balance_rounds(ring.ranks, ring.rank):
         come, found = questions.next(), list[Tensor]()
@@ -114,7 +120,9 @@ def backward(
     # More than forward sends: softmax cannot be differentiated block by block without the statistics of all
     # keys (rule 5).
     questions = _HelperQueries(ring, (query, gradient, *all_keys), pair)
-    to_query, to_pair = (torch.zeros_like(each, dtype=wide(each.dtype)) for each in (query, pair))
+    to_query, to_pair = (
+        torch.zeros_like(each, dtype=accumulation_dtype(each.dtype)) for each in (query, pair)
+    )
     own = attend_backward(gradient, query, pair[0], pair[1], all_keys, causal=True, scale=scale)
     to_query.add_(own[0])
     _add_pair(to_pair, own[1:])

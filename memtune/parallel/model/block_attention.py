@@ -117,7 +117,7 @@ def attend_backward(
     return found[0], _of_shared_heads(found[1], heads), _of_shared_heads(found[2], heads)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which results of several blocks are summed."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -163,7 +163,7 @@ def _of_shared_heads(gradient: Tensor, heads: int) -> Tensor:
 
 
 def _scores(query: Tensor, key: Tensor, causal: bool, scale: float | None) -> Tensor:
-    dtype = wide(query.dtype)
+    dtype = accumulation_dtype(query.dtype)
     scores = (query.to(dtype) @ key.to(dtype).transpose(-1, -2)).mul_(_scale(query, scale))
     if causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)

@@ -51,7 +51,7 @@ class Split:
         return asdict(self)
 
     @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Split:
+    def from_document(cls, document: Mapping[str, Any]) -> Split:
         """Return the division from plain data, also of versions without work sharing; raises KeyError for
         damaged data.
         """
@@ -67,7 +67,7 @@ class Split:
     @classmethod
     def named(cls, name: str) -> Split:
         """Return the division of that name."""
-        return cls.of(json.loads(name))
+        return cls.from_document(json.loads(name))
 
     def place(self, rank: int) -> tuple[int, int]:
         """Return the context of `rank`, and its place in it."""
@@ -129,7 +129,7 @@ class Grid:
             self.inner.rank - step
         ) % self.inner.ranks
 
-    def seen(self, source: int, length: int, causal: bool) -> tuple[slice, slice, bool] | None:
+    def visible_slices(self, source: int, length: int, causal: bool) -> tuple[slice, slice, bool] | None:
         """Return the slices of this context's `length` positions and of those of `source` that attend to each
         other, and True for a causal mask; None for none.
         """

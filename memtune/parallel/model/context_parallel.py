@@ -35,7 +35,13 @@ from memtune import refusals
 from memtune._replaced import replaced
 from memtune.errors import ApplyError
 from memtune.parallel.model import balanced_attention
-from memtune.parallel.model.block_attention import Attended, attend, attend_backward, merge, wide
+from memtune.parallel.model.block_attention import (
+    Attended,
+    accumulation_dtype,
+    attend,
+    attend_backward,
+    merge,
+)
 from memtune.parallel.model.context_groups import Grid, Split, grid_of
 from memtune.parallel.model.sequence_sharding import (
     SequenceLayout,
@@ -99,7 +105,7 @@ class _Call:
 
     def _attend(self, total: Attended | None, query: Tensor, pair: Tensor, source: int) -> Attended | None:
         # A block that the causal mask hides entirely is passed on without compute: other ranks need it.
-        seen = self.grid.seen(source, query.shape[2], self.causal)
+        seen = self.grid.visible_slices(source, query.shape[2], self.causal)
         if seen is None:
             return total
         rows, columns, causal = seen
@@ -107,7 +113,7 @@ class _Call:
         if total is None:
             # Sums over contexts are kept wide, because merging rescales them once per context.
             alone = self.grid.split.contexts == 1
-            return more if alone else Attended(more.out.to(wide(query.dtype)), more.lse)
+            return more if alone else Attended(more.out.to(accumulation_dtype(query.dtype)), more.lse)
         merge(Attended(total.out[:, :, rows], total.lse[:, :, rows]), more)
         return total
 
@@ -119,7 +125,7 @@ class _Call:
             return balanced_attention.backward(self.grid.inner, gradient, query, pair, all_keys, self.scale)
         grid = self.grid
         # Summed in float32 over contexts, as FlashAttention sums over its blocks of keys.
-        to_query = torch.zeros_like(query, dtype=wide(query.dtype))
+        to_query = torch.zeros_like(query, dtype=accumulation_dtype(query.dtype))
         outer, outer_sums = RingRound(grid.outer, pair, prefetch=True), RingSums(grid.outer, mean=False)
         to_pair: Tensor | None = None
         for round_ in range(1, grid.outer.ranks + 1):
@@ -130,7 +136,7 @@ class _Call:
                 to_pair = None  # what was passed on is the hop's
                 block, to_pair = inner.next(), sums.next()
                 if to_pair is None:
-                    to_pair = torch.zeros_like(block, dtype=wide(block.dtype))
+                    to_pair = torch.zeros_like(block, dtype=accumulation_dtype(block.dtype))
                 # Shifted by one against forward: the own block is the last, and its sums end on the owner.
                 source = grid.source(round_ % grid.outer.ranks, step % grid.inner.ranks)
                 self._add_gradients(to_query, to_pair, source, gradient, query, block, all_keys)
@@ -155,7 +161,7 @@ class _Call:
         all_keys: Attended,
     ) -> None:
         # As in forward: a hidden block is passed on, and its sums with it, for the ranks that see it.
-        seen = self.grid.seen(source, query.shape[2], self.causal)
+        seen = self.grid.visible_slices(source, query.shape[2], self.causal)
         if seen is None:
             return
         rows, columns, causal = seen

@@ -171,7 +171,7 @@ class ColumnInput:
             # By identity: q, k and v layers get the same tensor object, and gather it once.
             given = self._whole if given is self._share and self._whole is not None else self.gathered(given)
         whole, share, entry = self._whole, self._share, self._entry
-        if whole is None or share is None or entry is None or not _same(given, whole):
+        if whole is None or share is None or entry is None or not _is_same_tensor(given, whole):
             raise ApplyError(
                 f"{name} is not given what the module that holds it was given.",
                 evidence="Only that is known to hold all positions.",
@@ -186,7 +186,7 @@ class ColumnInput:
         return made
 
 
-def _same(given: Tensor, whole: Tensor) -> bool:
+def _is_same_tensor(given: Tensor, whole: Tensor) -> bool:
     """Return True if `given` is `whole`, or a view of its rows in the same order."""
     same = given.untyped_storage()._cdata == whole.untyped_storage()._cdata
     return same and given.numel() == whole.numel() and given.is_contiguous()

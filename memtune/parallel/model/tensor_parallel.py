@@ -243,12 +243,12 @@ def cut_layers(model: nn.Module, pairs: Sequence[Pair], place: Place) -> dict[st
         columns = [(name, ColumnLinear, {"weight": 0, "bias": 0}) for name in pair.columns]
         for name, kind, dims in [*columns, (pair.row, RowLinear, {"weight": 1})]:
             mine = {each: Piece(dim, place.ranks, place.rank) for each, dim in dims.items()}
-            _become(model.get_submodule(name), kind, sharers, mine, place)
+            _shard_module(model.get_submodule(name), kind, sharers, mine, place)
             pieces |= {f"{name}.{each}": piece for each, piece in mine.items()}
     return pieces
 
 
-def _become(
+def _shard_module(
     module: nn.Module, kind: type[nn.Linear], sharers: Sharers, pieces: Mapping[str, Piece], place: Place
 ) -> None:
     for name, piece in pieces.items():

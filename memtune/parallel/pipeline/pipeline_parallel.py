@@ -181,7 +181,7 @@ class Pipeline:
         Raises:
             ApplyError: Ranks provide different numbers of micro-batches, or of different shapes; or too few.
         """
-        micro_batches = self.rotation.of(batches)
+        micro_batches = self.rotation.gather(batches)
         with self.rotation.own_numbers(self._context.device):
             here: list[Any] = [self.rotation.upload(each, self._context.device) for each in micro_batches]
             losses: list[Tensor] = []
@@ -338,14 +338,14 @@ def _grad(parameter: Tensor) -> Tensor:
 
 def scheduled(kind: str, stages: Sequence[Any], count: int) -> Any:
     """Return torch's schedule of this kind; its loss is the output of the last stage."""
-    options: dict[str, Any] = {"loss_fn": _itself, "scale_grads": False}
+    options: dict[str, Any] = {"loss_fn": _identity_loss, "scale_grads": False}
     if kind == "interleaved_1f1b":
         return ScheduleInterleaved1F1B(list(stages), count, **options)
     single = ScheduleGPipe if kind == "gpipe" else Schedule1F1B
     return single(stages[0], count, **options)
 
 
-def _itself(output: Tensor, target: Tensor) -> Tensor:
+def _identity_loss(output: Tensor, target: Tensor) -> Tensor:
     return output
 
 

@@ -132,7 +132,7 @@ def pipelined(
     chain = chain_of(step)
     if isinstance(chain, str) or set(how.starts[1:]) - set(chain.cuts):
         raise ValueError(chain if isinstance(chain, str) else chain.obstacle)
-    parts = Parts.of(step, chain, how)
+    parts = Parts.from_step(step, chain, how)
     wanted = range(how.ranks) if ranks is None else ranks
     # Sharded states are written per rank: its collectives stand between ops of its own stages only.
     if divide is None:
@@ -199,7 +199,7 @@ class Parts:
     """Rows of a forward that run for the first micro-batch alone; all micro-batches use their outputs."""
 
     @classmethod
-    def of(cls, step: Step, chain: Chain, how: PipelineSettings) -> Parts:
+    def from_step(cls, step: Step, chain: Chain, how: PipelineSettings) -> Parts:
         """Return the parts of `step` by the stages of `how`."""
         # Places are 1 before the blocks, 2 i + 2 in block i, 2 i + 3 behind it: ops between two blocks belong
         # to the later one.
@@ -480,7 +480,7 @@ def _run(parts: Parts, rows: UnrolledRows, action: StageAction, lists: Lists, mo
     ops = np.flatnonzero(within).astype(np.int32)
     if moves is not None:
         moves.begins(rows, action)
-        ops = moves.without(ops)
+        ops = moves.without_reloads(ops)
     begins = rows.n_ops
     _take(parts, rows, ops, action)
     if moves is not None:

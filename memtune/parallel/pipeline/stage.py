@@ -87,7 +87,7 @@ class Run:
         self._absent: list[tuple[dict[str, Any], str, Tensor]] = []
         """Weights that the code before the blocks uses: their dictionaries, names and fake replacements."""
 
-    def without(
+    def replace_by_fake(
         self, module: nn.Module, name: str, like: Tensor, device: torch.device, mode: FakeTensorMode
     ) -> None:
         """Use a fake tensor for the parameter `name` of `module` while the code before the blocks runs on a
@@ -112,7 +112,7 @@ class Run:
                 self._probing = False
         raise ApplyError("the loss was computed without a call of the model's first block.", code="MT395")
 
-    def of(self, first: int, last: int, given: Tensor | None, call: Callable[[], Tensor]) -> Tensor:
+    def output_of(self, first: int, last: int, given: Tensor | None, call: Callable[[], Tensor]) -> Tensor:
         """Return the output of blocks `first` to `last` for `given` (None: the model's own input) in `call`,
         or the loss.
         """
@@ -275,7 +275,7 @@ def become_pieces(
     for path, module in context.model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in wanted and not f"{path}.".startswith(inside):
-                run.without(module, name, wanted[id(parameter)], context.device, mode)
+                run.replace_by_fake(module, name, wanted[id(parameter)], context.device, mode)
 
 
 class StageModule(nn.Module):
@@ -314,7 +314,7 @@ class StageModule(nn.Module):
         # Each stage has a seed of its own per micro-batch, whatever ran before on this rank.
         # With the schedule alone, the numbers would depend on the order in which a rank runs its stages.
         seed_generators(seeds[micro_batch] + self._index)
-        output = self._run.of(
+        output = self._run.output_of(
             self._first, self._last, given, lambda: loss_function(model, batches[micro_batch])
         )
         if self._frees_batch:

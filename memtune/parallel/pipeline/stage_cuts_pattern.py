@@ -67,13 +67,13 @@ def chain_of(step: Step) -> Chain | str:
     made_at = np.where(step.storages.producer >= 0, place[step.storages.producer], -1)
     # Values that depend on no weight cross no cut: every stage computes them (rule 3).
     made_at[~of_weights] = -1
-    passed = _passed(step, of_weights, made_at)
+    passed = _bytes_between_blocks(step, of_weights, made_at)
     if isinstance(passed, str):
         return passed
     cuts, boundary, obstacle = [], {}, ""
     odd = _odd_output(step)
     for cut in range(1, n_blocks):
-        found = odd[1] if odd is not None and odd[0] < cut else _crosses(step, place, made_at, cut)
+        found = odd[1] if odd is not None and odd[0] < cut else _storage_across_cut(step, place, made_at, cut)
         # All messages have one size, since stages receive into buffers made before.
         if isinstance(found, int) and step.storages.bytes[found] == passed:
             cuts.append(cut)
@@ -148,7 +148,7 @@ def _touches(step: Step, storages: Mask) -> Mask:
     return found
 
 
-def _passed(step: Step, of_weights: Mask, made_at: I32) -> int | str:
+def _bytes_between_blocks(step: Step, of_weights: Mask, made_at: I32) -> int | str:
     """Return the bytes of the first block's input, or the reason why it is not one tensor."""
     given = np.unique(step.calls.inputs.storage[step.calls.inputs.call == 0])
     passed = given[of_weights[given] & (made_at[given] == PREFIX)]
@@ -160,7 +160,7 @@ def _passed(step: Step, of_weights: Mask, made_at: I32) -> int | str:
     return int(step.storages.bytes[passed[0]])
 
 
-def _crosses(step: Step, place: I32, made_at: I32, cut: int) -> int | str:
+def _storage_across_cut(step: Step, place: I32, made_at: I32, cut: int) -> int | str:
     """Return the one storage that is made before the cut and read after it in forward, or the obstacle."""
     here = 2 * cut + 1
     forward = step.ops.phase[step.uses.op] == Phase.FORWARD

@@ -54,7 +54,7 @@ class MicroBatchRotation:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def of(self, batches: Iterable[Any]) -> list[RotatedBatch]:
+    def gather(self, batches: Iterable[Any]) -> list[RotatedBatch]:
         """Return the micro-batches of all ranks, in one order on every rank; collective.
 
         Raises:

@@ -96,7 +96,7 @@ class FullParameter:
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, parameter: Tensor) -> FullParameter:
+    def from_parameter(cls, parameter: Tensor) -> FullParameter:
         """Return the layout of `parameter` as model parallelism has left it: a DTensor over the parts, or a
         plain tensor that all parts hold.
         """
@@ -131,7 +131,7 @@ def unwrap_dtensors(model: nn.Module) -> FullParameters:
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            wholes[module, name] = FullParameter.of(parameter)
+            wholes[module, name] = FullParameter.from_parameter(parameter)
             if isinstance(parameter, DTensor):
                 # Tied parameters stay tied.
                 if parameter not in plain:

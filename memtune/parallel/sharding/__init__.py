@@ -12,8 +12,8 @@ if TYPE_CHECKING:
         Bytes as Bytes,
         Factors as Factors,
         Schedule as Schedule,
+        all_factors as all_factors,
         cheapest as cheapest,
-        every as every,
         held_bytes as held_bytes,
     )
     from memtune.parallel.sharding.fsdp_pass import Sharding as Sharding, shard_states as shard_states

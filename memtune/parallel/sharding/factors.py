@@ -180,7 +180,7 @@ def _rate(hop: Hop, ranks_per_node: int, hardware: Hardware) -> float:
 
 
 @lru_cache(maxsize=16)
-def every(ranks: int) -> tuple[Factors, ...]:
+def all_factors(ranks: int) -> tuple[Factors, ...]:
     """Return all factors that divide `ranks` and can be built."""
     divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
     nested = (
@@ -209,7 +209,7 @@ def cheapest(
     so it never raises the time.
     """
     fitting = (
-        each for each in among or every(schedule.ranks) if held_bytes(each, whole).total <= limit_bytes
+        each for each in among or all_factors(schedule.ranks) if held_bytes(each, whole).total <= limit_bytes
     )
     return min(
         fitting,

@@ -83,7 +83,7 @@ class _Redirect:
         found: I64 = (2 * parameter.astype(np.int64) + is_forward) * self._n_ops + op
         return found
 
-    def to(self, parameters: I32, begins: I32, storages: I32, *, forward: bool) -> None:
+    def add_copies(self, parameters: I32, begins: I32, storages: I32, *, forward: bool) -> None:
         self._begins.append(self._key(parameters, begins, is_forward=forward))
         self._storages.append(storages)
 
@@ -157,14 +157,14 @@ def _forward(
     if how.group_after_forward < how.degree and not kept.all():
         divided = ~kept
         divided[0] &= not units.has_root
-        secondary = _keep(
+        secondary = _keep_secondary_shards(
             edit, how, made, whole, np.where(divided[gathered.unit], gathered.last, -1).astype(np.int32)
         )
         _hold_to_next(edit, gathered, secondary, whole, made.copy)
-    uses.to(parameters.values, gathered.first[whole.part], made.whole, forward=True)
+    uses.add_copies(parameters.values, gathered.first[whole.part], made.whole, forward=True)
     # Units that stay gathered are used by backward from forward's storages.
     resident = kept[gathered.unit][whole.part]
-    uses.to(
+    uses.add_copies(
         parameters.values[resident],
         np.zeros(int(resident.sum()), np.int32),
         made.whole[resident],
@@ -243,7 +243,9 @@ class _Secondary:
         return _Secondary(Ragged(self.part, whole.count).picked(last).values)
 
 
-def _keep(edit: Edit, how: Sharding, made: GatheredUnit, whole: Ragged, last_forward: I32) -> _Secondary:
+def _keep_secondary_shards(
+    edit: Edit, how: Sharding, made: GatheredUnit, whole: Ragged, last_forward: I32
+) -> _Secondary:
     """Copy this rank's shard of each parameter when its unit's forward ends, then free the full parameter."""
     # -1: the unit keeps no smaller shard.
     mine = np.flatnonzero(last_forward[whole.part] >= 0)
@@ -300,7 +302,7 @@ def _backward(
         casts=_cast_parameters(step, how, parameters),
     )
     edit.hold_through(made.whole, gathered.last[whole.part])
-    uses.to(parameters.values, gathered.first[whole.part], made.whole, forward=False)
+    uses.add_copies(parameters.values, gathered.first[whole.part], made.whole, forward=False)
     if secondary is not None:
         copy = np.full(len(units), -1, np.int32)
         copy[gathered.unit[gathered.is_first]] = made.copy[gathered.is_first]

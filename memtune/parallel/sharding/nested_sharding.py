@@ -261,7 +261,7 @@ class _Levels:
                 # Drop the second reference, so that packing frees each sum.
                 for chain in self._parts:
                     chain[0].parameter.grad = None
-            level.cross()
+            level.reduce_sums()
             for chain in self._parts:
                 gradient = chain[depth].shard.grad
                 chain[depth].parameter.grad = None
@@ -284,7 +284,7 @@ class _Levels:
         self._weights_gathered.emit()
 
     def _check(self) -> dict[str, Any]:
-        apart = sum(level.strays() for level in self.rows)
+        apart = sum(level.count_detached_inputs() for level in self.rows)
         if apart:
             raise ApplyError(
                 f"{apart} parameters no longer share memory with the shards that the optimizer updates.",

@@ -97,7 +97,7 @@ class Part:
     def _from_local(self, rows: Tensor) -> DTensor:
         mesh = self.mesh
         if (mesh.mesh_dim_names or ())[:1] == (PARTS,):
-            return FullParameter.of(self.parameter).rows(rows, mesh)
+            return FullParameter.from_parameter(self.parameter).rows(rows, mesh)
         shape, stride = self.parameter.shape, self.parameter.stride()
         return DTensor.from_local(
             rows, mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=shape, stride=stride
@@ -143,7 +143,7 @@ class _KeptViews(Generic[T]):
         self._make = make
         self._at: list[tuple[Any, Any]] | None = None
 
-    def of(self, tensors: list[Tensor]) -> T:
+    def views_of(self, tensors: list[Tensor]) -> T:
         """Return the views of the memory that `tensors` have now."""
         # The views hold their storages, so no other storage has the address of one.
         at = [(each.untyped_storage()._cdata, each.storage_offset()) for each in tensors]
@@ -180,7 +180,7 @@ class Bucket:
     def copy_in(self, message: Tensor) -> None:
         """Copy this rank's rows of the weights into its part of a message."""
         flat = (
-            self._rows.of([local(part.shard) for part in self.parts])
+            self._rows.views_of([local(part.shard) for part in self.parts])
             if self.keeps_views
             else self._flat_rows()
         )
@@ -196,7 +196,7 @@ class Bucket:
     def copy_out(self, messages: Tensor) -> None:
         """Copy the weights of all ranks out of their (ranks, size) messages."""
         if self.keeps_views:
-            pieces = self._weights.of([local(part.parameter) for part in self.parts])
+            pieces = self._weights.views_of([local(part.parameter) for part in self.parts])
         else:
             pieces = self._pieces()
         sources: list[Tensor] = list(messages.split_with_sizes(self._lengths, 1))
@@ -449,7 +449,7 @@ class ShardedBuckets:
 
     # -- proof -----------------------------------------------------------------------------------------------
 
-    def strays(self) -> int:
+    def count_detached_inputs(self) -> int:
         """Return the number of inputs that have lost the memory of the shards that the optimizer updates."""
         return sum(not _same_storage(part.parameter, part.shard) for part in self.parts)
 

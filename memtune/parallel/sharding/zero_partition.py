@@ -99,7 +99,7 @@ class Hop(ShardedBuckets):
     when backward has ended.
     """
 
-    def cross(self) -> None:
+    def reduce_sums(self) -> None:
         """Reduce all sums, if this micro-batch reduces."""
         if not self.reduces:
             return

@@ -183,7 +183,7 @@ class _InsertionPoints:
     per_bucket: I64
 
     @staticmethod
-    def of(missing: Ragged, *, adds: bool, averages: bool) -> _InsertionPoints:
+    def without(missing: Ragged, *, adds: bool, averages: bool) -> _InsertionPoints:
         """Return the positions for buckets with these parts missing."""
         # Message, flags, packing, output, reduction; two per missing gradient; addition; average.
         per_bucket = 5 + 2 * missing.count + adds + averages
@@ -203,7 +203,7 @@ def _reduce(edit: Edit, step: Step, how: Partitioning, *, hold_sums: bool) -> I3
     buckets = _buckets(columns, how.bucket_bytes)
     there = buckets.where(arrivals.whole[buckets.values] >= 0)
     missing = buckets.where(arrivals.whole[buckets.values] < 0)
-    at = _InsertionPoints.of(missing, adds=_has_sums(how, arrivals), averages=how.copies > 1)
+    at = _InsertionPoints.without(missing, adds=_has_sums(how, arrivals), averages=how.copies > 1)
     # Buckets are sent in order, so one waits for all before it.
     after = np.maximum.accumulate(np.maximum.reduceat(arrivals.at[buckets.values], buckets.starts)).astype(
         np.int32

@@ -296,7 +296,7 @@ class Decided:
         )
 
     @classmethod
-    def of(cls, plan: TsplitPlan, blocks: int) -> Decided:
+    def from_plan(cls, plan: TsplitPlan, blocks: int) -> Decided:
         """Return the decisions of `plan` for a model of `blocks` blocks.
 
         Raises:

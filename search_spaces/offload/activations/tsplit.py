@@ -151,13 +151,13 @@ class TSplit(Technique):
 
     def rewrite(self, program: Program, plan: TsplitPlan, target: Target) -> Program:
         """Split modules, and add D2H copies after each save and H2D copies before each first use."""
-        decided = Decided.of(plan, len(program.step.blocks))
+        decided = Decided.from_plan(plan, len(program.step.blocks))
         return program.with_step(rewrite_step(program.step, decided, self.min_bytes))
 
     def apply(self, context: Context, plan: TsplitPlan) -> None:
         """Split the modules, and claim the calls in the activation table."""
         table = context.activations
-        decided = Decided.of(plan, len(context.all_blocks))
+        decided = Decided.from_plan(plan, len(context.all_blocks))
         table.prefetcher = Prefetcher(decided.prefetch)
         if decided.split:
             install_tiled_modules(context, decided.split, check="offload.activations", again=False)

@@ -218,7 +218,7 @@ def _layouts(technique: Harmony, program: Program, each: Partitions) -> list[Sta
         return [each.over_pieces(balanced(sizes, count)) for count in counts]
     found: dict[int, StageLayout] = {}
     for width in [technique.backward] if technique.backward else range(len(sizes), 0, -1):
-        packs = greedy(sizes, _widest(sizes, min(width, len(sizes))))
+        packs = greedy(sizes, _largest_pack_bytes(sizes, min(width, len(sizes))))
         count = -(-len(packs) // ranks) * ranks
         if count <= len(sizes):
             found.setdefault(count, each.over_pieces(split(packs, count)))
@@ -254,14 +254,14 @@ def _packed(technique: Harmony, program: Program, width: int) -> Packs:
     if technique.packing == "balanced":
         backward = balanced(need, -(-len(need) // width))
     else:
-        backward = greedy(need, _widest(need, width))
+        backward = greedy(need, _largest_pack_bytes(need, width))
     forward: tuple[Span, ...] = backward[:-1]
     if technique.forward and forward:
         forward = greedy([1] * backward[-1][0], technique.forward)
     return Packs(forward, backward, technique.prefetch, technique.group or 0)
 
 
-def _widest(n_bytes: Sequence[int], width: int) -> int:
+def _largest_pack_bytes(n_bytes: Sequence[int], width: int) -> int:
     """Return the bytes of the largest pack of `width` neighbours."""
     return max(sum(n_bytes[i : i + width]) for i in range(len(n_bytes) - width + 1))
 

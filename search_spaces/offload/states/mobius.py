@@ -166,7 +166,7 @@ class Mobius(Technique):
             forward=packs.forward,
             backward=packs.backward,
             stages=len(packs.backward),
-            moved_bytes=_moved(program, packs),
+            moved_bytes=_copied_bytes(program, packs),
             deferred=tuple(sorted(deferred)),
         )
 
@@ -230,7 +230,7 @@ def _deferred_on_ranks(program: Program, hardware: Hardware, layout: StageLayout
     return tuple(sorted(block for each in found for block in each))
 
 
-def _moved(program: Program, packs: Packs) -> int:
+def _copied_bytes(program: Program, packs: Packs) -> int:
     """Return the bytes of weights loaded and gradients offloaded in one step."""
     weights, gradients = block_bytes(program.step)[:2]
     return 2 * sum(weights) - sum(weights[slice(*packs.turnaround)]) + sum(gradients)

@@ -253,10 +253,10 @@ class ZeroInfinity(NativelyUpdated):
                 alone=tiled,  # tile by tile
             )
             if self.gradients == "ssd":
-                step, _ = gradients_on_ssd(step, OffloadedParameters.of(step))
+                step, _ = gradients_on_ssd(step, OffloadedParameters.from_step(step))
             if tiled:
                 step = (tile_rows if is_divided else tile_weights)(step, tiled, self.tiles, program.ranks)
-            offloaded = OffloadedParameters.of(step)
+            offloaded = OffloadedParameters.from_step(step)
         if self.optimizer == "ssd":
             return program.with_step(
                 optimizer_on_ssd(
@@ -278,7 +278,7 @@ class ZeroInfinity(NativelyUpdated):
         if self.optimizer == "host" and self.parameters == "device":
             context.checks["offload.states"] = HostOptimizer(context, self.update).check
             return
-        moved = self._moved(context)
+        moved = self._move_optimizer(context)
         context.checks["offload.states"] = moved.check
         if self.parameters != "device":
             context.checks["offload.states"] = self._offload_parameters(context, moved, tiled)
@@ -303,7 +303,7 @@ class ZeroInfinity(NativelyUpdated):
         install(context, tiled, self.tiles, TileStore(context.device, host_of, gradients.offload_rows), tiles)
         return partial(_check, store, self.parameters, values, sums)
 
-    def _moved(self, context: Context) -> SsdOptimizer:
+    def _move_optimizer(self, context: Context) -> SsdOptimizer:
         is_master = self.update == "master"
         return SsdOptimizer(
             context,

@@ -428,7 +428,7 @@ def best_row(
     # subtracting the error of the last price.
     low, high, best = 0, len(frontier) - 1, 0
     row = max(
-        frontier.at(budget_bytes + (budget_bytes >> 10)), 0
+        frontier.row_within(budget_bytes + (budget_bytes >> 10)), 0
     )  # 0.1 % more: prices may be slightly too high
     for _ in range(tries):
         more = peak_of(row) - int(frontier.peak_bytes[row])
@@ -437,7 +437,7 @@ def best_row(
             best, low = max(best, row), row + 1
         else:
             high = row - 1
-        row = min(frontier.at(budget_bytes - more), high)
+        row = min(frontier.row_within(budget_bytes - more), high)
         if row < low:  # no better plan is priced within the budget
             break
     return best

@@ -102,7 +102,7 @@ class Frontier:
         """Return the number of plans."""
         return len(self._rows)
 
-    def at(self, budget_bytes: int) -> int:
+    def row_within(self, budget_bytes: int) -> int:
         """Return the row of the fastest plan within the budget, -1 if there is none.
 
         Rows are looked up, not solved for, so a larger budget never gives a slower plan, nor a smaller one a

@@ -195,7 +195,7 @@ def exposed_s(ranked: Sequence[Part], hardware: Hardware) -> list[float]:
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class SwapChoice:
     """The parts that are swapped, and the step times that were compared."""
 
     parts: tuple[Part, ...]
@@ -206,7 +206,7 @@ class Choice:
     """T by number of parts."""
 
     @classmethod
-    def of(
+    def fastest(
         cls,
         parts: Sequence[Part],
         busy: Busy,
@@ -216,7 +216,7 @@ class Choice:
         *,
         spill: bool = False,
         waits: bool = False,
-    ) -> Choice:
+    ) -> SwapChoice:
         """Return the smallest number of parts with which a step takes the least time.
 
         Copies that nothing can overlap (`exposed_s`) are added to T. They only grow, so the number is at most
@@ -254,6 +254,6 @@ class Choice:
             count = min(range(count + 1), key=lambda each: cost(each) + alone[each])
         return cls(tuple(ranked), count, cost)
 
-    def taken(self) -> Counter[int]:
+    def swapped_parts(self) -> Counter[int]:
         """Return, by block, the number of its parts that are swapped."""
         return Counter(each.block for each in self.parts[: self.count])

@@ -58,7 +58,9 @@ def schedule_for(
     wrong = find_schedule_error(region.graph, plain)
     if wrong:
         return f"the recorded step cannot be repeated: {wrong}"
-    stages = stages_of(place.among, op_costs(place.step, place.hardware).op_s[region.rows], nodes)
+    stages = stages_of(
+        place.region_after_passes, op_costs(place.step, place.hardware).op_s[region.rows], nodes
+    )
     plain_bytes = place.peak_bytes(plain)
     if budget_bytes is None:
         smallest = _evaluate(place, stages, 0, plain_bytes, exact_s=0.0)

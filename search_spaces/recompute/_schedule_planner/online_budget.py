@@ -77,7 +77,7 @@ def _runtime_costs(step: Step, hardware: Hardware) -> RuntimeCosts:
     sizes = zip(
         step.ops.flops[region.rows].tolist(), step.ops.traffic_bytes[region.rows].tolist(), strict=True
     )
-    op_s = np.asarray([costs.of(n_flops, n_bytes) for n_flops, n_bytes in sizes])
+    op_s = np.asarray([costs.seconds(n_flops, n_bytes) for n_flops, n_bytes in sizes])
     scratch = [plain["scratch"].get(name, 0) for name in _scratch_names(step, region)]
     return RuntimeCosts(op_s, plain["reserve_bytes"], np.asarray(scratch, np.int64))
 

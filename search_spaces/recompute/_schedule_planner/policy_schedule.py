@@ -50,7 +50,9 @@ def solve_policy(
     def accepts(policy: Policy) -> bool:
         return fits_online is None or len(options) == 1 or fits_online(place, policy, budget_bytes)
 
-    return freeze(place.among, traces, options, budget_bytes, place.peak_bytes, accepts, below_s)
+    return freeze(
+        place.region_after_passes, traces, options, budget_bytes, place.peak_bytes, accepts, below_s
+    )
 
 
 _EXPENSIVE = frozenset({"attention", "convolution", "recurrent", "matmul"})

@@ -69,7 +69,7 @@ class Placement:
         return found
 
     @cached_property
-    def among(self) -> Region:
+    def region_after_passes(self) -> Region:
         """The region with the bytes outside it after all passes."""
         if not self.later:
             return self.region
@@ -81,14 +81,18 @@ class Placement:
         """The plain step after all passes, with the region's ops marked."""
         marks = np.zeros(self.step.ops.n, np.int32)
         marks[self.region.rows] = _MARK
-        return self.after(self.step.with_ops(match=marks))
+        return self.after_later_passes(self.step.with_ops(match=marks))
 
     @cached_property
     def more_bytes(self) -> int:
         """Largest growth, at any op, of the bytes outside the region through the later passes; negative if
         they shrink.
         """
-        return int((self.among.background_bytes - self.region.background_bytes).max()) if self.later else 0
+        return (
+            int((self.region_after_passes.background_bytes - self.region.background_bytes).max())
+            if self.later
+            else 0
+        )
 
     @cached_property
     def buffer_bytes(self) -> int:
@@ -106,14 +110,14 @@ class Placement:
     @cached_property
     def least_bytes(self) -> int:
         """A peak that no schedule gets below."""
-        return least_bytes(self.among)
+        return least_bytes(self.region_after_passes)
 
     @cached_property
     def plain_bytes(self) -> int:
         """Peak without a schedule."""
         return (self._marked_after if self.later else self.step).peak_bytes()
 
-    def below(self, budget_bytes: int) -> Reason | None:
+    def reason_below(self, budget_bytes: int) -> Reason | None:
         """Return a reason if no schedule stays within `budget_bytes`, without a search for one."""
         if budget_bytes >= self.least_bytes:
             return None
@@ -123,15 +127,15 @@ class Placement:
             "a larger budget, a smaller micro-batch, or sharding or offload of states",
         )
 
-    def run(self, schedule: Schedule) -> Step:
+    def step_under(self, schedule: Schedule) -> Step:
         """Return the step under `schedule`, before the later passes."""
         return apply_schedule(self.step, schedule)
 
     def peak_bytes(self, schedule: Schedule) -> int:
         """Return the peak of the step under `schedule`, after all passes."""
-        return self.after(self.run(schedule)).peak_bytes()
+        return self.after_later_passes(self.step_under(schedule)).peak_bytes()
 
-    def after(self, step: Step) -> Step:
+    def after_later_passes(self, step: Step) -> Step:
         """Return `step` after the later passes."""
         if not self.later:
             return step

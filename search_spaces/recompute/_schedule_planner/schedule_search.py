@@ -84,7 +84,7 @@ def fastest_schedule(
     if reason is not None:
         return reason
     place = placement_of(program, target)
-    if program.ranks > 1 and (reason := place.below(budget_bytes)) is not None:
+    if program.ranks > 1 and (reason := place.reason_below(budget_bytes)) is not None:
         return reason
     return _fastest(place, budget_bytes, below_s)
 
@@ -166,7 +166,7 @@ class _FreeSearch:
     """Schedules of one step by the values that they free after forward, evaluated on demand."""
 
     def __init__(self, place: Placement) -> None:
-        region, costs = place.among, op_costs(place.step, place.hardware)
+        region, costs = place.region_after_passes, op_costs(place.step, place.hardware)
         op_s = costs.op_s.clip(min=costs.issue_s)[region.rows]
         self._place, self._graph, self._op_s = place, region.graph, op_s
         self._free_after_forward = FreeAfterForwardPlanner(
@@ -289,11 +289,11 @@ def _free_after_forward(
 
 
 def _evaluate(place: Placement, schedule: Schedule) -> FastestSchedule:
-    run = place.run(schedule)
+    run = place.step_under(schedule)
     seconds = _seconds(run, place.hardware) - _seconds(place.step, place.hardware)
     # A schedule runs the model in Python, op by op; that host time is part of its price.
     seconds += schedule_s(run, 1, place.hardware)
-    return FastestSchedule(schedule, place.after(run).peak_bytes(), seconds)
+    return FastestSchedule(schedule, place.after_later_passes(run).peak_bytes(), seconds)
 
 
 def _seconds(step: Step, hardware: Hardware) -> float:

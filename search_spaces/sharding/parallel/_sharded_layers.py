@@ -55,7 +55,7 @@ class SharedLayers(Technique):
     """Ranks that share layers, a divisor of the ranks and of the divided size. Default: all."""
 
     @abstractmethod
-    def asked(self, target: Target) -> str:
+    def sharding_kind(self, target: Target) -> str:
         """Return the division, by its name in `autotune.record_parallel.sharded_recording`."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
@@ -81,7 +81,7 @@ class SharedLayers(Technique):
         states = active(target, "sharding.states")
         if states is not None and (reason := self._refuse_states(states, target)) is not None:
             return reason
-        found = target.sharded(degree, self.asked(target), target.ranks)
+        found = target.sharded(degree, self.sharding_kind(target), target.ranks)
         return found if isinstance(found, Reason) else None
 
     def _refuse_states(self, states: Technique, target: Target) -> Reason | None:
@@ -98,7 +98,7 @@ class SharedLayers(Technique):
 
     def _recorded(self, target: Target) -> ShardedRecording:
         found = (
-            target.sharded(self.degree or target.ranks, self.asked(target), target.ranks)
+            target.sharded(self.degree or target.ranks, self.sharding_kind(target), target.ranks)
             if target.sharded is not None
             else None
         )

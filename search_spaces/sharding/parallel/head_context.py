@@ -117,7 +117,7 @@ class HeadContext(MicroBatchRotation):
             return split
         return super().fits(program, target)
 
-    def asked(self, target: Target) -> str:
+    def sharding_kind(self, target: Target) -> str:
         """Return the division by name."""
         return HEAD_CONTEXT + self._recorded_split(target).name
 

@@ -45,7 +45,7 @@ class Rtp(PartitionedWeights):
             f"divides every layer over {format_ranks(self.degree)}, between which parts of the weights rotate"
         )
 
-    def asked(self, target: Target) -> str:
+    def sharding_kind(self, target: Target) -> str:
         """Return the rotation, into a second buffer or in place."""
         return "rotated in place" if self.in_place else "rotated"
 

@@ -40,7 +40,7 @@ class SequenceParallel(CutLayers):
         """Return the setting as one clause."""
         return f"divides every layer, and the positions between layers, over {format_ranks(self.degree)}"
 
-    def asked(self, target: Target) -> str:
+    def sharding_kind(self, target: Target) -> str:
         """Return the division of attention, MLPs, and the positions between them."""
         return "sequence"
 

@@ -44,7 +44,7 @@ class TensorParallel(CutLayers):
         layers = "heads and features of every layer" if self.layers == "all" else "features of every MLP"
         return f"divides {layers} over {format_ranks(self.degree)}"
 
-    def asked(self, target: Target) -> str:
+    def sharding_kind(self, target: Target) -> str:
         """Return the value of `layers`."""
         return self.layers
 

@@ -189,10 +189,10 @@ class _FsdpUnits(Technique):
             two_hop=self._averages_once(),
             kind=self.kind,
             precision=self._policy(),
-            **self._more(),
+            **self._shard_options(),
         )
 
-    def _more(self) -> dict[str, Any]:
+    def _shard_options(self) -> dict[str, Any]:
         """Return further arguments of `parallel.sharding.fsdp_sharding.shard`."""
         return {}
 

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from memtune import refusals
 from memtune.errors import ApplyError
 from memtune.hardware import Hardware
-from memtune.parallel.sharding import Factors, Schedule, cheapest, every, held_bytes
+from memtune.parallel.sharding import Factors, Schedule, all_factors, cheapest, held_bytes
 from memtune.program import Program, Step
 from memtune.search_spaces.sharding.states._nested import _NestedSharding, schedule_of, whole_bytes
 from memtune.technique import Exactness, Plan, Reason, Target
@@ -137,7 +137,7 @@ def _chosen(step: Step, schedule: Schedule, hardware: Hardware, budget_bytes: in
     # With one micro-batch a step there are no sums of gradients to shard by a factor of their own.
     among = [
         each
-        for each in every(schedule.ranks)
+        for each in all_factors(schedule.ranks)
         if schedule.micro_batches > 1 or each.gradients == each.parameters
     ]
     best = cheapest(state_bytes, schedule, hardware, limit_bytes=limit, among=among)

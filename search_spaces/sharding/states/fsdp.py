@@ -72,7 +72,7 @@ class Fsdp(_FsdpUnits):
             keeps_root=self.keep_root and how.keeps_root,
         )
 
-    def _more(self) -> dict[str, Any]:
+    def _shard_options(self) -> dict[str, Any]:
         return {"prefetch": self.prefetch, "keep_root": self.keep_root}
 
     def fits(self, program: Program, target: Target) -> Reason | None:

@@ -328,9 +328,9 @@ def test_scratch_depends_on_argument_storages() -> None:
     small, large, view = torch.ones(4), torch.ones(8), torch.ones(64)[:4]
     told = {"aten.exp.default": 9, scratch_name("aten.exp.default", [16]): 3}
     facts = OpMetadataCache(COSTS, told, {scratch_name("aten.exp.default", [16]): 100})
-    exp = facts.about(torch.ops.aten.exp.default)
-    found = [facts.of(exp, (each,), {}) for each in (small, large, view)]
+    exp = facts.properties_of(torch.ops.aten.exp.default)
+    found = [facts.lookup(exp, (each,), {}) for each in (small, large, view)]
     assert [each.scratch_bytes for each in found] == [3, 9, 9]
     assert [each.makes_bytes for each in found] == [100, 32, 16]
-    assert facts.of(exp, (torch.zeros(4),), {}) is found[0]
-    assert facts.of(facts.about(torch.ops.aten.log.default), (small,), {}).scratch_bytes == 0
+    assert facts.lookup(exp, (torch.zeros(4),), {}) is found[0]
+    assert facts.lookup(facts.properties_of(torch.ops.aten.log.default), (small,), {}).scratch_bytes == 0

@@ -11,12 +11,12 @@ from memtune.activations.offload.byte_quota import ByteShare
 def test_share_is_met_to_the_byte_by_cutting_one_tensor(sizes: list[int], fraction: float) -> None:
     share, gone, stayed = ByteShare[int](fraction), 0, []
     for number, n_bytes in enumerate(sizes):
-        if share.takes(number, n_bytes):
+        if share.is_offloaded_whole(number, n_bytes):
             gone += n_bytes
         else:
             stayed.append(number)
         assert gone <= round(fraction * sum(sizes[: number + 1]))
-    rest = share.rest()
+    rest = share.partial_tensor()
     if rest is not None:
         cut, n_bytes = rest
         assert cut == stayed[-1]
@@ -28,5 +28,5 @@ def test_share_is_met_to_the_byte_by_cutting_one_tensor(sizes: list[int], fracti
 def test_shares_zero_and_one_cut_no_tensor() -> None:
     for fraction, leaves in ((1.0, True), (0.0, False)):
         share = ByteShare[str](fraction)
-        assert share.takes("x", 3) is leaves
-        assert share.rest() is None
+        assert share.is_offloaded_whole("x", 3) is leaves
+        assert share.partial_tensor() is None

@@ -26,7 +26,9 @@ PLANNED = AllocatorSettings(arena=ArenaSettings(kind="planned_layout", planned=T
 def events_of(rows: list[tuple[Action, int, int]]) -> AllocatorEvents:
     action, storage, n_bytes = (np.array(column, np.int64) for column in zip(*rows, strict=True))
     n = np.arange(len(rows))
-    return AllocatorEvents.of(np.stack([action, storage, n_bytes, 0 * n, n, n * 0 - 1]), np.array([0]))
+    return AllocatorEvents.from_columns(
+        np.stack([action, storage, n_bytes, 0 * n, n, n * 0 - 1]), np.array([0])
+    )
 
 
 def test_arena_settings_round_trip_through_environment() -> None:

@@ -44,14 +44,14 @@ def test_parallel_map_returns_results_in_order(items: list[int], groups: int, pr
         lambda item: item * 3, lambda item: item % groups, processes, worth_s=0.0
     ) as side_by_side:
         for _ in range(2):
-            assert side_by_side.over(items) == [item * 3 for item in items]
+            assert side_by_side.map(items) == [item * 3 for item in items]
 
 
 def test_parallel_map_keeps_groups_on_one_process() -> None:
     before = len(children())
     with ParallelMap(squared_with_pid, lambda item: item % 10 or None, 2, worth_s=0.0) as side_by_side:
         for _ in range(3):
-            found = side_by_side.over(MANY)
+            found = side_by_side.map(MANY)
             assert squares(found) == [item * item for item in MANY]
             by_group = defaultdict(set)
             for item, (_, pid) in zip(MANY, found, strict=True):
@@ -71,8 +71,8 @@ def test_parallel_map_makes_copies_once_they_are_worthwhile() -> None:
         return os.getpid()
 
     with ParallelMap(work, lambda item: item, 2, worth_s=0.1) as both:
-        assert set(both.over(range(20))) == {os.getpid()}
-        pids = both.over(range(100))
+        assert set(both.map(range(20))) == {os.getpid()}
+        pids = both.map(range(100))
         assert set(pids[:20]) == {os.getpid()}  # the work of both calls counts
         assert len(set(pids)) == 2
 
@@ -86,7 +86,7 @@ def test_parallel_map_survives_dead_copy() -> None:
     here = os.getpid()
     with ParallelMap(deadly, lambda item: item % 20, 3, worth_s=0.0) as side_by_side:
         for _ in range(3):
-            assert side_by_side.over(MANY) == [item + 1 for item in MANY]
+            assert side_by_side.map(MANY) == [item + 1 for item in MANY]
 
 
 def test_parallel_map_gives_up_hanging_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,8 +95,8 @@ def test_parallel_map_gives_up_hanging_copy(monkeypatch: pytest.MonkeyPatch) -> 
     with ParallelMap(
         lambda item: item if os.getpid() == here else time.sleep(600), lambda item: item % 4, 2, worth_s=0.0
     ) as both:
-        assert both.over(MANY) == MANY
-        assert both.over(MANY) == MANY
+        assert both.map(MANY) == MANY
+        assert both.map(MANY) == MANY
         assert not [
             each for each in children() if each.status() != psutil.STATUS_ZOMBIE and "sleep" in each.name()
         ]
@@ -110,7 +110,7 @@ def test_parallel_map_raises_errors_of_function(capfd: pytest.CaptureFixture[str
         ParallelMap(fails, lambda item: item % 50, 2, worth_s=0.0) as side_by_side,
         pytest.raises(ZeroDivisionError),
     ):
-        side_by_side.over(MANY)
+        side_by_side.map(MANY)
     assert capfd.readouterr().err == ""
 
 
@@ -123,7 +123,7 @@ def work(item):
         open(sys.argv[1], "w").write(str(os.getpid()))
     time.sleep(600 if os.getpid() != here else 0.001)
 with ParallelMap(work, lambda item: item, 2, worth_s=0.0) as both:
-    both.over(range(1000))
+    both.map(range(1000))
 """
 
 

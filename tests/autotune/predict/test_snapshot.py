@@ -27,7 +27,7 @@ def read(tmp_path: Path, snapshot: Any, **asked: Any) -> Trace:
 
 
 def events_of(rows: list[Row]) -> AllocatorEvents:
-    return AllocatorEvents.of(np.array(rows, np.int64).reshape(-1, 6).T, np.zeros(1, np.int64))
+    return AllocatorEvents.from_columns(np.array(rows, np.int64).reshape(-1, 6).T, np.zeros(1, np.int64))
 
 
 @st.composite

@@ -66,7 +66,7 @@ def measured(found: Candidate, name: str, ledger: Ledger) -> tuple[int, int]:
     workload, model, optimizer = build(ZOO[name])
     settings = {"settings": found.choice.dump()}
     tuned = apply(model, optimizer, settings, strict=False, loss=workload.loss)
-    ledger.watch(model, optimizer)
+    ledger.track(model, optimizer)
     for _ in range(3):
         with tier(HOST):
             batch = workload.make_batch(2)

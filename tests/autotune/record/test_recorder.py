@@ -483,7 +483,7 @@ class Real:
 @pytest.mark.parametrize("model", ZOO)
 def test_recorded_tensor_bytes_equal_real_run(model: str) -> None:
     real, ledger = Real(ZOO[model]), ModeLedger()
-    ledger.watch(real.model, real.optimizer)
+    ledger.track(real.model, real.optimizer)
     with ledger:
         real.step()
         ledger.reset_peak()

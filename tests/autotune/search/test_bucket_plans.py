@@ -134,7 +134,7 @@ def test_buckets_have_their_plans_their_peaks_and_plain_gradients(tmp_path: Path
     torch.manual_seed(0)
     model = workload.build_model()
     optimizer = workload.make_optimizer(model)
-    ledger.watch(model, optimizer)
+    ledger.track(model, optimizer)
     seen: list[list[Tensor]] = []
 
     def note(*_: Any) -> None:

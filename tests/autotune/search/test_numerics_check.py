@@ -11,7 +11,7 @@ import torch
 from support.search.prepared_search import GPT, prepared
 from support.search.search_runs import BUDGET, asked
 
-from memtune.autotune.search.numerics_check import Difference, _references, between, verdict
+from memtune.autotune.search.numerics_check import Difference, _references, difference_between, verdict
 from memtune.autotune.space.candidates import Choice
 from memtune.autotune.space.pruning import Pruner
 from memtune.executors.base import Trial, TrialResult
@@ -35,20 +35,20 @@ def trial_with_gradients(*values: float, losses: tuple[float, ...] = (1.0, 0.5))
 
 
 def test_between_names_worst_step_and_parameter() -> None:
-    found = between(trial_with_gradients(1.0, 2.2), trial_with_gradients(1.0, 2.0))
+    found = difference_between(trial_with_gradients(1.0, 2.2), trial_with_gradients(1.0, 2.0))
     assert found.at == "weight, step 2"
     assert found.gradient == pytest.approx(0.1, rel=1e-5)
     assert found.loss == 0.0
-    assert between(
+    assert difference_between(
         trial_with_gradients(1.0, losses=(1.0, 0.6)), trial_with_gradients(1.0)
     ).loss == pytest.approx(0.2)
 
 
 def test_between_refuses_different_numbers_of_steps() -> None:
     with pytest.raises(ValueError, match="the trials report gradients"):
-        between(trial_with_gradients(1.0), trial_with_gradients(1.0, 2.0))
+        difference_between(trial_with_gradients(1.0), trial_with_gradients(1.0, 2.0))
     with pytest.raises(ValueError, match="the trials report gradients"):
-        between(trial_with_gradients(), trial_with_gradients())
+        difference_between(trial_with_gradients(), trial_with_gradients())
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ def test_numerics_check_compares_gradients_of_real_trials() -> None:
         executor.close()
     whole, halves, dropped = (results[number] for number in range(3))
     assert all(each.status == "ok" for each in results.values()), results
-    assert 0 < between(halves, whole).largest < 2.0**-12
-    assert between(dropped, whole).largest > 0.05
+    assert 0 < difference_between(halves, whole).largest < 2.0**-12
+    assert difference_between(dropped, whole).largest > 0.05
 
 
 @pytest.mark.slow

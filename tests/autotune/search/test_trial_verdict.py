@@ -11,11 +11,11 @@ from memtune.autotune.search.trial_verdict import (
     beats,
     contenders,
     finalists,
+    finalists_to_repeat,
     gain,
     judge,
     loss_tolerance,
     losses_disagree,
-    racing,
 )
 from memtune.autotune.space.candidates import Choice
 from memtune.executors.base import TrialResult
@@ -136,7 +136,7 @@ def test_verdict_compares_within_rounds():
     slow = alternating(1, [[1.00, 1.01, 1.02], [2.00, 2.02, 2.04]], FULL)
     fast = alternating(2, [[0.90, 0.91, 0.92], [1.80, 1.82, 1.84]], EVERY, HOST)
     assert beats(fast, slow, "throughput")
-    assert racing([slow, fast], "throughput", 4) == []
+    assert finalists_to_repeat([slow, fast], "throughput", 4) == []
 
 
 def test_verdict_ignores_times_before_slowdown():
@@ -151,30 +151,30 @@ def test_verdict_ignores_times_before_slowdown():
 
 def test_verdict_requests_rounds_while_best_is_unclear():
     one, two = alternating(1, [[1.0], [1.2]], FULL), alternating(2, [[1.1], [1.1]], EVERY)
-    assert len(racing([one, two], "throughput", 4)) == 2
-    assert racing([one, two], "throughput", 0) == []
-    assert racing([one, two], "memory", 4) == []
-    assert racing([one], "throughput", 4) == []
+    assert len(finalists_to_repeat([one, two], "throughput", 4)) == 2
+    assert finalists_to_repeat([one, two], "throughput", 0) == []
+    assert finalists_to_repeat([one, two], "memory", 4) == []
+    assert finalists_to_repeat([one], "throughput", 4) == []
 
 
 def test_verdict_requests_no_round_for_equals_measured_closely():
     rounds = [[1.0], [1.1], [1.2], [1.05]]
     one, two = alternating(1, rounds, FULL), alternating(2, [[each[0] * 1.002] for each in rounds], EVERY)
     assert not beats(one, two, "throughput")
-    assert racing([one, two], "throughput", 4) == []
+    assert finalists_to_repeat([one, two], "throughput", 4) == []
 
 
 def test_racing_drops_what_the_best_beats():
     best = alternating(1, [[1.0], [2.0], [1.0]], EVERY)
     close = alternating(2, [[1.06], [2.02], [1.08]], HOST)
     beaten = alternating(3, [[1.5], [3.0], [1.5]], FULL)
-    assert racing([beaten, close, best], "throughput", 3) == [best, close]
+    assert finalists_to_repeat([beaten, close, best], "throughput", 3) == [best, close]
 
 
 def test_racing_ends_where_noise_hides_any_difference():
     one = alternating(1, [[1.0], [2.0], [1.0]], EVERY)
     other = alternating(2, [[2.0], [1.0], [1.1]], HOST)
-    assert racing([one, other], "throughput", 3) == []
+    assert finalists_to_repeat([one, other], "throughput", 3) == []
 
 
 def test_verdict_does_not_count_a_time_that_other_work_slowed_down():

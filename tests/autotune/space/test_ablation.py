@@ -65,7 +65,7 @@ def test_ablation_removes_one_setting_at_a_time(setup: Setup, ablation: Ablation
     ):
         scored = setup.scorer.score(Choice.from_document({**SETTINGS, **changes}), level="events")
         assert not isinstance(scored, Reason)
-        assert row.taken == StepCost.of(scored.prediction)
+        assert row.taken == StepCost.from_prediction(scored.prediction)
     assert sharding.taken is None
     assert "choose ddp" in sharding.unfit
 

@@ -37,7 +37,7 @@ def test_preselection_solves_the_front_of_time_and_memory_within_a_group() -> No
     fast, small, slow = asked = [each for each in map(rules.budgeted, times) if each is not None]
     for each, (step_s, peak_bytes) in zip(asked, times.values(), strict=True):
         rules.add(each.without, prediction(plain.prediction, step_s, peak_bytes))
-    rules.ask(asked)
+    rules.request(asked)
     assert rules.worth_solving(asked) == [fast.choice, small.choice]
     rules.solved(small)  # without a prediction: it was refused
     assert rules.worth_solving(asked) == [fast.choice]
@@ -60,7 +60,7 @@ def test_preselection_solves_what_does_not_fit_and_is_not_slow(
     faster = replace(plain.prediction, samples_per_s=1.2, peak_allocated_bytes=1)
     rules.add(Choice.of(Execution(micro_batch=1), {}), faster)
     rules.add(asked.without, replace(plain.prediction, samples_per_s=1.0, peak_allocated_bytes=8))
-    rules.ask([asked])
+    rules.request([asked])
     assert len(rules.worth_solving([asked])) == n_solved
 
 

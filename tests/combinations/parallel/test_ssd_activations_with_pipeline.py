@@ -148,13 +148,13 @@ def measured(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     empty = ledger.live_bytes(), ledger.live_bytes(HOST)
     workload, model, optimizer = build(path)
     tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
-    on_ssd, put = [0], SSDSpill.put
+    on_ssd, put = [0], SSDSpill.start_write
 
     def noted(spill: SSDSpill, entry: Any) -> None:
         put(spill, entry)
         on_ssd.append(ssd_tensors.current().used_bytes)
 
-    SSDSpill.put = noted  # type: ignore[method-assign]
+    SSDSpill.start_write = noted  # type: ignore[method-assign]
     for _ in range(4):
         with tier(HOST):
             batches = [

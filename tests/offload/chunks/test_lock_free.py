@@ -24,7 +24,7 @@ from memtune.api import Tuned, apply
 from memtune.errors import ApplyError, EnvironmentFault
 from memtune.memory.ledger import Ledger
 from memtune.offload.optimizer import async_updates as sweeps
-from memtune.offload.optimizer.async_updates import Gradients, Sweeps
+from memtune.offload.optimizer.async_updates import AsyncUpdates, Gradients
 from memtune.offload.ssd_states.ssd_optimizer import SsdOptimizer
 from memtune.program.step import Kind, Phase, Resource, Step, Tier
 from memtune.runtime import transfer
@@ -59,10 +59,10 @@ class Seen:
 def observed(gated: bool) -> Iterator[Seen]:
     """Observe training inside this context; `gated`: no sweep ends before training waits for it."""
     gate, seen = threading.Event(), Seen()
-    make, adopt = Sweeps.__init__, Sweeps._adopt
+    make, adopt = AsyncUpdates.__init__, AsyncUpdates._adopt
 
     def made(
-        self: Sweeps,
+        self: AsyncUpdates,
         bound: int,
         partial_step: Any,
         prepare: Callable[[Gradients], Any],
@@ -77,13 +77,13 @@ def observed(gated: bool) -> Iterator[Seen]:
 
         make(self, bound, partial_step, prepared, *args, **kwargs)
 
-    def opening(self: Sweeps, *, wait: bool) -> None:
+    def opening(self: AsyncUpdates, *, wait: bool) -> None:
         if wait:
             gate.set()
         adopt(self, wait=wait)
         gate.clear()
 
-    with patch.object(Sweeps, "__init__", made), patch.object(Sweeps, "_adopt", opening):
+    with patch.object(AsyncUpdates, "__init__", made), patch.object(AsyncUpdates, "_adopt", opening):
         yield seen
 
 
@@ -324,8 +324,8 @@ def test_last_step_is_not_kept_while_updates_run() -> None:
 
 
 @contextmanager
-def _waits(self: Sweeps, last: bool) -> Iterator[None]:
-    """Replace `Sweeps.sync`: the step begins when its sweep has ended, before its version is adopted."""
+def _waits(self: AsyncUpdates, last: bool) -> Iterator[None]:
+    """Replace `AsyncUpdates.sync`: begin the step when its sweep has ended, before its version is adopted."""
     if self._sweep is not None:
         self._sweep.result()
     yield
@@ -343,7 +343,7 @@ def test_host_bytes_equal_the_prediction_if_sweeps_keep_pace() -> None:
         empty = ledger.live_bytes(HOST)
         workload, model, optimizer = build(ZOO["gpt"])
         peaks = []
-        with patch.object(Sweeps, "sync", _waits) if keeps_pace else observed(gated=True):
+        with patch.object(AsyncUpdates, "sync", _waits) if keeps_pace else observed(gated=True):
             tuned = apply(model, optimizer, config_of(ZOO["gpt"], ON_SSD), loss=workload.loss, strict=False)
             for _ in range(6):
                 with tier(HOST):

@@ -46,7 +46,7 @@ def test_most_in_margin_is_the_largest_number_of_resident_chunks(
             free = [room[t] - taken_in(sizes, n_resident, state, t, moments) for t in range(moments)]
             fitting.append(min(free) >= (chunks.count - kept) * chunks.chunk_bytes)
         wanted = fitting.index(False) - 1 if False in fitting else chunks.count - 1
-        assert most_in_margin(chunks, room, on_device(sizes, state).taken(moments)) == wanted
+        assert most_in_margin(chunks, room, on_device(sizes, state).bytes_at(moments)) == wanted
 
 
 @given(models(), st.data())

@@ -27,7 +27,7 @@ def test_pending_updates_end_in_order_and_stay_within_the_room(sizes: list[int],
             assert there.pop(0) == each
             assert sum(sizes[other] for other in [each, *there]) + size > room
             gone.append(each)
-        waiting.put(number, size)
+        waiting.add(number, size)
         there.append(number)
         held = sum(sizes[each] for each in there)
         assert held <= max(room, size) or size == 0

@@ -37,7 +37,7 @@ def acquires_repeatedly(path: Path, place: int, count: int, results: Any, lease_
     """Hold the token `count` times; report the begin, end and drawn number of each time."""
     token, found = LinkToken(path, place, 3, lease_s), []
     for _ in range(count):
-        with token.hold() as number:
+        with token.exclusive() as number:
             began = time.monotonic()
             time.sleep(0.002)
             found.append((began, time.monotonic(), number, place))
@@ -46,7 +46,7 @@ def acquires_repeatedly(path: Path, place: int, count: int, results: Any, lease_
 
 def holds_forever(path: Path, place: int, ready: Any, lease_s: float = 5.0) -> None:
     """Hold the token without end."""
-    with LinkToken(path, place, 3, lease_s).hold():
+    with LinkToken(path, place, 3, lease_s).exclusive():
         ready.set()
         time.sleep(600)
 
@@ -69,7 +69,7 @@ def test_token_is_exclusive_and_first_come_first_served(path: Path) -> None:
 
 def reports_place(path: Path, place: int, order: Any) -> None:
     """Report this place while holding the token."""
-    with LinkToken(path, place, 3).hold():
+    with LinkToken(path, place, 3).exclusive():
         order.put(place)
 
 
@@ -84,11 +84,11 @@ def test_waiters_get_the_token_in_the_order_of_their_requests(path: Path, reques
     """A rank that asks again is served after those that waited before it."""
     order, token = FORK.SimpleQueue(), LinkToken(path, 0, 3)
     children = [FORK.Process(target=reports_place, args=(path, place, order)) for place in requests]
-    with token.hold():
+    with token.exclusive():
         for child, place in zip(children, requests, strict=True):
             child.start()
             wait_for_request(token, place)
-    with token.hold():
+    with token.exclusive():
         assert not order.empty()
         assert (order.get(), order.get()) == requests
     for child in children:
@@ -100,7 +100,7 @@ def sends_pieces(path: Path, place: int, link: int, start: Any, with_token: bool
     token = LinkToken(path, place, 3)
     start.wait()
     for _ in range(12):
-        with token.hold() if with_token else contextlib.nullcontext(place) as value:
+        with token.exclusive() if with_token else contextlib.nullcontext(place) as value:
             rest = memoryview(bytes([value]) * PIECE_BYTES)
             while rest:
                 rest = rest[os.write(link, rest) :]
@@ -147,35 +147,35 @@ def test_token_passes_over_a_killed_or_stopped_holder(path: Path, how: signal.Si
     if how == signal.SIGKILL:
         holder.join()
     token = LinkToken(path, 1, 3)
-    with token.hold():
+    with token.exclusive():
         ended = time.monotonic()
     os.kill(holder.pid, signal.SIGKILL) if how == signal.SIGSTOP else None
     holder.join()
     assert ended - began < 60
     if how == signal.SIGSTOP:
         assert ended - began > lease_s
-    with token.hold():
+    with token.exclusive():
         pass
 
 
 def test_token_removes_a_killed_waiter(path: Path) -> None:
     results, token = FORK.Queue(), LinkToken(path, 1, 3)
-    with token.hold():
+    with token.exclusive():
         waiter = FORK.Process(target=acquires_repeatedly, args=(path, 0, 1, results))
         waiter.start()
         wait_for_request(token, 0)
         waiter.kill()
         waiter.join()
-    with token.hold():  # otherwise this waits forever
+    with token.exclusive():  # otherwise this waits forever
         pass
     assert token.times_held == 2
 
 
 def test_token_is_released_after_an_error(path: Path) -> None:
     one, other = LinkToken(path, 0, 3), LinkToken(path, 1, 3)
-    with pytest.raises(KeyError), one.hold():
+    with pytest.raises(KeyError), one.exclusive():
         raise KeyError
-    with other.hold():
+    with other.exclusive():
         pass
 
 

@@ -34,7 +34,7 @@ def test_split_rows_covers_every_row_once(count: int, parts: int) -> None:
 def test_tiled_weights_pass_numbers_names_in_the_order_of_its_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a step depends on the seed of Python's hashes."""
     asked: list[str] = []
-    name_id, put = Edit.name_id, TileGroup.put
+    name_id, put = Edit.name_id, TileGroup.insert
 
     def asks(edit: Edit, name: str) -> int:
         asked.append(name)
@@ -46,7 +46,7 @@ def test_tiled_weights_pass_numbers_names_in_the_order_of_its_ops(monkeypatch: p
         assert asked == list(dict.fromkeys(name for name, *_ in tiles.tile_ops.ops))
 
     monkeypatch.setattr(Edit, "name_id", asks)
-    monkeypatch.setattr(TileGroup, "put", puts)
+    monkeypatch.setattr(TileGroup, "insert", puts)
     with fresh_programs():
         rewritten(ZOO["tied"], TILED)
     assert asked

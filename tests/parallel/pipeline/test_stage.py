@@ -62,7 +62,7 @@ def test_skipped_blocks_return_planned_structure() -> None:
     assert run.probe(model, lambda model, x: model(x), batch).shape == (5, 4)
     given = None
     for block in range(3):
-        given = run.of(block, block, given, lambda: model(batch))
+        given = run.output_of(block, block, given, lambda: model(batch))
     assert given is not None
     assert torch.equal(given, plain(batch))
 
@@ -72,4 +72,4 @@ def test_block_with_changed_output_structure_is_refused() -> None:
     with pytest.raises(
         ApplyError, match=r"block 0 returns \{.*null\]\}, and a tensor when the config was made"
     ):
-        run.of(0, 0, None, lambda: model(torch.ones(5, 4)))
+        run.output_of(0, 0, None, lambda: model(torch.ones(5, 4)))

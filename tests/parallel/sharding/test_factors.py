@@ -15,8 +15,8 @@ from memtune.parallel.sharding.factors import (
     Bytes,
     Factors,
     Schedule,
+    all_factors,
     cheapest,
-    every,
     held_bytes,
     seconds,
     traffic,
@@ -78,7 +78,7 @@ def test_frequent_hops_are_inside_nodes() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6, 12, 64])
 def test_factors_every_yields_each_once(ranks: int) -> None:
-    found = every(ranks)
+    found = all_factors(ranks)
     divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
     wanted = {
         Factors(*each) for each in itertools.product(divisors, repeat=3) if not Factors(*each).problem(ranks)

@@ -25,7 +25,7 @@ from torch import nn
 
 from memtune.api import apply
 from memtune.errors import MemtuneError
-from memtune.parallel.sharding.factors import Bytes, Factors, Schedule, every, traffic
+from memtune.parallel.sharding.factors import Bytes, Factors, Schedule, all_factors, traffic
 from memtune.runtime.transfer import COUNTERS
 
 EVEN = 64
@@ -43,14 +43,14 @@ STATES: dict[str, dict[str, Any]] = {
 }
 AMSP = {
     f"amsp {p}, {g}, {o}": {"kind": "amsp", "parameters": p, "gradients": g, "optimizer": o}
-    for p, g, o in (astuple(each) for each in every(4))
+    for p, g, o in (astuple(each) for each in all_factors(4))
     if o > 1
 }
 OFTEN = ["mics", "mics, kept, by two", "fsdp of two", "zero3", "paro NIG", "paro IIG", "paro ING"]
 """One of each way; the others are in the grid, which is slow."""
 CASES: list[Case] = [(name, 4, 0.05) for name in OFTEN]
 CASES += [(name, parts, 0.0) for name in ("mics", "fsdp of two") for parts in (1, 4)]
-SENT = [astuple(each) for each in every(4) if each.optimizer > 1]
+SENT = [astuple(each) for each in all_factors(4) if each.optimizer > 1]
 GRID: list[Case] = [
     (name, parts, clip) for name in (*AMSP, *STATES) for parts in (1, 4) for clip in (0.0, 0.05)
 ]

@@ -26,8 +26,8 @@ from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.offload.states.lohan import Lohan as States
 from memtune.search_spaces.recompute._block_planner.swap import (
     Busy,
-    Choice,
     Part,
+    SwapChoice,
     argmin_convex,
     spilled_blocks,
     step_s,
@@ -190,7 +190,7 @@ class TestLohan(TechniqueSuite):
         rng = np.random.default_rng(seed)
         busy = random_busy(rng, 2)
         parts = [Part(i, int(rng.integers(1, 5e7)), float(rng.random() / 4)) for i in range(8)]
-        found = Choice.of(parts, busy, target_with_links(1e8).hardware, 1000, 60_000_000, spill=True)
+        found = SwapChoice.fastest(parts, busy, target_with_links(1e8).hardware, 1000, 60_000_000, spill=True)
         costs = [found.costs_s(count) for count in range(9)]
         assert argmin_convex(found.costs_s, 8) == int(np.argmin(costs)) >= found.count
         blocks = dict(enumerate(rng.integers(0, 10, 6).tolist()))
@@ -210,7 +210,7 @@ class TestLohan(TechniqueSuite):
             for i in range(8)
         ]
         machine = replace(CPU, host_to_device_bytes_per_s=1e8, device_to_host_bytes_per_s=1e8)
-        found = Choice.of(parts, busy, machine, 1000, None)
+        found = SwapChoice.fastest(parts, busy, machine, 1000, None)
         costs = [found.costs_s(count) for count in range(9)]
         count = argmin_convex(found.costs_s, 8)
         assert count == int(np.argmin(costs)) >= found.count
@@ -240,7 +240,7 @@ class TestLohan(TechniqueSuite):
         busy = random_busy(rng, 2)
         parts = [Part(i % 3, int(rng.integers(1, 5e7)), float(rng.random() / 4)) for i in range(8)]
         machine = target_with_links(float(rng.choice([1e8, 1e9]))).hardware
-        found = Choice.of(parts, busy, machine, 1000, None)
+        found = SwapChoice.fastest(parts, busy, machine, 1000, None)
         costs = [found.costs_s(count) for count in range(9)]
         for count in range(9):
             most = max(sum(p.n_bytes for p in found.parts[:count] if p.block == block) for block in range(3))

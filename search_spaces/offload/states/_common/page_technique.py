@@ -93,9 +93,11 @@ def in_pages(program: Program, how: PagePlan, on_ssd: OnSsd | None = None) -> Pr
     if on_ssd is None:
         step = optimizer_on_host(step, n_resident_ops=ops)
     elif on_ssd.overlaps_steps:
-        step = swept_from_ssd(step, on_ssd.prefetch, OffloadedParameters.of(step))
+        step = swept_from_ssd(step, on_ssd.prefetch, OffloadedParameters.from_step(step))
     else:
-        step = optimizer_on_ssd(step, on_ssd.prefetch, 1 + on_ssd.keeps_steps, OffloadedParameters.of(step))
+        step = optimizer_on_ssd(
+            step, on_ssd.prefetch, 1 + on_ssd.keeps_steps, OffloadedParameters.from_step(step)
+        )
     return program.with_step(in_blocks_of(program.step, step))
 
 

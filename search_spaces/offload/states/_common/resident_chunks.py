@@ -33,7 +33,7 @@ def with_resident_chunks(program: Program, found: ChunkPlan, budget_bytes: int) 
     pass.
     """
     sizes, device_bytes = sizes_in_blocks(program.step), on_device(program.step)
-    room, taken = _room(program, budget_bytes, found.in_place), device_bytes.taken(len(found.slots))
+    room, taken = _room(program, budget_bytes, found.in_place), device_bytes.bytes_at(len(found.slots))
 
     def spare_bytes(resident: int) -> int:
         return -_over_bytes(program, with_resident_first(*sizes, found, resident), budget_bytes)
@@ -85,7 +85,7 @@ def split_cache(
         if over <= 0:
             return found
         # With the optimizer's temporaries, which grow with each parameter.
-        taken = device_bytes.taken(1)[:, 0]
+        taken = device_bytes.bytes_at(1)[:, 0]
         most = min(
             int(np.searchsorted(taken, taken[found.resident_parameters] - over, side="right")) - 1,
             found.resident_parameters - 1,

@@ -176,6 +176,6 @@ def test_ratio_on_ranks(moves: str, states: str, tmp_path: Path, monkeypatch: py
 def test_formula_fails_without_cut_tensors(moves: str) -> None:
     """Undivided tensors alone do not give the ratio."""
     candidate.cache_clear()
-    with patch.object(ByteShare, "rest", lambda self: None), pytest.raises(AssertionError):
+    with patch.object(ByteShare, "partial_tensor", lambda self: None), pytest.raises(AssertionError):
         check("gpt", moves)
     candidate.cache_clear()

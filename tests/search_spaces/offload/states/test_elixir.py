@@ -94,7 +94,7 @@ class TestElixir(LayersSuite):
         program, on = plain_program(ZOO["gpt"]), target(host_adam_bytes_per_s=1e9)
         plan, sizes = DEFAULT.plan(program, on), sizes_in_blocks(program.step)
         there, seconds = on_device(program.step), seconds_of(program.step, on.hardware)
-        taken, room = there.taken(8), ROOMY_BYTES - np.asarray(non_chunk_bytes(program))
+        taken, room = there.bytes_at(8), ROOMY_BYTES - np.asarray(non_chunk_bytes(program))
         prices: dict[tuple[int, int, int], float] = {}
         for chunks in (pack(*sizes, size) for size in chunk_sizes(*sizes, above=True)):
             for staying in resident_counts(chunks).tolist():

@@ -46,7 +46,7 @@ def test_frontier_has_the_fastest_choice_for_each_budget(problem: Problem) -> No
     frontier, known = solve(problem), every_choice(problem)
     for budget in range(min(peak for peak, _ in known) - 1, max(peak for peak, _ in known) + 2):
         fastest = min((seconds for peak, seconds in known if peak <= budget), default=None)
-        row = frontier.at(budget)
+        row = frontier.row_within(budget)
         assert (row < 0) == (fastest is None)
         if fastest is not None:
             assert frontier.seconds[row] == fastest
@@ -69,7 +69,7 @@ def test_plans_cost_their_reported_peak_and_seconds(problem: Problem) -> None:
 @given(problems(8), st.integers(1, 12))
 def test_more_bytes_never_cost_more_time_and_less_never_more_bytes(problem: Problem, width: int) -> None:
     frontier = solve(problem, width)  # however few plans are kept on the way
-    rows = [frontier.at(budget) for budget in range(400)]
+    rows = [frontier.row_within(budget) for budget in range(400)]
     assert rows == sorted(rows)
     assert (np.diff(frontier.peak_bytes) > 0).all()
     assert (np.diff(frontier.seconds) < 0).all()
@@ -88,7 +88,7 @@ def alike(blocks: int, options: int, seed: int) -> Problem:
 
 
 def middle(frontier: Frontier) -> int:
-    return frontier.at(int(frontier.peak_bytes[[0, -1]].mean()))
+    return frontier.row_within(int(frontier.peak_bytes[[0, -1]].mean()))
 
 
 def test_equal_blocks_differ_only_in_runs_and_later_ones_hold_more() -> None:
@@ -111,7 +111,7 @@ def test_frontier_has_the_one_choice_that_uses_up_a_budget() -> None:
         0,
     )
     frontier = solve(problem)
-    assert frontier.choice(frontier.at(6 * 4 + 10)).tolist() == [1] * 6
+    assert frontier.choice(frontier.row_within(6 * 4 + 10)).tolist() == [1] * 6
 
 
 def test_frontier_of_a_thousand_blocks_is_close_to_the_convex_bound() -> None:
@@ -136,4 +136,4 @@ def test_frontier_of_a_thousand_blocks_is_close_to_the_convex_bound() -> None:
             )
             * blocks
         )
-        assert frontier.seconds[frontier.at(int(budget))] <= bound + 0.01 * seconds[0, -1] * blocks
+        assert frontier.seconds[frontier.row_within(int(budget))] <= bound + 0.01 * seconds[0, -1] * blocks

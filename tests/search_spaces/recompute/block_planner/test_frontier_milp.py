@@ -55,6 +55,6 @@ def test_within_half_a_percent_of_the_exact_program(model: str, blocks: int) -> 
         budget = int(ends[0] + share * (ends[1] - ends[0]))
         exact = least_seconds([ops] * blocks, own, whole // 2, budget, limit_s=20.0)
         assert exact is not None
-        mine = float(frontier.seconds[frontier.at(budget)])
+        mine = float(frontier.seconds[frontier.row_within(budget)])
         assert exact <= mine * (1 + 1e-6) + 1e-12
         assert mine - exact <= 0.005 * step_s
