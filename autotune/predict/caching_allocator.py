@@ -322,13 +322,11 @@ _COPY_IN_STREAM, _REDUCE_STREAM = 2, 3
 
 
 def _fsdp_streams(step: Step) -> I64:
-    """Return (m,) the stream on which FSDP2 allocates each storage, if it is none of `STREAMS`; 0 otherwise.
-
-    Inputs and outputs of all-gathers are allocated on the stream that copies inputs in, sharded gradients on
-    that of reductions, whose inputs are packed on the compute stream. Blocks of one stream serve no other, so
-    each stream reserves its own peak (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py
-    `foreach_all_gather`, `foreach_reduce`).
-    """
+    """Return (m,) the stream on which FSDP2 allocates each storage, if none of `STREAMS`; 0 otherwise."""
+    # Inputs and outputs of all-gathers are allocated on the stream that copies inputs in, sharded gradients
+    # on that of reductions, whose inputs are packed on the compute stream. Blocks of one stream serve no
+    # other, so each stream reserves its own peak (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py
+    # `foreach_all_gather`, `foreach_reduce`).
     found = np.zeros(step.storages.n, np.int64)
     if not any(name.startswith("fsdp.") for name in step.names):
         return found
@@ -344,13 +342,10 @@ def _fsdp_streams(step: Step) -> I64:
 
 
 def _first_start(step: Step, start: I64) -> I64:
-    """Return `start` in the first step.
-
-    Optimizer state that is there before all others appears before the optimizer's first use of any.
-
-    torch's optimizers make the state of a whole group of parameters before they update the first one, which
-    inside backward is one parameter.
-    """
+    """Return `start` in the first step."""
+    # Optimizer state that is there before all others appears before the optimizer's first use of any.
+    # torch's optimizers make the state of a whole group of parameters before they update the first one, which
+    # inside backward is one parameter.
     state = (step.storages.kind == Kind.OPTIMIZER) & (start < 0)
     used = state[step.uses.storage] & (step.ops.phase[step.uses.op] == Phase.OPTIMIZER)
     if not used.any():

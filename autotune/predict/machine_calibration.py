@@ -174,10 +174,8 @@ def _memory(found: _Measurements, on: torch.device, tiny: bool) -> None:
 
 
 def _copies(found: _Measurements, on: torch.device, tiny: bool) -> None:
-    """Measure pinned and pageable copies.
-
-    On CPU the host tier is the same memory, and a copy takes one thread.
-    """
+    """Measure pinned and pageable copies."""
+    # On CPU the host tier is the same memory, and a copy takes one thread.
     n_bytes = 2**18 if tiny else 2**27
     budget = 0.02 if tiny else 0.3
     host = torch.zeros(n_bytes // 4)
@@ -241,10 +239,8 @@ def _op_curves(
 
 
 def _workspaces(found: _Measurements, on: torch.device, tiny: bool) -> None:
-    """Measure kernels' scratch for small models of every op class, into the table of recordings.
-
-    Signatures name no device, so the ops are collected on CPU for both. A recording measures missing ones.
-    """
+    """Measure kernels' scratch for small models of every op class, into the table of recordings."""
+    # Signatures name no device, so the ops are collected on CPU for both. A recording measures missing ones.
     reason = cpu_allocator.available() if on.type == "cpu" else None
     if reason is not None:
         found.details["workspaces"] = f"not measured: {reason.what}"

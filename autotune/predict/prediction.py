@@ -157,10 +157,8 @@ class Prediction:
 
 
 def _with_bounds(whole: int, factors: tuple[float, float], *errors: tuple[int, int]) -> tuple[int, int, int]:
-    """Return `whole` and its bounds, from factors on it and `errors` (bytes below, bytes above).
-
-    They are independent of each other, so their squares add up.
-    """
+    """Return `whole` and its bounds, from factors on it and `errors` (bytes below, bytes above)."""
+    # They are independent of each other, so their squares add up.
     low, high = factors
     below, above = zip((whole * (1 - low), whole * (high - 1)), *errors, strict=True)
     return whole, math.floor(whole - math.hypot(*below)), math.ceil(whole + math.hypot(*above))

@@ -275,12 +275,10 @@ def _events(program: Program, hardware: Hardware, python: PythonWork) -> list[_R
 
 
 def _host_and_ssd_runs(program: Program, hardware: Hardware, runs: list[_Run]) -> list[_native.Footprint]:
-    """Return the runs that host and SSD peaks are taken from: in program order if the device is a GPU.
-
-    The host runs ahead of the device, and counts device memory when it issues ops. For its own memory it
-    waits: it reads into a buffer, or updates from one, after the transfer before is complete
-    (`runtime.transfer.wait`), so it never holds more at once than in program order.
-    """
+    """Return the runs that host and SSD peaks are taken from: in program order if the device is a GPU."""
+    # The host runs ahead of the device, and counts device memory when it issues ops. For its own memory it
+    # waits: it reads into a buffer, or updates from one, after the transfer before is complete
+    # (`runtime.transfer.wait`), so it never holds more at once than in program order.
     if hardware.device == "cpu":
         return [run.live for run in runs]
     rounding = hardware.allocation_rounding_bytes
@@ -293,10 +291,8 @@ def _host_and_ssd_runs(program: Program, hardware: Hardware, runs: list[_Run]) -
 
 
 def _link_slowdown(hardware: Hardware, ranks: int) -> float:
-    """Return by how much of its time an op takes longer while a link is busy.
-
-    On CPU a collective is work of a core of its rank: the fewer cores a rank has, the less it overlaps.
-    """
+    """Return by how much of its time an op takes longer while a link is busy."""
+    # On CPU a collective is work of a core of its rank: the fewer cores a rank has, the less it overlaps.
     if hardware.device != "cpu":
         return hardware.link_slowdown
     taken = _LINK_CORES / max(hardware.cores / hardware.local_ranks(ranks), 1.0)
@@ -533,12 +529,9 @@ def next_power_of_two(n_bytes: I64) -> I64:
 
 
 def _is_page_locked(step: Step, on_host: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
-    """Return which host storages are pinned.
-
-    Copies from the device, reads from SSD, and weights and gradient sums made of them.
-
-    Moments are made on the host, and masters of narrower weights are casts of copies: both are pageable.
-    """
+    """Return which host storages are pinned."""
+    # Copies from the device, reads from SSD, and weights and gradient sums made of them.
+    # Moments are made on the host, and masters of narrower weights are casts of copies: both are pageable.
     makes = _makes_pinned(step.names)
     producer, kind, owner = (
         step.storages.producer[on_host],

@@ -141,10 +141,8 @@ def _fill_in_order(step: Step, op_s: F64, issued: F64, start: F64, stop: F64) ->
 
 
 def _curve(step: Step, stream: np.ndarray[Any, Any], start: F64, tier: Tier) -> Curve:
-    """Return the bytes of each kind in a tier over time.
-
-    An allocation happens when its op starts. A free has no time of its own: it follows the event before it.
-    """
+    """Return the bytes of each kind in a tier over time."""
+    # An allocation happens when its op starts. A free has no time of its own: it follows the event before it.
     storage = np.abs(stream) - 1
     mine = step.storages.tier[storage] == tier
     storage, sign = storage[mine], np.where(stream[mine] > 0, 1, -1)

@@ -240,11 +240,9 @@ def watch_random_states(note: Callable[[Tensor], None]) -> Iterator[None]:
 
 @contextmanager
 def _one_sequence(assumed: list[str]) -> Iterator[None]:
-    """Make Hugging Face models choose their attention mask as on real data.
-
-    On fake tensors transformers cannot see that no sample is packed, so it would build a full mask instead of
-    using the causal kernel: other ops, and a full mask more at the peak.
-    """
+    """Make Hugging Face models choose their attention mask as on real data."""
+    # On fake tensors transformers cannot see that no sample is packed, so it would build a full mask instead
+    # of using the causal kernel: other ops, and a full mask more at the peak.
     module: Any = sys.modules.get("transformers.masking_utils")
     original = getattr(module, "find_packed_sequence_indices", None)
     if original is None:

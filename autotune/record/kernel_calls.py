@@ -175,11 +175,9 @@ class CallRecorder(TorchFunctionMode):
         return out
 
     def _inside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a Python function of torch with this mode on, so that the calls inside it are recorded.
-
-        Torch turns a mode off while it handles a function, and the function asks at its beginning whether a
-        mode is on; that one question is answered with no.
-        """
+        """Run a Python function of torch with this mode on, so that the calls inside it are recorded."""
+        # Torch turns a mode off while it handles a function, and the function asks at its beginning whether a
+        # mode is on; that one question is answered with no.
         asks = F.has_torch_function  # type: ignore[attr-defined]
 
         def answer(arguments: Any) -> bool:

@@ -344,11 +344,9 @@ class Tracer(WatchingMode):
         return self.draft.ops[op][0] in _CASTS and self.draft.kind[self.draft.uses[-1][1]] == Kind.PARAMETER
 
     def _note_host_read(self, tensors: list[Tensor]) -> None:
-        """Record that model code read a value of `tensors`.
-
-        Storages that are neither an op's output nor a parameter or buffer are constants of the code, and are
-        skipped.
-        """
+        """Record that model code read a value of `tensors`."""
+        # Storages that are neither an op's output nor a parameter or buffer are constants of the code, and
+        # are skipped.
         known = [self._ids.get(_local(each).untyped_storage()._cdata, -1) for each in tensors]
         self.draft.host_reads.update(
             each for each in known if self.draft.producer[each] >= 0 or 0 <= each < self.n_state
@@ -379,11 +377,9 @@ class Tracer(WatchingMode):
         return *owner, Phase.BACKWARD
 
     def _owner_of(self, node: int) -> tuple[int, int]:
-        """Return module and call of the forward op that made a node.
-
-        Writing into a view makes more nodes than ops, numbered after the op's own, so the nearest lower
-        number is taken.
-        """
+        """Return module and call of the forward op that made a node."""
+        # Writing into a view makes more nodes than ops, numbered after the op's own, so the nearest lower
+        # number is taken.
         if len(self._nodes) != len(self._node_owner):
             self._nodes = sorted(self._node_owner)
         at = bisect.bisect_right(self._nodes, node) - 1
@@ -417,10 +413,8 @@ class Tracer(WatchingMode):
             self._new_storage(state.untyped_storage(), Kind.TEMPORARY, producer=op)
 
     def _note_runtime_generator_state(self, state: Tensor) -> None:
-        """Record a generator state that memtune's runtime keeps.
-
-        It is counted from the model's next op, because copies before that op are not part of the block.
-        """
+        """Record a generator state that memtune's runtime keeps."""
+        # It is counted from the model's next op, because copies before that op are not part of the block.
         if not self._paused:
             with tier(HOST):
                 index = self._new_storage(

@@ -108,10 +108,8 @@ def _outside(step: Step) -> dict[int, str]:
 
 
 def _made_outside(step: Step, whole: Collection[int]) -> set[int]:
-    """Return storages computed from trainable parameters outside of all blocks.
-
-    Only ops before the blocks, and `whole` ops of the blocks, are followed.
-    """
+    """Return storages computed from trainable parameters outside of all blocks."""
+    # Only ops before the blocks, and `whole` ops of the blocks, are followed.
     made = set(_outside(step))
     forward = np.flatnonzero(step.ops.phase == Phase.FORWARD)
     blocks = forward[step.ops.block[forward] >= 0]

@@ -73,10 +73,8 @@ class _Called(BaseException):
 
 
 def _inputs(session: Session, workload: Workload, size: int) -> Shapes:
-    """Return the shapes of the tensors that the model's forward gets first, of a batch of `size` samples.
-
-    Nothing is computed: the loss function ends at that call. Empty if it never calls the model as a whole.
-    """
+    """Return the shapes of the tensors that the model's forward gets first, of a batch of `size` samples."""
+    # Nothing is computed: the loss function ends at that call. Empty if it never calls the model as a whole.
 
     def called(_: nn.Module, args: Any, kwargs: Any) -> None:
         raise _Called(tuple(tuple(each.shape) for each in tensors_of((args, kwargs))))

@@ -489,10 +489,8 @@ class Driver:
         return {name: statistics.median(values) for name, values in found.items()}
 
     def _recalibrate(self) -> None:
-        """Predict all finished trials again and calibrate by them.
-
-        A trial is predicted without its own op times, so that its error is not hidden.
-        """
+        """Predict all finished trials again and calibrate by them."""
+        # A trial is predicted without its own op times, so that its error is not hidden.
         scorer, calibration = self.setup.scorer, Calibration()
         scorer.learn(self.op_times(), self.rates())
         for i, each in enumerate(self.finished):

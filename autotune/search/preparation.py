@@ -230,11 +230,9 @@ def _probe(workload: str, begun: Probing | None) -> None:
 def _recorded(
     workload: Workload, only: Choice | None, make: Callable[[Workload], Recording]
 ) -> tuple[Workload, Recording]:
-    """Return the recording, and the workload with autocast's cache of weights off if that changes no result.
-
-    With the cache off a weight is cast by each op that uses it; if one op does, the values are the same, and
-    the copies need not live until forward has ended.
-    """
+    """Return the recording, and the workload, without autocast's cache if that changes no result."""
+    # With the cache off a weight is cast by each op that uses it; if one op does, the values are the same,
+    # and the copies need not live until forward has ended.
     if only is not None:
         workload = replace(workload, autocast_cache=only.execution.autocast_cache)
         return workload, make(workload)
@@ -267,10 +265,8 @@ def _scorer(
 
 
 def _host_memory_bytes(options: TargetOptions, target: Target) -> int | None:
-    """Return the host bytes of a node that all settings must fit into; None for no limit.
-
-    A typical node is no reason to refuse a config that the user asks about.
-    """
+    """Return the host bytes of a node that all settings must fit into; None for no limit."""
+    # A typical node is no reason to refuse a config that the user asks about.
     if options.host_memory_bytes is not None:
         return options.host_memory_bytes
     if options.gpu_type is None:
@@ -349,10 +345,8 @@ def _with_all_batches(space: Space, scorer: Scorer, budget: int | None) -> Space
 
 
 def _records_partitions(options: TargetOptions, only: Choice | None) -> bool:
-    """Return whether to record partitioned layers.
-
-    Each degree takes a recording, so the slot must be requested.
-    """
+    """Return whether to record partitioned layers."""
+    # Each degree takes a recording, so the slot must be requested.
     slot = "sharding.parallel"
     if only is not None:
         return only.technique(slot) != null(slot)

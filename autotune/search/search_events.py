@@ -271,10 +271,8 @@ def parse_event(line: bytes) -> Event | Unknown:
 
 
 def _plain(value: Any) -> Any:
-    """Return data that JSON can hold.
-
-    A diverged loss becomes text, because null would not be read as a float.
-    """
+    """Return data that JSON can hold."""
+    # A diverged loss becomes text, because null would not be read as a float.
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

@@ -165,11 +165,9 @@ class Stages:
         return baselines(self.driver.setup.scorer, self.driver.setup.global_batch)
 
     def _baselines(self) -> list[Job]:
-        """Return baselines to run that are expected to fit: the user's own setting, then the fastest.
-
-        The losses of the first one are the reference. The others are proposed like any
-        candidate, if they may beat what was measured.
-        """
+        """Return baselines to run that are expected to fit: the user's own setting, then the fastest."""
+        # The losses of the first one are the reference. The others are proposed like any candidate, if they
+        # may beat what was measured.
         found, refused = self._known_baselines()
         for name, reason in refused.items():
             self.driver.log_text(f"baseline {name} cannot be used: {reason}")
@@ -191,10 +189,8 @@ class Stages:
         return [Job("baseline", each.scored, each.name) for each in first if each.name not in done]
 
     def _note_losses(self) -> None:
-        """Warn about a baseline with a non-finite loss.
-
-        The search measures time and memory anyway, but the user should know before training.
-        """
+        """Warn about a baseline with a non-finite loss."""
+        # The search measures time and memory anyway, but the user should know before training.
         for each in self.driver.measured():
             if each.baseline and not all(map(math.isfinite, each.results[0].losses)):
                 step = next(
@@ -216,12 +212,10 @@ class Stages:
         return refined
 
     def _explore(self, first: list[Job]) -> None:
-        """Run the jobs of `first`, then proposals, and one audit after half of the trials.
-
-        Side by side if the executor has room: a proposal then expects of pending trials what the posterior
-        does. The losses of a baseline and the op times of the first trials are used as soon as they are
-        there.
-        """
+        """Run the jobs of `first`, then proposals, and one audit after half of the trials."""
+        # Side by side if the executor has room: a proposal then expects of pending trials what the posterior
+        # does. The losses of a baseline and the op times of the first trials are used as soon as they are
+        # there.
         driver, waiting = self.driver, list(first)
         notes: list[Callable[[], None]] = [self._note_losses, self._use_op_times]
         audited: list[int] = []
@@ -254,11 +248,9 @@ class Stages:
             predict_again(self.scores.by_key, self.driver.setup.scorer)
 
     def _proposed(self) -> Job | None:
-        """Return the next candidate; None if the trials are used up or nothing may be better.
-
-        One trial is reserved for an audit if one is due, unless nothing has fitted so far: then candidates
-        that may fit come first.
-        """
+        """Return the next candidate; None if the trials are used up or nothing may be better."""
+        # One trial is reserved for an audit if one is due, unless nothing has fitted so far: then candidates
+        # that may fit come first.
         driver = self.driver
         # Without anything that fits, a further candidate tells more than the audit of the interval.
         kept = int(self._to_audit() is not None and driver.best_value() is not None)

@@ -146,10 +146,8 @@ class _Undecided(Mapping[str, Technique]):
 
 @cache
 def _takes_part(technique: type[Technique]) -> bool:
-    """Return whether a technique overrides a method of the search.
-
-    Most null techniques do not, and are skipped.
-    """
+    """Return whether a technique overrides a method of the search."""
+    # Most null techniques do not, and are skipped.
     return any(
         getattr(technique, verb) is not getattr(Technique, verb) for verb in ("fits", "plan", "rewrite")
     )
@@ -337,10 +335,8 @@ class Rewriter:
         return node.result, plans
 
     def _refused(self, choice: Choice, root: Node) -> Reason | None:
-        """Return why a technique refuses the other slots' choices, before the plans of others are solved.
-
-        Not where ranks partition the model: then some techniques see fewer ranks.
-        """
+        """Return why a technique refuses the other slots' choices, before the plans of others are solved."""
+        # Not where ranks partition the model: then some techniques see fewer ranks.
         if isinstance(root.result, Reason) or "sharding.parallel" in choice.chosen:
             return None
         facts = Facts.of(root.result, self._seen_by(TrackedSlots(choice.chosen), choice))
@@ -427,10 +423,8 @@ class Rewriter:
         return there
 
     def _judged(self, node: Node, technique: Technique, choice: Choice) -> Pass:
-        """Return the pass of `technique` on `node` if it fits.
-
-        Techniques with equal records (rule 1) share one.
-        """
+        """Return the pass of `technique` on `node` if it fits."""
+        # Techniques with equal records (rule 1) share one.
         assert isinstance(node.result, Program)
         watched, parts = TrackedSlots(choice.chosen), self._parts(technique, choice)
         reason = _pass_pipeline.check_fit(node.result, technique, self._seen_by(watched, choice), parts)

@@ -93,10 +93,8 @@ def find_pass(known: list[Pass], chosen: Mapping[str, Technique]) -> Pass | None
 
 
 def _equal(one: Technique | None, other: Technique | None) -> bool:
-    """Return whether both settings are equal.
-
-    Mostly they are identical, and comparing models field by field is slow.
-    """
+    """Return whether both settings are equal."""
+    # Mostly they are identical, and comparing models field by field is slow.
     return one is other or one == other
 
 

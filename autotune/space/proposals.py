@@ -103,11 +103,10 @@ class Proposer:
     def _by_improvement(
         self, pruner: Pruner, tried: Collection[str], best: float | None, model: StepTimeModel
     ) -> Iterator[Scored]:
-        """Yield candidates in order, all of them simulated op by op.
-
-        The coarse level is optimistic, so what comes first by it is simulated op by op and ranked again. One
-        of each group of equals comes before the others, and of those with about the same gain the simplest.
-        """
+        """Yield candidates in order, all of them simulated op by op."""
+        # The coarse level is optimistic, so what comes first by it is simulated op by op and ranked again.
+        # One of each group of equals comes before the others, and of those with about the same gain the
+        # simplest.
         seen = {alike(self.scores.by_key[key].prediction) for key in tried if key in self.scores.by_key}
         untried = [
             each
@@ -169,11 +168,9 @@ class Proposer:
         return np.log(found, where=found > least, out=np.full(len(candidates), -np.inf))
 
     def _refinement(self, candidates: list[Scored]) -> tuple[F64, F64]:
-        """Return by how much the logarithm of a step time changes from the coarse level to that of events.
-
-        Coarse predictions are lower bounds and do not know the op times of trials; those that were refined
-        show by how much others would change. Mean and standard deviation, 0 for refined ones.
-        """
+        """Return by how much the logarithm of a step time changes from the coarse level to that of events."""
+        # Coarse predictions are lower bounds and do not know the op times of trials; those that were refined
+        # show by how much others would change. Mean and standard deviation, 0 for refined ones.
         coarse = np.array([each.prediction.level == "coarse" for each in candidates])
         mean, sd = np.zeros(len(candidates)), np.zeros(len(candidates))
         refined = [each for each in self.scores.by_key.values() if each.coarse_s][-_MOST_COMPARED:]
@@ -212,9 +209,8 @@ class Proposer:
     ) -> Iterator[Scored]:
         """Yield the best few that are not pruned: first those expected to fit, then one of each group of
         equals.
-
-        The coarse level is optimistic, so its best are simulated op by op and ranked again.
         """
+        # The coarse level is optimistic, so its best are simulated op by op and ranked again.
         seen = {alike(self.scores.by_key[key].prediction) for key in tried if key in self.scores.by_key}
 
         def order(each: Scored) -> tuple[float, ...]:
@@ -251,10 +247,8 @@ class Proposer:
         model: StepTimeModel,
         least: float = 0.0,
     ) -> bool:
-        """Return whether the better end of its interval beats `best`; always true before calibration.
-
-        For goal throughput whether its gain is worthwhile and at least `least`.
-        """
+        """Return whether the better end of its interval beats `best`; always true before calibration."""
+        # For goal throughput whether its gain is worthwhile and at least `least`.
         if best is None or not pruner.calibration.is_calibrated:
             return True
         if self.goal == "memory":

@@ -247,11 +247,9 @@ class Sampler:
 
 
 def _without_fsync(connection: sqlite3.Connection, _: object) -> None:
-    """Commit without waiting for the disk.
-
-    Commits survive the death of this process; after a power cut the event log restores the study. Optuna
-    commits every parameter of every trial, so waiting took most of a search's own time.
-    """
+    """Commit without waiting for the disk."""
+    # Commits survive the death of this process; after a power cut the event log restores the study. Optuna
+    # commits every parameter of every trial, so waiting took most of a search's own time.
     connection.execute("PRAGMA synchronous = OFF")
 
 

@@ -454,11 +454,9 @@ class _ScoredSet:
         return found
 
     def _best(self, goal: Goal) -> dict[Hashable, Scored]:
-        """Return the best by micro-batch and by kind of technique, and those with the smallest peaks.
-
-        One per kind, because the few best overall often differ in one knob only. Techniques by budget are
-        alternatives for the same bytes, and a neighbourhood has all of them, so they count as one kind.
-        """
+        """Return the best by micro-batch and by kind of technique, and those with the smallest peaks."""
+        # One per kind, because the few best overall often differ in one knob only. Techniques by budget are
+        # alternatives for the same bytes, and a neighbourhood has all of them, so they count as one kind.
         best: dict[Hashable, Scored] = {}
         executions: set[Execution] = set()
         for each in sorted(self.by_key.values(), key=lambda each: each.rank(goal)):
@@ -481,13 +479,10 @@ def _part(technique: Technique) -> Hashable:
 def _refine(
     by_key: dict[str, Scored], side_by_side: _SideBySide, budget_bytes: int | None, goal: Goal
 ) -> None:
-    """Simulate the best programs op by op until no other can be better.
-
-    The coarse level never overestimates the time.
-
-    Equal programs share one prediction object. Its reserved bytes are those of the simplest one's allocator
-    settings.
-    """
+    """Simulate the best programs op by op until no other can be better."""
+    # The coarse level never overestimates the time.
+    # Equal programs share one prediction object. Its reserved bytes are those of the simplest one's allocator
+    # settings.
     programs: dict[int, list[Scored]] = {}
     for each in by_key.values():
         if each.prediction.is_within(budget_bytes):

@@ -287,10 +287,8 @@ def _fitting(
     unfit: dict[str, Reason],
     allow_lossy: bool,
 ) -> tuple[Technique, ...]:
-    """Return the techniques that some execution admits.
-
-    Refusals that depend on other slots are left to candidates.
-    """
+    """Return the techniques that some execution admits."""
+    # Refusals that depend on other slots are left to candidates.
     kept: list[Technique] = []
     for technique in techniques:
         reason: Reason | None = None

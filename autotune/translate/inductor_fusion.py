@@ -120,12 +120,10 @@ def _padding_bytes(step: Step, inside: npt.NDArray[np.bool_]) -> I64:
 
 
 def _calls_library(step: Step) -> npt.NDArray[np.bool_]:
-    """Return (n,) which ops are kernels of libraries.
-
-    So are ops on complex numbers that its decompositions leave (torch/_inductor/lowering.py
-    `fallback_node_due_to_unsupported_type`). A scatter of a constant into a constant, as the gradient of a
-    cross-entropy has it, is generated code (fx_passes/joint_graph.py `scatter_upon_const_tensor`).
-    """
+    """Return (n,) which ops are kernels of libraries."""
+    # So are ops on complex numbers that its decompositions leave (torch/_inductor/lowering.py
+    # `fallback_node_due_to_unsupported_type`). A scatter of a constant into a constant, as the gradient of a
+    # cross-entropy has it, is generated code (fx_passes/joint_graph.py `scatter_upon_const_tensor`).
     found = np.array([any(part in name for part in _LIBRARY) for name in step.names], bool)[step.ops.name]
     found |= step.ops.precision & COMPLEX > 0
     if _SCATTER in step.names and _FILL in step.names:
@@ -191,11 +189,9 @@ def _kept(step: Step) -> npt.NDArray[np.bool_]:
 def _computed_again(
     step: Step, generated: npt.NDArray[np.bool_], inner: npt.NDArray[np.bool_]
 ) -> dict[int, frozenset[int]]:
-    """Return the storages that each reader computes again, so that no kernel writes them, and what it reads.
-
-    Inductor does so for elementwise ops with few inputs whose readers are all its own code
-    (torch/_inductor/ir.py `StorageBox.should_realize_on_reuse`).
-    """
+    """Return storages that each reader computes again and no kernel writes, and what the reader reads."""
+    # Inductor does so for elementwise ops with few inputs whose readers are all its own code
+    # (torch/_inductor/ir.py `StorageBox.should_realize_on_reuse`).
     op_of, read = step.uses.op, step.uses.storage
     producer = step.storages.producer
     by = np.maximum(producer[read], 0)

@@ -124,10 +124,8 @@ class KernelFusion:
         return rows[self.op_name[rows] != self._cast] if casts and self._cast >= 0 else rows
 
     def _kernel_alone(self, rows: I32) -> I32:
-        """Return CPU's attention kernel among `rows`, if any.
-
-        Torch's preparation of the mask before it runs on CUDA too.
-        """
+        """Return CPU's attention kernel among `rows`, if any."""
+        # Torch's preparation of the mask before it runs on CUDA too.
         mine = np.asarray([table.CPU_ATTENTION in self.names[name] for name in self.op_name[rows]], bool)
         return rows[mine] if mine.any() else rows
 

@@ -113,10 +113,8 @@ def translate(
 
 
 def _resized(hints: Hints, other: Hints) -> Hints:
-    """Return `hints` with the sizes of `other`.
-
-    Rows and autograd's node numbers are those of the evaluated step.
-    """
+    """Return `hints` with the sizes of `other`."""
+    # Rows and autograd's node numbers are those of the evaluated step.
     calls = tuple(
         replace(ours, shapes=theirs.shapes, options=theirs.options)
         for ours, theirs in zip(hints.calls, other.calls, strict=True)
@@ -216,10 +214,8 @@ def translate_step(step: Step, hints: Hints, context: _Context) -> Step:
 
 
 def _compiled_attention(fusion: KernelFusion, hints: Hints, context: _Context) -> None:
-    """Give attention in compiled graphs, where no call is recorded, the name and FLOPs of CUDA's kernel.
-
-    What CPU's kernel saves has the same sizes.
-    """
+    """Give attention in compiled graphs, where no call is recorded, the name and FLOPs of CUDA's kernel."""
+    # What CPU's kernel saves has the same sizes.
     step = fusion.step
     named = np.array([table.CPU_ATTENTION in name for name in step.names])
     kept = ~fusion.dropped_ops & (fusion.op_name == step.ops.name)

@@ -283,9 +283,8 @@ def _number_lines(tuned: TunedConfig) -> Iterator[str]:
 def _over_budget(certificate: dict[str, Any]) -> Iterator[str]:
     """Yield a line for each moment of the certificate whose predicted peak exceeds the budget, although the
     config trains.
-
-    A certificate may have been edited by hand, so its types are checked.
     """
+    # A certificate may have been edited by hand, so its types are checked.
     budget, moments = certificate.get("budget_bytes"), certificate.get("moments")
     for name, moment in moments.items() if isinstance(moments, dict) else ():
         needs = moment.get("peak_bytes") if isinstance(moment, dict) else None

@@ -97,11 +97,9 @@ def _memory(node: Node) -> Iterator[tuple[int, Any]]:
 
 
 def _effects(nodes: list[Node], touched: dict[Node, set[int]]) -> Iterator[tuple[int, int]]:
-    """Yield pairs of ops whose order is kept.
-
-    These are consecutive ops with effects (random ops, ops of other libraries such as collectives), and
-    writes with all earlier and later ops on the same storage.
-    """
+    """Yield pairs of ops whose order is kept."""
+    # These are consecutive ops with effects (random ops, ops of other libraries such as collectives), and
+    # writes with all earlier and later ops on the same storage.
     effect: int | None = None
     wrote: dict[int, int] = {}
     since: dict[int, list[int]] = {}  # by storage: ops that touched it after the last write

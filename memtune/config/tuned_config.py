@@ -476,10 +476,8 @@ def _explained(
 
 
 def _place_in(data: Any, error: Mapping[str, Any]) -> Iterator[str | int]:
-    """Yield the keys that lead to the error.
-
-    Pydantic's location also names the member of a union that it tried, which is no key of the config.
-    """
+    """Yield the keys that lead to the error."""
+    # Pydantic's location also names the member of a union that it tried, which is no key of the config.
     for key in error["loc"]:
         if (isinstance(data, Mapping) and key in data) or (isinstance(data, list) and isinstance(key, int)):
             data = data[key]

@@ -83,11 +83,9 @@ def _kept() -> CpuRates | None:
 
 
 def _confirmed(kept: CpuRates) -> bool:
-    """Return whether matrix products now run at about the kept rate; takes some 20 ms.
-
-    Much faster: the kept rates were measured while the machine was busy. Much slower: it is busy now, or has
-    changed; the measurement that follows decides.
-    """
+    """Return whether matrix products now run at about the kept rate; takes some 20 ms."""
+    # Much faster: the kept rates were measured while the machine was busy. Much slower: it is busy now, or
+    # has changed; the measurement that follows decides.
     with cpu_threads(1), torch.random.fork_rng(devices=[]):
         # One core only, like the kept measurement.
         now = _matmul_flops_per_s(torch.float32, budget_s=0.015) * usable_cores()
@@ -178,9 +176,8 @@ def _matmul_flops_per_s(dtype: torch.dtype, *, budget_s: float = 0.04) -> float:
 def _op_s() -> float:
     """Return the overhead of an op: seconds per op of a tiny training step, with Python, autograd and
     optimizer.
-
-    The median, not the minimum: it includes the garbage collector and cold caches of a real program.
     """
+    # The median, not the minimum: it includes the garbage collector and cold caches of a real program.
     layers, width = 6, 8
     parts = [
         part for _ in range(layers) for part in (nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))

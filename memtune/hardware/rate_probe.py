@@ -88,12 +88,10 @@ def _adam_rate(device: torch.device) -> float:
 
 
 def _link_rates(device: torch.device, ranks: int) -> dict[str, float]:
-    """Return latency of a ring's step, bytes per second on a link, and passes of the other collectives.
-
-    Latency and rate are fitted to all-reduces of three sizes with the least relative error: seconds =
-    2 (n - 1) (latency + bytes / n / rate). Passes follow from the ratio to an all-reduce of the same bytes.
-    The collectives are the seam's, as in training: on CPU they differ from gloo's own.
-    """
+    """Return latency of a ring's step, bytes per second on a link, and passes of the other collectives."""
+    # Latency and rate are fitted to all-reduces of three sizes with the least relative error: seconds = 2 (n
+    # - 1) (latency + bytes / n / rate). Passes follow from the ratio to an all-reduce of the same bytes. The
+    # collectives are the seam's, as in training: on CPU they differ from gloo's own.
     sizes = _MESSAGE_BYTES_ON_CPU if device.type == "cpu" else _MESSAGE_BYTES
     chunks = {n_bytes: torch.ones(n_bytes // 4 // ranks, device=device) for n_bytes in sizes}
     whole = {n_bytes: torch.ones(len(chunk) * ranks, device=device) for n_bytes, chunk in chunks.items()}
@@ -139,12 +137,10 @@ def _link_rates(device: torch.device, ranks: int) -> dict[str, float]:
 
 
 def _usual_s(collective: Callable[[], object], device: torch.device, runs: int) -> float:
-    """Return the time that the ranks spend in a collective on average, each between products of matrices.
-
-    Ranks that compute do not arrive together, and on CPU the backend's threads wait for a core. Both cost a
-    training step time, and neither shows if the ranks are idle before the collective. The slowest tenth is
-    left out: other load only makes it longer.
-    """
+    """Return the time that the ranks spend in a collective on average, each between products of matrices."""
+    # Ranks that compute do not arrive together, and on CPU the backend's threads wait for a core. Both cost a
+    # training step time, and neither shows if the ranks are idle before the collective. The slowest tenth is
+    # left out: other load only makes it longer.
     matrix = torch.ones(_COMPUTE_SIZE, _COMPUTE_SIZE, device=device)
     times = []
     for _ in range(runs + 1):

@@ -97,10 +97,8 @@ _DEFAULTS: SharedOptions = {
 
 
 def _with_shared_options(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
-    """Give a function of `**options` the signature and the documentation of the shared options.
-
-    So `help` and notebooks show them, and a mistyped name is a TypeError.
-    """
+    """Give a function of `**options` the signature and the documentation of the shared options."""
+    # So `help` and notebooks show them, and a mistyped name is a TypeError.
     own = list(inspect.signature(function).parameters.values())
     shared = [
         inspect.Parameter(

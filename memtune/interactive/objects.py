@@ -138,10 +138,8 @@ def write_workload(title: str, functions: dict[str, Any]) -> str:
 
 
 def _digest(model: Any, functions: dict[str, Any]) -> str:
-    """Return a name for the objects that is the same in the next session, so that a study can be resumed.
-
-    It is made of sources and weights: cloudpickle's bytes differ from call to call.
-    """
+    """Return a name for the objects that is the same in the next session, so that a study can be resumed."""
+    # It is made of sources and weights: cloudpickle's bytes differ from call to call.
     found = hashlib.sha256()
     for name, function in functions.items():
         found.update(f"{name} {_source(type(model) if function is None else function)}".encode())

@@ -78,11 +78,9 @@ def evaluation(step: Step) -> Step:
 
 
 def _without_dropout(edit: Edit, step: Step) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Replace the output of every dropout by its input; return (n,) the ops that no longer run.
-
-    On CPU a mask is allocated, drawn, scaled and multiplied with the input; on CUDA one op makes mask and
-    output.
-    """
+    """Replace the output of every dropout by its input; return (n,) the ops that no longer run."""
+    # On CPU a mask is allocated, drawn, scaled and multiplied with the input; on CUDA one op makes mask and
+    # output.
     ops = np.zeros(step.ops.n, bool)
     replacement = np.arange(step.storages.n, dtype=np.int32)
     for mask, made, output, source in _dropouts(step):

@@ -179,10 +179,8 @@ def _reduce_scatter_into(out: Tensor, x: Tensor, group: str, ranks: int, op: str
 
 
 def _all_gather_on_gloo(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
-    """All-gather by a broadcast of each rank's part in place.
-
-    gloo's own all-gather copies the whole output, and that copy's release cannot be awaited.
-    """
+    """All-gather by a broadcast of each rank's part in place."""
+    # gloo's own all-gather copies the whole output, and that copy's release cannot be awaited.
     parts = list(out.view(group.size(), -1))
     # Before any broadcast: this rank sends from its place in the output.
     parts[group.rank()].copy_(x.view(-1))
@@ -211,13 +209,12 @@ def _reduce_scatter_on_gloo(
 def _wait_released(sent: list[Tensor]) -> None:
     """Wait until gloo's thread has released these tensors, of which the caller holds the only other
     references.
-
-    gloo's thread wakes the waiting rank first and releases the tensors when it is scheduled next, ops or a
-    step later on a busy machine: bytes freed in between would remain allocated, and the peak would vary from
-    step to step. The wait sleeps, which yields the core to that thread, for as long as a busy machine may
-    keep it from running. After one timeout later waits are short, since the tensors may be held permanently
-    and only byte counts are delayed.
     """
+    # gloo's thread wakes the waiting rank first and releases the tensors when it is scheduled next, ops or a
+    # step later on a busy machine: bytes freed in between would remain allocated, and the peak would vary
+    # from step to step. The wait sleeps, which yields the core to that thread, for as long as a busy machine
+    # may keep it from running. After one timeout later waits are short, since the tensors may be held
+    # permanently and only byte counts are delayed.
     global _patience_s
     start_s = time.monotonic()
     while any(_use_count(each) > 1 for each in sent):

@@ -251,10 +251,8 @@ class LastStep:
 
     @torch.no_grad()
     def _back(self, values: dict[str, Tensor], weights: dict[nn.Parameter, Tensor]) -> None:
-        """Restore this rank's weights from before the resume; other ranks may not have failed.
-
-        The optimizer's state is restored by its own `undo`.
-        """
+        """Restore this rank's weights from before the resume; other ranks may not have failed."""
+        # The optimizer's state is restored by its own `undo`.
         self._forget()
         self._kept.restore()
         for parameter, value in weights.items():

@@ -306,10 +306,8 @@ class _Failing:
 
 
 def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return identities of the state that a failed `apply` must not change.
-
-    These are modules and their attributes, parameters, and the optimizer's groups, state and hooks.
-    """
+    """Return identities of the state that a failed `apply` must not change."""
+    # These are modules and their attributes, parameters, and the optimizer's groups, state and hooks.
     return {
         "modules": {name: (type(module), _all_ids(vars(module))) for name, module in model.named_modules()},
         "parameters": [

@@ -50,10 +50,8 @@ def find_blocks(model: nn.Module) -> list[str]:
 
 
 def _stacks(prefix: str, module: nn.Module) -> list[list[_Unit]]:
-    """Return the outermost stacks under `module`.
-
-    Modules of one class that are attributes, not in a container, count only if they contain no stack.
-    """
+    """Return the outermost stacks under `module`."""
+    # Modules of one class that are attributes, not in a container, count only if they contain no stack.
     groups: dict[object, list[_Unit]] = defaultdict(list)
     for unit in _units(prefix, module):
         if not _is_leaf(unit.module) and _n_params(unit.module):
@@ -73,10 +71,8 @@ def _stacks(prefix: str, module: nn.Module) -> list[list[_Unit]]:
 
 
 def _covers_most(inner: list[list[_Unit]], group: list[_Unit]) -> bool:
-    """Return whether the stacks `inner` hold most parameters of the units that contain them.
-
-    Two attentions of a block repeat too, but recomputing them alone leaves the rest of a U-Net's level.
-    """
+    """Return whether the stacks `inner` hold most parameters of the units that contain them."""
+    # Two attentions of a block repeat too, but recomputing them alone leaves the rest of a U-Net's level.
     return 2 * sum(_n_params(each.module) for stack in inner for each in stack) > sum(
         _n_params(each.module) for each in group
     )

@@ -497,10 +497,8 @@ def autocast_cache(enabled: bool) -> Iterator[None]:
 
 @contextmanager
 def _requested_autocast() -> Iterator[None]:
-    """Let autocast contexts record whether the user enabled them (`asked`).
-
-    Without CUDA, torch disables autocast contexts of CUDA, so their `enabled` does not tell.
-    """
+    """Let autocast contexts record whether the user enabled them (`asked`)."""
+    # Without CUDA, torch disables autocast contexts of CUDA, so their `enabled` does not tell.
     init = autocast.__init__
 
     def noted(

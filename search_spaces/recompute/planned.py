@@ -227,9 +227,8 @@ class Planned(Technique):
     ) -> Reason | None:
         """Return why neither `found` nor the plan by blocks meets the budget, with a sufficient one; None if
         `found` does.
-
-        A sufficient budget is computed only if a config gave `budget_bytes`; a search tries many budgets.
         """
+        # A sufficient budget is computed only if a config gave `budget_bytes`; a search tries many budgets.
         if found is not None:
             return None
         why, least = (

@@ -151,10 +151,8 @@ class OnlineTable:
     def _repeatable(
         self, facts: OpMetadata, args: Any, kwargs: Any, inputs: list[Tensor], written: list[Tensor]
     ) -> RepeatableOp | None:
-        """Return the op with its arguments, as needed to run it again; None if it must not.
-
-        Collectives, ops that write into outside tensors, and ops of backward never run again.
-        """
+        """Return the op with its arguments, as needed to run it again; None if it must not."""
+        # Collectives, ops that write into outside tensors, and ops of backward never run again.
         about, over = facts.about, None
         # The table rebuilds a tensor from storage, sizes and strides, which these layouts and lazy flags do
         # not fit.

@@ -602,11 +602,9 @@ class _Packer:
 
 
 def _detached(saved: Tensor | OffloadedTensor) -> Tensor | OffloadedTensor:
-    """Return `saved` detached; autograd restores the graph on unpack.
-
-    A node that holds its own output would be a reference cycle. Backward would break it, but a graph that no
-    loss reaches would never be freed.
-    """
+    """Return `saved` detached; autograd restores the graph on unpack."""
+    # A node that holds its own output would be a reference cycle. Backward would break it, but a graph that
+    # no loss reaches would never be freed.
     return saved.detach() if isinstance(saved, Tensor) and saved.grad_fn is not None else saved
 
 

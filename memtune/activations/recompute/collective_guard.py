@@ -95,10 +95,9 @@ def _look_above(
 ) -> None:
     """Register a kernel per device key that raises inside a recomputed block, and otherwise calls the present
     kernel.
-
-    A Python kernel registered for `Autograd`, which covers all devices, would hide a present Python kernel
-    under a dispatch mode: ours would then call itself.
     """
+    # A Python kernel registered for `Autograd`, which covers all devices, would hide a present Python kernel
+    # under a dispatch mode: ours would then call itself.
     for key in (f"Autograd{device}" for device in DISPATCH_KEYS):
         library.impl(op, partial(_looked_at_above, found, get_kernel(found, key)), key, with_keyset=True)
 

@@ -435,9 +435,8 @@ def _made_by(step: Step, ops: Mask) -> Mask:
 def _hold_tried(edit: Edit, step: Step, tried: Mask, kept: Mask, number: Mask, end: I32) -> None:
     """Hold all outputs that `keep` names until the block has run; only then is known which ones the second
     run reads.
-
-    An output that autograd saved as well counts as a save: if it is offloaded, it is not held here either.
     """
+    # An output that autograd saved as well counts as a save: if it is offloaded, it is not held here either.
     storage = np.flatnonzero(_made_by(step, tried & ~kept)).astype(np.int32)
     block = step.ops.block[step.storages.producer[storage]]
     saved = np.zeros(step.storages.n, bool)

@@ -111,10 +111,8 @@ def _rows_behind_ops(rows: I32, n_forward: int) -> dict[int, list[int]]:
 
 
 def _outside_dependence(step: Step, together: Region, block_of: I32) -> str:
-    """Return why a block's ops depend on another block beyond inputs and outputs, '' if they do not.
-
-    Reasons are writes into outside values and sums of several blocks' gradients.
-    """
+    """Return why a block's ops depend on another block beyond inputs and outputs, '' if they do not."""
+    # Reasons are writes into outside values and sums of several blocks' gradients.
     graph = together.graph
     writes = np.flatnonzero((step.uses.mode == 1) & np.isin(step.uses.op, together.rows))
     abroad = ~np.isin(step.uses.storage[writes], together.storages) & (

@@ -118,9 +118,8 @@ def _storages(
 ) -> tuple[dict[str, Any], dict[int, dict[int, int]]]:
     """Return the storage columns, with a new storage for each recomputed value, and (new row → storage →
     replacement).
-
-    `where`: (n,) first and last new row of each old row's first run.
     """
+    # `where`: (n,) first and last new row of each old row's first run.
     begins, position = where
     held = step.storages.held_until.copy()
     some = (held >= 0) & (held != FOREVER)

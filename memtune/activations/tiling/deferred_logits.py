@@ -71,10 +71,8 @@ class _Call:
 
 
 def _call_hooks(hooks: list[Hook], shape: tuple[int, ...]) -> None:
-    """Call the hooks when backward reaches the gradient of the logits, of that shape.
-
-    They may wait for the gradient, as FSDP2's do, but not read it: it never exists in full.
-    """
+    """Call the hooks when backward reaches the gradient of the logits, of that shape."""
+    # They may wait for the gradient, as FSDP2's do, but not read it: it never exists in full.
     for hook in hooks:
         # FSDP2 hooks gradients only to know when backward has reached them.
         unreadable: Tensor = Tensor._make_wrapper_subclass(_Unreadable, shape)

@@ -235,10 +235,8 @@ def _mlp_rows(step: Step, ops: tuple[int, ...], made: set[int]) -> tuple[int, in
 
 
 def _outside_inputs(step: Step, ops: tuple[int, ...], made: set[int]) -> set[int]:
-    """Return the outside storages that `ops` read, without parameters.
-
-    All ops must be token-wise, and at least two must be products with weights.
-    """
+    """Return the outside storages that `ops` read, without parameters."""
+    # All ops must be token-wise, and at least two must be products with weights.
     inputs: set[int] = set()
     products = 0
     for op in ops:

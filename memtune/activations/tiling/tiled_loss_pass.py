@@ -41,12 +41,10 @@ def tile_loss(pattern: LossPattern, chunks: int) -> Step:
 
 
 def _with_sums(pattern: LossPattern) -> Step:
-    """Return the step of `pattern` with gradients summed in place, as the tiled loss does.
-
-    It returns the weight's gradient itself, where a plain product returns a view of it, and the rows'
-    gradient as a view of (N, D) even if autocast has a cast make it. A gradient that a slice's backward pads
-    is new.
-    """
+    """Return the step of `pattern` with gradients summed in place, as the tiled loss does."""
+    # It returns the weight's gradient itself, where a plain product returns a view of it, and the rows'
+    # gradient as a view of (N, D) even if autocast has a cast make it. A gradient that a slice's backward
+    # pads is new.
     step, flags, held = pattern.step, pattern.step.uses.mode.copy(), pattern.step.storages.held_until.copy()
     is_sum = np.asarray([name == "aten.add.Tensor" for name in step.names], bool)[step.ops.name[step.uses.op]]
     is_sum &= step.use_phase == Phase.BACKWARD

@@ -101,10 +101,8 @@ def schedule(pages: Pages, compute_s: Sequence[float], load_s: float) -> Units:
 
 
 def _prefetched(bounds: Sequence[tuple[int, int]], room: Sequence[int]) -> list[int]:
-    """Return (moments,) the most loads between opening and need, with at most `room` in each moment.
-
-    `bounds` is a result of `until`.
-    """
+    """Return (moments,) the most loads between opening and need, with at most `room` in each moment."""
+    # `bounds` is a result of `until`.
     found, row = [], 0
     for (latest, open_), free in zip(bounds, room, strict=True):
         row = max(row, latest)

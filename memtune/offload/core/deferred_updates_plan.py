@@ -83,10 +83,8 @@ def _spread(count: int, share: float) -> frozenset[int]:
 def _backward(
     times: BlockTimes, deferred: frozenset[int] | None, begin_s: float
 ) -> tuple[float, frozenset[int]]:
-    """Return the end of a step whose backward starts at `begin_s`, and the blocks that it defers.
-
-    With `deferred` None, a block is deferred where the update thread is busy when its gradients arrive.
-    """
+    """Return the end of a step whose backward starts at `begin_s`, and the blocks that it defers."""
+    # With `deferred` None, a block is deferred where the update thread is busy when its gradients arrive.
     left: set[int] = set()
     now = up = down = free = begin_s
 

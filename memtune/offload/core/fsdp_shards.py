@@ -180,11 +180,9 @@ _CLASS: Any = DTensor
 
 
 def _detach_offloaded_rows() -> None:
-    """Let `DTensor.detach` return rows that are on another device as they are; once per process.
-
-    Torch makes the result on the device of the rows, and then fails to make it share the storage of the
-    DTensor, which is on another one. `Module.state_dict` detaches each parameter.
-    """
+    """Let `DTensor.detach` return rows that are on another device as they are; once per process."""
+    # Torch makes the result on the device of the rows, and then fails to make it share the storage of the
+    # DTensor, which is on another one. `Module.state_dict` detaches each parameter.
     own = _CLASS.detach
     if hasattr(own, "__wrapped__"):
         return

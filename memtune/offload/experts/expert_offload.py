@@ -403,10 +403,8 @@ class ExpertUnits:
         return forward
 
     def _without_memory(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return weights of one number each, expanded, for a call that reads none.
-
-        Their grad-ready hooks report that autograd has a gradient, of zeros, for the parameter (Rule 4).
-        """
+        """Return weights of one number each, expanded, for a call that reads none."""
+        # Their grad-ready hooks report that autograd has a gradient, of zeros, for the parameter (Rule 4).
         found = {}
         for name, parameter in module.named_parameters():
             one = torch.zeros(

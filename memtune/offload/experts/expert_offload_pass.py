@@ -160,10 +160,8 @@ def experts_on_ssd(
 
 
 def _counters(step: Step, plain: Step, mine: npt.NDArray[np.intp]) -> Mask:
-    """Return (m,) True for the step counters of `mine`.
-
-    Counters have no owner; there is one for each parameter, in order.
-    """
+    """Return (m,) True for the step counters of `mine`."""
+    # Counters have no owner; there is one for each parameter, in order.
     there = np.flatnonzero(
         (step.storages.kind == Kind.OPTIMIZER) & (step.storages.producer < 0) & (step.storages.owner < 0)
     )

@@ -98,20 +98,16 @@ class ClippedGradients:
         ]
 
     def _note(self, given: Sequence[Any], held: Sequence[Any]) -> None:
-        """Report that gradients were changed on purpose.
-
-        A list of those parameters alone whose gradients are on the device lacks the others: that is reported
-        by the step, not hidden here.
-        """
+        """Report that gradients were changed on purpose."""
+        # A list of those parameters alone whose gradients are on the device lacks the others: that is
+        # reported by the step, not hidden here.
         of_model = [self.chains.get(each, [each])[0].grad for each in given]
         if any(mine is None and each.grad is not None for mine, each in zip(of_model, held, strict=True)):
             self._rescaled.emit()
 
     def _norm_over_ranks(self, held: Sequence[Any], order: float) -> Tensor:
-        """Return the norm of the full model's gradients; collective.
-
-        Each rank adds the norms of its parts, divided by the number of ranks that hold the same.
-        """
+        """Return the norm of the full model's gradients; collective."""
+        # Each rank adds the norms of its parts, divided by the number of ranks that hold the same.
         norms = [torch.zeros((), device=self._device)]
         for each in held:
             if each.grad is not None:

@@ -89,11 +89,9 @@ def _outside_uses(step: Step) -> str:
 
 
 def _shared_arguments(step: Step) -> str:
-    """Return a violation of Rule 2, as far as a Step shows it.
-
-    A Step does not record which arguments need gradients. If the prologue has a backward, some argument of
-    the first block needs one, so the first block must have an argument of its own.
-    """
+    """Return a violation of Rule 2, as far as a Step shows it."""
+    # A Step does not record which arguments need gradients. If the prologue has a backward, some argument of
+    # the first block needs one, so the first block must have an argument of its own.
     given = [set(step.calls.inputs.storage[step.calls.inputs.call == i].tolist()) for i in (0, 1)]
     parts = parts_of(step)
     if len(parts.backward_before) and not given[0] - given[1]:
@@ -102,10 +100,8 @@ def _shared_arguments(step: Step) -> str:
 
 
 def _tied_gradients(step: Step) -> str:
-    """Return a violation by tensors shared by the code before and after the blocks.
-
-    A tied weight is allowed if its gradient is one sum of two parts; any other shared tensor is not.
-    """
+    """Return a violation by tensors shared by the code before and after the blocks."""
+    # A tied weight is allowed if its gradient is one sum of two parts; any other shared tensor is not.
     parts, inside = parts_of(step), np.zeros(step.ops.n, bool)
     inside[parts.backward_before] = True
     for parameter in shared_weights(step, parts.before, parts.after):

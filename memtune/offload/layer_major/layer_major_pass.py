@@ -320,11 +320,9 @@ class _StepWriter:
             self._ignore[list(self._loss_and_seed())] = True
 
     def _tied_parts(self) -> dict[int, int]:
-        """Return the parts of tied weights' gradients.
-
-        If skipped blocks cut the turnaround's graph, the two parts are ready in separate backwards, and each
-        is added to the sum when it is ready.
-        """
+        """Return the parts of tied weights' gradients."""
+        # If skipped blocks cut the turnaround's graph, the two parts are ready in separate backwards, and
+        # each is added to the sum when it is ready.
         parts, step, found = self._parts, self._step, list[TiedGradient]()
         if self._packs.turnaround[0]:
             both = (summed_parts(step, each) for each in shared_weights(step, parts.before, parts.after))
@@ -394,11 +392,9 @@ class _StepWriter:
             self._new.hold(total, self._new.n_ops - 1)
 
     def _run_each(self, group: range, run: Callable[[int], None]) -> None:
-        """Call `run` for each micro-batch of `group`; those in the middle, which are alike, become copies.
-
-        The first starts sums and the last ends them. The third is copied; the second, its equal, shows which
-        numbers advance. Tables of copied micro-batches stay empty: every stage copies the same ones.
-        """
+        """Call `run` for each micro-batch of `group`; those in the middle, which are alike, become copies."""
+        # The first starts sums and the last ends them. The third is copied; the second, its equal, shows
+        # which numbers advance. Tables of copied micro-batches stay empty: every stage copies the same ones.
         copied = len(group) - 4
         if copied <= 0:
             for index in group:
@@ -550,10 +546,8 @@ class _StepWriter:
         return known
 
     def _from_forward(self, pack: Span) -> RowMask:
-        """Return (m,) storages that `pack` reads from a forward run, because it does not recompute them.
-
-        The turnaround recomputes the prologue; other packs do not.
-        """
+        """Return (m,) storages that `pack` reads from a forward run, because it does not recompute them."""
+        # The turnaround recomputes the prologue; other packs do not.
         before = self._packs.turnaround[0] > pack[0]
         others = (self._made_in >= 0) & (self._made_in < len(self._step.blocks))
         others &= (self._made_in < pack[0]) | (self._made_in >= pack[1])
@@ -571,10 +565,8 @@ class _StepWriter:
     def _run_backward(
         self, run: RowRun, rows: RowIndex, index: int, group: range, from_forward: RowMask
     ) -> None:
-        """Replay backward rows.
-
-        In the last micro-batch of a group the blocks' gradients are offloaded when ready.
-        """
+        """Replay backward rows."""
+        # In the last micro-batch of a group the blocks' gradients are offloaded when ready.
         gradients, made, forward_made = self._gradients, self._made[index], self._forward_made[index]
         cut = self._cut(rows, index, group)
         given = made[cut.given]

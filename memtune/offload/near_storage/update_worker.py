@@ -181,10 +181,8 @@ class Updater:
         self._start_write("write moments", group, buffer, 1)
 
     def _start_write(self, what: str, group: int, buffer: int, part: int) -> None:
-        """Start writing weights (part 0) or moments (part 1).
-
-        Weights have a higher priority than moments of other sub-groups in the drive's queue.
-        """
+        """Start writing weights (part 0) or moments (part 1)."""
+        # Weights have a higher priority than moments of other sub-groups in the drive's queue.
         flat = self._parts(group, buffer)[part]
         self._event(what, group)
         self._in_flight[buffer].append(

@@ -493,10 +493,8 @@ class Updaters:
 
     @torch.no_grad()
     def _store(self, *, first: bool = False) -> None:
-        """Write the device's weights and the optimizer's state to SSD.
-
-        State that the optimizer does not have is left as the updaters have it, or set to zero if `first`.
-        """
+        """Write the device's weights and the optimizer's state to SSD."""
+        # State that the optimizer does not have is left as the updaters have it, or set to zero if `first`.
         self._stale.clear()
         self._note_weight_versions()
         held = {each.held: self._optimizer.state.pop(each.held, {}) for each in self._parameters}

@@ -90,10 +90,8 @@ def cut_by_parameter(step: Step) -> Cut:
 
 
 def _owners(step: Step) -> I32:
-    """Return (m,) the parameter of each storage.
-
-    A counter, which an op updates alone, comes before the other state of its parameter and gets that owner.
-    """
+    """Return (m,) the parameter of each storage."""
+    # A counter, which an op updates alone, comes before the other state of its parameter and gets that owner.
     owner, parameter = step.storages.owner.copy(), step.parameter_of
     owner[parameter >= 0] = parameter[parameter >= 0]
     state = np.flatnonzero((step.storages.kind == Kind.OPTIMIZER) & (step.storages.producer < 0))

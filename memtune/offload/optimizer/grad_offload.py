@@ -310,10 +310,8 @@ class GradientOffload:
         self._early_updates.backward_ends()
 
     def _backward_raised(self) -> None:
-        """Drop the gradients of a backward that raised; refuse the step if it has updated parameters.
-
-        Gradients accumulated before the error are the user's to clear (`zero_grad`), as in any loop.
-        """
+        """Drop the gradients of a backward that raised; refuse the step if it has updated parameters."""
+        # Gradients accumulated before the error are the user's to clear (`zero_grad`), as in any loop.
         for _, _, host in self._in_flight:
             # Waits for the copy engine without raising: the pinned memory is reused afterwards.
             transfer.abandon(host)

@@ -56,10 +56,8 @@ def limits(root: Path = Path("/")) -> list[Limit]:
 
 
 def _machine(root: Path) -> str:
-    """Return an identifier for all processes of a machine.
-
-    It combines several values, because a sandbox or a clone may leave one of them empty or equal.
-    """
+    """Return an identifier for all processes of a machine."""
+    # It combines several values, because a sandbox or a clone may leave one of them empty or equal.
     kernel = root / "proc/sys/kernel"
     named = (
         _text(kernel / "random/boot_id").strip() or _text(kernel / "hostname").strip() or os.uname().nodename
@@ -111,11 +109,9 @@ def _mounted(root: Path, file_system: str, controllers: str) -> Iterator[tuple[P
 
 
 def _below(path: str, mounted: str) -> Path | None:
-    """Return the path of the group `path` below a mount of `mounted`; None if it is not below it.
-
-    A container sees its own group at the top. In a cgroup namespace, a path with `..` contains no more
-    information.
-    """
+    """Return the path of the group `path` below a mount of `mounted`; None if it is not below it."""
+    # A container sees its own group at the top. In a cgroup namespace, a path with `..` contains no more
+    # information.
     if Path(path).is_relative_to(mounted) and ".." not in (inside := Path(path).relative_to(mounted)).parts:
         return inside
     return Path() if path.startswith("/..") or mounted.startswith("/..") else None

@@ -221,10 +221,8 @@ class HostOptimizer:
         return [each._version for each in self._updated_by_user]
 
     def _has_updated(self) -> bool:
-        """Return True if a step that raised has updated something.
-
-        Native updates leave versions unchanged, so they always count.
-        """
+        """Return True if a step that raised has updated something."""
+        # Native updates leave versions unchanged, so they always count.
         return self._versions_before_step is not None and (
             self.native is not None or self._update_versions() != self._versions_before_step
         )
@@ -468,10 +466,8 @@ class HostOptimizer:
         self._mark_state()
 
     def _mark_state(self) -> None:
-        """Mark new state as in host memory.
-
-        It was allocated inside `tier(HOST)`, which marks real tensors through the native ledger only.
-        """
+        """Mark new state as in host memory."""
+        # It was allocated inside `tier(HOST)`, which marks real tensors through the native ledger only.
         state = self._state_tensors()
         ids = list(map(id, state))
         if ids != self._state_ids:

@@ -68,10 +68,8 @@ def updated_first(step: Step, resident: Mask) -> tuple[Step, int]:
 
 
 def _hold_on(edit: Edit, step: Step, cut: Cut, moved: Mask) -> None:
-    """Correct the lifetimes of results held until the next parameter's update makes its own.
-
-    For parameters that are not moved, the next update is a different one now.
-    """
+    """Correct the lifetimes of results held until the next parameter's update makes its own."""
+    # For parameters that are not moved, the next update is a different one now.
     optimizer = step.ops.phase == Phase.OPTIMIZER
     until = np.maximum(step.storages.held_until, 0)
     held = (

@@ -127,11 +127,9 @@ class BlockGradients:
                 self._grad_hooks.append(handle)
 
     def _reducer_of(self, context: Context, ready: list[list[nn.Parameter]]) -> GradientReducer | None:
-        """Return the reducer of the blocks' gradients; None on one rank.
-
-        The gradients `ready` of a block are a bucket. The others are averaged in place: as sums of all
-        micro-batches so far, which are equal on all ranks up to the last one.
-        """
+        """Return the reducer of the blocks' gradients; None on one rank."""
+        # The gradients `ready` of a block are a bucket. The others are averaged in place: as sums of all
+        # micro-batches so far, which are equal on all ranks up to the last one.
         group = dist.group.WORLD
         if context.placement.world_size == 1 or group is None:
             return None

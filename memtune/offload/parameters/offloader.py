@@ -409,11 +409,9 @@ class ParameterOffloader:
 
 
 def _kept_for_step(blocks: OffloadedBlocks) -> int | None:
-    """Return the block that only `optimizer.step()` updates, where all trained parameters are in blocks.
-
-    Without any gradient left, changes of gradients between backward and the step would be lost unseen. The
-    block is the last one of backward that has gradients: its update has little to overlap with.
-    """
+    """Return the block that only `optimizer.step()` updates, where all trained parameters are in blocks."""
+    # Without any gradient left, changes of gradients between backward and the step would be lost unseen. The
+    # block is the last one of backward that has gradients: its update has little to overlap with.
     trained = (
         index for index, block in enumerate(blocks.of_block) if not blocks.trained.keys().isdisjoint(block)
     )

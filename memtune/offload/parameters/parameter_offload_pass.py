@@ -331,10 +331,8 @@ def _offload_gradients(
 
 
 def _sums_on_host(edit: Edit, step: Step, grads: BlockGradients, deferred: Mask) -> I32:
-    """Return the host sums of earlier micro-batches.
-
-    FSDP2 has a block's sums in one storage; on the host there is one for each parameter.
-    """
+    """Return the host sums of earlier micro-batches."""
+    # FSDP2 has a block's sums in one storage; on the host there is one for each parameter.
     summed, columns = grads.sums >= 0, columns_of(step.parameters)
     # Several parameters may share one sum under FSDP2.
     own, gathered = np.unique(grads.sums[summed]), gathers_of(step) is not None

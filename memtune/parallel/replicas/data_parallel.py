@@ -177,10 +177,8 @@ def _not_reduced_by_ddp(context: Context) -> list[str]:
 
 
 def _names_not_reduced_by_ddp(context: Context) -> set[str]:
-    """Return the parameters whose gradients another component averages, and the frozen ones next to them.
-
-    These may rest off the device, where DDP accepts none.
-    """
+    """Return the parameters whose gradients another component averages, and the frozen ones next to them."""
+    # These may rest off the device, where DDP accepts none.
     mine = tuple(f"{name}." for name in _not_reduced_by_ddp(context))
     return {name for name, _ in context.model.named_parameters() if name.startswith(mine)}
 

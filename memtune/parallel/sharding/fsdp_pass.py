@@ -312,12 +312,10 @@ def _backward(
 
 
 def _issued(visits: UnitVisits, how: Sharding, has_root: bool) -> I64:
-    """Return (visits,) the place at which the gather of each is issued.
-
-    FSDP2 prefetches one unit in backward by default, none in forward. A model that runs twice has no prefetch
-    from the backward of one call to that of the other where units name what they prefetch, or where the root
-    is between the two.
-    """
+    """Return (visits,) the place at which the gather of each is issued."""
+    # FSDP2 prefetches one unit in backward by default, none in forward. A model that runs twice has no
+    # prefetch from the backward of one call to that of the other where units name what they prefetch, or
+    # where the root is between the two.
     place = np.arange(len(visits.unit))
     early = np.maximum(place - (1 if how.prefetch is None else how.prefetch), 0)
     if how.prefetch is not None or has_root:

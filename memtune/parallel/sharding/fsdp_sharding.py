@@ -466,10 +466,8 @@ def _is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def _update_locally(optimizer: Optimizer) -> None:
-    """Make `optimizer.step()` work on the local tensors of its DTensors, if it treats elements alone.
-
-    Its hooks see DTensors. A step that the user has replaced is not changed.
-    """
+    """Make `optimizer.step()` work on the local tensors of its DTensors, if it treats elements alone."""
+    # Its hooks see DTensors. A step that the user has replaced is not changed.
     update = getattr(type(optimizer).step, "__wrapped__", None)  # below the wrapper that runs the hooks
     if _is_elementwise(optimizer) and update is not None and is_own_step(optimizer):
         replace_step(optimizer, with_hooks(optimizer, partial(_step_on_local_tensors, optimizer, update)))

@@ -177,10 +177,8 @@ class Harmony(Technique):
 
 
 def _swapped_bytes(program: Program, packs: Packs) -> int:
-    """Return the bytes of weights loaded and gradients offloaded in one step.
-
-    3|W| less the last pack, which is resident between forward and backward.
-    """
+    """Return the bytes of weights loaded and gradients offloaded in one step."""
+    # 3|W| less the last pack, which is resident between forward and backward.
     weights, gradients = block_bytes(program.step)[:2]
     groups = len(packs.groups(program.accumulate))
     return groups * (2 * sum(weights) - sum(weights[slice(*packs.turnaround)]) + sum(gradients))

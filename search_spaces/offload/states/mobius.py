@@ -215,10 +215,8 @@ def _deferred(program: Program, hardware: Hardware, packs: Packs) -> tuple[int, 
 
 @functools.lru_cache(maxsize=32)
 def _deferred_on_ranks(program: Program, hardware: Hardware, layout: StageLayout) -> tuple[int, ...]:
-    """Return the same for all ranks, which share one host.
-
-    Other ranks compute while a rank loads, so a stage takes its compute time.
-    """
+    """Return the same for all ranks, which share one host."""
+    # Other ranks compute while a rank loads, so a stage takes its compute time.
     costs, count = costs_of(program.step, hardware), program.accumulate * program.ranks
     forward, backward = ([count * each for each in column] for column in (costs.forward_s, costs.backward_s))
     found = [

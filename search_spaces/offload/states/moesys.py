@@ -178,9 +178,7 @@ class Moesys(Technique):
 
 
 def _used(program: Program) -> tuple[Expert, ...]:
-    """Return the experts that the predicted step uses.
-
-    Each further micro-batch and other ranks' batches may use others, so these count all experts.
-    """
+    """Return the experts that the predicted step uses."""
+    # Each further micro-batch and other ranks' batches may use others, so these count all experts.
     experts = experts_in(program.step)
     return used_in(program.step, experts) if program.accumulate * program.ranks == 1 else experts

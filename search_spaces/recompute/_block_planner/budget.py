@@ -198,10 +198,8 @@ def _fields(program: Program) -> tuple[Any, ...]:
 
 @memoized
 def _interned_program(*of: Any) -> Program:
-    """Return the same Program object for equal fields.
-
-    Caches compare programs by identity, and each plan is put into a new Program.
-    """
+    """Return the same Program object for equal fields."""
+    # Caches compare programs by identity, and each plan is put into a new Program.
     return Program(*of)
 
 
@@ -454,9 +452,9 @@ def _rewritten(found: Levels, choice: tuple[int, ...]) -> Step:
 def _fixed_ratio_offload(later: tuple[Technique, ...]) -> Technique | None:
     """Return the technique of `later` that offloads a fixed fraction of each block's activations, whatever
     the budget.
-
-    A technique that plans for a budget itself is not priced here; its effect appears in the true peaks alone.
     """
+    # A technique that plans for a budget itself is not priced here; its effect appears in the true peaks
+    # alone.
     found = next((each for each in later if each.slot == "offload.activations"), None)
     return found if getattr(found, "ratio", None) is not None else None
 

@@ -83,10 +83,8 @@ def _frees_something(step: Step, keeps: Callable[[str], bool] | None, every: int
 
 
 def _first_collective(step: Step) -> str:
-    """Return the name of the first collective that a block's own forward runs, "" if there is none.
-
-    Collectives of `memtune.*` are built to run again and do not count.
-    """
+    """Return the name of the first collective that a block's own forward runs, "" if there is none."""
+    # Collectives of `memtune.*` are built to run again and do not count.
     theirs = np.array([not name.startswith("memtune.") for name in step.names], bool)
     mine = (
         (step.ops.group > 0)
@@ -98,10 +96,8 @@ def _first_collective(step: Step) -> str:
 
 
 def _first_block_writing_inputs(step: Step) -> str:
-    """Return the name of the first block that writes into its inputs, "" if there is none.
-
-    Buffers are restored after the second run and do not count.
-    """
+    """Return the name of the first block that writes into its inputs, "" if there is none."""
+    # Buffers are restored after the second run and do not count.
     writes = (
         (step.uses.mode == 1)
         & (step.ops.phase[step.uses.op] == Phase.FORWARD)

@@ -311,10 +311,8 @@ def _bytes_of(step: Step) -> list[int]:
 
 
 def _offload_s(n_bytes: int, links: Hardware | None) -> dict[Action, float]:
-    """Return the seconds that offloading adds: those of the reload, which backward waits for.
-
-    The D2H copy overlaps the rest of forward; `_measured` sees where it does not.
-    """
+    """Return the seconds that offloading adds: those of the reload, which backward waits for."""
+    # The D2H copy overlaps the rest of forward; `_measured` sees where it does not.
     if links is None or n_bytes < MIN_MOVED_BYTES:
         return {}
     return {Action.HOST: n_bytes / links.host_to_device_bytes_per_s + links.launch_s}

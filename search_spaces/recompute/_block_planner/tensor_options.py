@@ -179,11 +179,9 @@ def _explored(
 
 
 def _changed_together(ops: tuple[BlockOp, ...], undecided: list[int]) -> Mask:
-    """Return the (undecided, units) masks of the tensors that change together.
-
-    Each tensor alone, or, where pairs of these would exceed `_CELLS`, runs of alike ones in the order of the
-    program: of a recurrence, some time steps.
-    """
+    """Return the (undecided, units) masks of the tensors that change together."""
+    # Each tensor alone, or, where pairs of these would exceed `_CELLS`, runs of alike ones in the order of
+    # the program: of a recurrence, some time steps.
     count = len(undecided)
     units = math.isqrt(2 * _CELLS // (_WIDTH * len(ops)))
     if count <= units:

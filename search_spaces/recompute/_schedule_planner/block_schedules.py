@@ -168,10 +168,8 @@ def require_schedule_ran(region: ScheduledRegion, name: str, kind: str) -> None:
 
 
 def _instead_of_schedule(why: str, kind: str) -> str:
-    """Return the fix for a schedule that did not run because of `why`.
-
-    The technique `kind` needs no schedule, but would run a collective a second time.
-    """
+    """Return the fix for a schedule that did not run because of `why`."""
+    # The technique `kind` needs no schedule, but would run a collective a second time.
     if why.endswith(COLLECTIVE_INSIDE):
         return "move it out of the model, or choose recompute: {kind: none}"
     return f"search again with the model as it is now, or choose recompute: {{kind: {kind}}}"

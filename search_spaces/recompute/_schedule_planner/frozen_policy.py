@@ -325,10 +325,9 @@ def _sufficient_bytes(
 ) -> int | None:
     """Return a budget for which `options` have a schedule, within 1 % of one for which it has none; None if
     not even the plain peak is enough.
-
-    A policy may fail above a budget that it meets, so bisection finds some budget that it meets, not the
-    smallest.
     """
+    # A policy may fail above a budget that it meets, so bisection finds some budget that it meets, not the
+    # smallest.
     fits_online = _online_check(online)
     low, high, least = too_little_bytes, place.plain_bytes, place.least_bytes
     if low < least:

@@ -123,10 +123,8 @@ def sufficient_bytes(place: Placement, too_little_bytes: int, by_blocks_bytes: i
 
 @lru_cache(maxsize=64)
 def _fastest(place: Placement, budget_bytes: int, below_s: float) -> FastestSchedule | None:
-    """Return the fastest schedule found within the budget and below `below_s`.
-
-    Each source only looks for schedules that are faster than those before it.
-    """
+    """Return the fastest schedule found within the budget and below `below_s`."""
+    # Each source only looks for schedules that are faster than those before it.
     best: FastestSchedule | None = None
 
     def offer(found: FastestSchedule | None) -> None:
@@ -144,11 +142,9 @@ def _fastest(place: Placement, budget_bytes: int, below_s: float) -> FastestSche
 
 
 def _budgets(place: Placement, budget_bytes: int) -> tuple[int, ...]:
-    """Return the budgets that policies are asked for.
-
-    A policy with more memory may do worse, so smaller budgets are tried as well: on a grid that does not
-    depend on the budget, so that a larger budget has all grid points of a smaller one.
-    """
+    """Return the budgets that policies are asked for."""
+    # A policy with more memory may do worse, so smaller budgets are tried as well: on a grid that does not
+    # depend on the budget, so that a larger budget has all grid points of a smaller one.
     plain, levels = place.plain_bytes, _LEVELS if place.ranks == 1 else _LEVELS_ON_RANKS
     grid = (plain * level // levels for level in range(levels - 1, 0, -1))
     return (budget_bytes, *(each for each in grid if each < budget_bytes))

@@ -151,9 +151,8 @@ def solve_pages(
 def _most_cached(program: Program, spare_bytes: int) -> int:
     """Return how many of the blocks' parameters, those used first, have gradients and state within
     `spare_bytes`.
-
-    Their gradients are ready last, when most activations are freed, and compute waits for their pages most.
     """
+    # Their gradients are ready last, when most activations are freed, and compute waits for their pages most.
     step, columns = program.step, columns_of(program.step.parameters)
     n_bytes = state_bytes(step) + np.where(columns.gradient >= 0, step.storages.bytes[columns.gradient], 0)
     taken = np.cumsum(n_bytes[in_blocks(step)])
