@@ -101,7 +101,7 @@ def varying_events(steps: list[Step]) -> AllocatorEvents:
         parts.append(np.stack([column[rows].astype(np.int64) for column in columns]))
         first.append(n_events)
         n_events, n_ops = n_events + parts[-1].shape[1], n_ops + max(step.ops.n, 1)
-    return AllocatorEvents.of(np.concatenate(parts, axis=1), np.array(first, np.int64))
+    return AllocatorEvents.from_columns(np.concatenate(parts, axis=1), np.array(first, np.int64))
 
 
 def lifetimes(events: AllocatorEvents) -> list[tuple[int, int, int]]:
@@ -150,7 +150,7 @@ def read_trace(path: Path) -> tuple[AllocatorEvents, Buffers]:
     action = np.array([int(action) for _, action, _ in moments])
     n_bytes = np.where(action == Action.ALLOC, rows[storage, 3], 0)
     columns = np.stack([action, storage, n_bytes, rows[storage, 4], number, number])
-    events = AllocatorEvents.of(columns.astype(np.int64), np.array([0], np.int64))
+    events = AllocatorEvents.from_columns(columns.astype(np.int64), np.array([0], np.int64))
     return events, Buffers.of(rows[:, 1:4].tolist(), alignment_bytes=ALIGNMENT_BYTES)
 
 

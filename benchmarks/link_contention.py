@@ -52,7 +52,7 @@ def send(link: int, token: LinkToken | None) -> None:
     """Send a block over the link, in pieces."""
     piece = memoryview(bytes(PIECE_BYTES))
     for _ in range(BLOCK_BYTES // PIECE_BYTES):
-        with nullcontext() if token is None else token.hold():
+        with nullcontext() if token is None else token.exclusive():
             rest = piece
             while rest:
                 rest = rest[os.write(link, rest) :]
