@@ -215,7 +215,7 @@ def translate_step(step: Step, hints: Hints, context: _Context) -> Step:
 
 def _compiled_attention(fusion: KernelFusion, hints: Hints, context: _Context) -> None:
     """Give attention in compiled graphs, where no call is recorded, the name and FLOPs of CUDA's kernel."""
-    # What CPU's kernel saves has the same sizes.
+    # CPU's kernel saves tensors of the same sizes.
     step = fusion.step
     named = np.array([table.CPU_ATTENTION in name for name in step.names])
     kept = ~fusion.dropped_ops & (fusion.op_name == step.ops.name)
