@@ -103,7 +103,9 @@ class ParallelMap(Generic[T, R]):
 
     def _copy(self) -> None:
         self._worth_s = math.inf  # once, even if the machine allows no process
-        self._copies = [copy for _ in range(self._processes - 1) if (copy := _ForkedWorker.fork(self._function))]
+        self._copies = [
+            copy for _ in range(self._processes - 1) if (copy := _ForkedWorker.fork(self._function))
+        ]
 
     def _collect_and_refill(self, work: _Work[T, R]) -> None:
         """Collect results of copies, and give idle ones their next group."""
@@ -114,7 +116,11 @@ class ParallelMap(Generic[T, R]):
                     work.groups.appendleft((None, work.assigned.pop(number)))
                 else:
                     work.results.update(zip(work.assigned.pop(number), found, strict=True))
-            if number not in work.assigned and copy.is_alive and (group := work.next_group(number)) is not None:
+            if (
+                number not in work.assigned
+                and copy.is_alive
+                and (group := work.next_group(number)) is not None
+            ):
                 work.assigned[number] = group
                 copy.send([work.items[i] for i in group])
 
