@@ -52,6 +52,7 @@ OF_THE_LOOP = {
     **{code: {"backward_twice"} for code in ("MT331", "MT367", "torch")},
     "MT326": {"backward_twice", "evaluate_before_backward"},
     "MT335": {"module_hooks"},
+    "MT397": {"module_hooks"},
     "MT346": {"freeze"},
     "MT313": {"module_hooks", "raise_in_block", "raise_in_backward"},
     "MT368": {"raise_in_backward"},
