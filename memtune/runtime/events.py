@@ -105,7 +105,7 @@ class Events:
     """(): torch's functions that clip gradients are about to change them.
 
     Emitted by `grad_clipping`. Subscribers: the gradient version check, which would not find earlier changes
-    after the clip; block offload, which takes gradients that user code has assigned.
+    after the clip; block offload and sharded states, which take gradients that user code has assigned.
     """
     grads_rescaled: Event[[]] = field(default_factory=Event)
     """(): torch's functions that clip gradients have changed those that the step will use, on every tier.

@@ -198,7 +198,9 @@ class _Levels:
             {name: finals.get(name, p) for name, p in context.model.named_parameters()},
         )
         placement.optimizer_params.update({held[name]: final for name, final in finals.items()})
-        before_step(context.optimizer, self._before_step)
+        before_step(context.optimizer, self._agree_on_grads)
+        # A clip of the shards' gradients would miss those that user code has assigned to the parameters.
+        context.events.before_grads_rescaled.subscribe(self._agree_on_grads)
         after_step(context.optimizer, lambda *_: self._gather())
         placement.all_gather_weights = self._gather
         others = context.checks.get("sharding.states")
@@ -267,7 +269,7 @@ class _Levels:
                 chain[depth].parameter.grad = None
                 chain[0].parameter.grad = gradient
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _agree_on_grads(self, *_: Any) -> None:
         """Zero a gradient on both sides if it was zeroed on one (rule 5 of `sharded_buckets`)."""
         for chain in self._parts:
             parameter, final = chain[0].parameter, chain[-1].shard

@@ -59,7 +59,7 @@ class ExpertParallel(PartitionedWeights):
         way = "" if self.inner_degree is None else f", inside {self.inner_degree} ranks first"
         return f"divides experts over {format_ranks(self.degree)}, to which tokens are sent{way}"
 
-    def asked(self, target: Target) -> str:
+    def sharding_kind(self, target: Target) -> str:
         """Return the exchange of rows: at once, or by node."""
         return f"experts{self.inner_degree or ''}"
 
