@@ -2,12 +2,13 @@
 
     memtune plan examples/hf_llama.py --gpus 8 --gpu-type h100-80g
     memtune search examples/hf_llama.py --device cpu --trials 4
+    MEMTUNE_LLAMA_EXPERTS=8 memtune plan examples/hf_llama.py --gpus 8 --axes sharding.parallel,sharding.states
 
 It needs `pip install transformers`.
 
 Environment variables: MEMTUNE_LLAMA_LAYERS, _DIM, _HEADS, _KV_HEADS, _SEQ, _VOCAB and _BATCH (samples per
-optimizer step over all ranks). Layers 32, dim 4096, heads 32, vocab 32000 is Llama-7B. The text is Python's
-own source, as bytes.
+optimizer step over all ranks). Layers 32, dim 4096, heads 32, vocab 32000 is Llama-7B. With _EXPERTS above 0
+it is a Mixtral, whose tokens choose two experts. The text is Python's own source, as bytes.
 """
 
 import functools
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 
 def _setting(name: str, default: int) -> int:
@@ -36,19 +37,21 @@ def text() -> Tensor:
 
 
 def model() -> nn.Module:
-    """Return the Llama, with weights drawn from torch's generator."""
-    dim = _setting("DIM", 256)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=dim,
-        intermediate_size=dim * 11 // 4,
-        num_hidden_layers=_setting("LAYERS", 8),
-        num_attention_heads=_setting("HEADS", 4),
-        num_key_value_heads=_setting("KV_HEADS", 2),
-        max_position_embeddings=SEQ,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
+    """Return the Llama or Mixtral, with weights drawn from torch's generator."""
+    dim, experts = _setting("DIM", 256), _setting("EXPERTS", 0)
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": dim,
+        "intermediate_size": dim * 11 // 4,
+        "num_hidden_layers": _setting("LAYERS", 8),
+        "num_attention_heads": _setting("HEADS", 4),
+        "num_key_value_heads": _setting("KV_HEADS", 2),
+        "max_position_embeddings": SEQ,
+        "use_cache": False,
+    }
+    if experts:
+        return MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=experts))
+    return LlamaForCausalLM(LlamaConfig(**shape))
 
 
 def batch(size: int) -> dict[str, Tensor]:

@@ -50,6 +50,8 @@ class Scene:
     budget_gib: float = 5.0
     """Less than the plain step needs, so that planners have something to decide."""
     example: str = "gpt"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the example, besides ENVIRONMENT."""
     knobs: Mapping[str, Any] = field(default_factory=dict)
     """Knobs of the technique, instead of the values that a search tries."""
     partitioned: bool = False
@@ -79,6 +81,13 @@ SCENES = (
         knobs={"parameters": 4, "gradients": 8, "optimizer": 16},
     ),
     Scene("one GPU, a mixture of experts", micro_batch=1024, budget_gib=0.5, example="experts"),
+    Scene(
+        "4 GPUs in one node, a Mixtral",
+        *(_NONE, 4),
+        example="hf_llama",
+        environment={"MEMTUNE_LLAMA_EXPERTS": "8"},
+        partitioned=True,
+    ),
 )
 """A technique is drawn in the first scene that it fits."""
 
@@ -148,6 +157,7 @@ def _setup(scene: Scene) -> Setup:
     from memtune.autotune.search import prepare
     from memtune.autotune.space import PlanOptions
 
+    os.environ.update({"MEMTUNE_LLAMA_EXPERTS": "0", **scene.environment})
     settings = json.loads(json.dumps(_settings(scene)))
     if scene.partitioned:
         settings["sharding"]["parallel"] = {"kind": "tensor"}

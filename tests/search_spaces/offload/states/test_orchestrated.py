@@ -179,21 +179,21 @@ def trained_until_killed(kills_at: int) -> str:
     tuned = apply(model, optimizer, {"settings": settings}, loss=workload.loss, strict=False)
     token = tuned._context.checks["offload.states"].__self__._token  # type: ignore[attr-defined]
     if torch.distributed.get_rank() == 1:
-        holds = token.hold
+        exclusive = token.exclusive
 
         @contextmanager
         def killed() -> Iterator[int]:
-            with holds() as number:
+            with exclusive() as number:
                 if token.times_held == kills_at:
                     os.kill(os.getpid(), signal.SIGKILL)
                 yield number
 
-        token.hold = killed
+        token.exclusive = killed
     try:
         for _ in range(20):
             tuned.step([workload.make_batch(2)])
     except Exception as error:  # gloo's, or that of the mechanism which waits for it
-        with token.hold():
+        with token.exclusive():
             return type(error).__name__
     return "no error"
 
