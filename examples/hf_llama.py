@@ -2,7 +2,7 @@
 
     memtune plan examples/hf_llama.py --gpus 8 --gpu-type h100-80g
     memtune search examples/hf_llama.py --device cpu --trials 4
-    MEMTUNE_LLAMA_EXPERTS=8 memtune plan examples/hf_llama.py --gpus 8 --axes sharding.parallel,sharding.states
+    MEMTUNE_LLAMA_EXPERTS=8 memtune plan examples/hf_llama.py --gpus 8 --axes sharding,sharding.parallel
 
 It needs `pip install transformers`.
 

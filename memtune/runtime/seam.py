@@ -254,7 +254,7 @@ def _all_to_all_rows(
     members, mine, theirs = _group(group), out.detach(), x.detach()
     dist.all_to_all_single(mine, theirs, arriving, sent, group=members)
     if dist.get_backend(members) == "fake":
-        out.zero_()  # nothing arrives; what is left in memory may be NaN, and route later layers oddly
+        out.zero_()  # uninitialized memory may hold NaN, by which later layers would be routed
     if x.device.type == "cpu":
         _wait_released([mine, theirs])
     row_bytes = out[:1].numel() * out.element_size() if len(out) else 0

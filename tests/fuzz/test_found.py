@@ -162,3 +162,26 @@ def test_gradients_of_zero_ranks_that_are_offloaded_are_refused_where_they_are_r
         ranks.close()
     assert outcome.kind == "refused", outcome.text
     assert "divided over ranks" in outcome.text
+
+
+@pytest.mark.parametrize(
+    ("found", "behaviours"),
+    [
+        # Clips and the scaler change the shard's gradient, and the step uses the assigned one.
+        (
+            case("mlp", ranks=2, sharding__states="zero1", offload__states="smart_infinity"),
+            ("clip_value", "replace_grads"),
+        ),
+        (case("mlp", ranks=2, sharding__states="zero1"), ("replace_grads", "scaler")),
+    ],
+    ids=["clipped", "unscaled"],
+)
+def test_assigned_gradients_of_zero_ranks_are_the_ones_that_are_rescaled(
+    found: Case, behaviours: tuple[str, ...], tmp_path: Path
+) -> None:
+    ranks = Ranks(2)
+    try:
+        outcome = Recorded(found.model, ranks, tmp_path).outcome(replace(found, behaviours=behaviours))
+    finally:
+        ranks.close()
+    assert outcome.kind == "equal", outcome.text

@@ -87,7 +87,7 @@ class Route:
         return math.prod(hop.ranks for hop in self.hops)
 
     @classmethod
-    def of(cls, index: Tensor, experts: int, owners: Owners) -> Route:
+    def from_index(cls, index: Tensor, experts: int, owners: Owners) -> Route:
         """Return the route of the rows of `index`, the expert of each, among `experts`; all ranks call it."""
         *inner, (_, outer) = owners.levels
         places = inner[0][1] if inner else 1

@@ -101,7 +101,7 @@ class Experts:
         return combined(made.index_select(0, torch.argsort(order)), 1, route)
 
     def _route(self, index: Tensor) -> Route:
-        route = Route.of(index, self.experts, self.owners)
+        route = Route.from_index(index, self.experts, self.owners)
         if self._seen is not None:
             self._seen.append(Load(len(index), len(route.experts)))
         return route
