@@ -2,6 +2,8 @@
 tokens choose two, the first expert more often than the others.
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -64,3 +66,8 @@ def batch(size: int) -> tuple[Tensor, Tensor]:
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    # Adam would divide by tiny gradients, and make an update of their rounding.
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
