@@ -219,7 +219,7 @@ def test_plan_and_trial_choose_it_where_gradients_are_what_does_not_fit(deep: Pa
     )
     report = plan(asked)
     first = report.rows[0]
-    assert report.guards[0].status == "oom"
+    assert report.baselines[0].status == "oom"
     assert first.status == "ok"
     assert first.settings["execution"]["order"] == {"kind": "roam"}
     result = run_trial(str(deep), {"settings": first.settings}, budget_bytes=budget_bytes)
