@@ -109,30 +109,42 @@ def _eager(config: Config) -> bool:
     return not config.compiled
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Effects of two techniques that exclude each other; `{slot}` and `{kind}` in a text are the second
-    one's.
-    """
+def _any(effects: Effects) -> bool:
+    return True
 
-    slot: str
-    """Slot of the technique that refuses."""
-    when: Callable[[Effects], bool]
-    """Condition on its effects."""
-    other: str
-    """Slot of the technique that is refused."""
-    refuses: Callable[[Effects], bool]
-    """Condition on the refused technique's effects."""
+
+@dataclass(frozen=True)
+class Excluded:
+    """Techniques that a technique refuses; `{slot}` and `{kind}` in a text are those of the refused one."""
+
+    slots: tuple[str, ...]
     text: str
     fix: str
+    having: Callable[[Effects], bool] = _any
+    """Condition on the refused technique's effects."""
     only: Callable[[Config], bool] = _always
     """Condition on the config."""
     needs: bool = False
-    """It requires a technique in the slot, so the null technique is refused as well."""
+    """A technique in the slot is required, so the null technique is refused as well."""
     code: str = "MT315"
     """Error code of `apply`; empty for rules about making a plan, which `apply` does not do."""
     where: Mapping[str, Any] = field(default_factory=dict)
     """Knobs of the technique that refuses for which this holds."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Techniques of `slot` with some effects do not work with some techniques of the slot `other`."""
+
+    slot: str
+    when: Callable[[Effects], bool]
+    other: str
+    excluded: Excluded
+
+
+def _rules_of(slot: str, when: Callable[[Effects], bool], *excluded: Excluded) -> Iterator[Rule]:
+    """Yield the rules of techniques of `slot` whose effects fulfil `when`."""
+    return (Rule(slot, when, other, each) for each in excluded for other in each.slots)
 
 
 @dataclass(frozen=True)
@@ -147,10 +159,6 @@ class Pair:
     fix: str
     where: Mapping[str, Any] = field(default_factory=dict)
     """Knobs of the first one for which this holds."""
-
-
-def _any(effects: Effects) -> bool:
-    return True
 
 
 def _offloads_blocks(effects: Effects) -> bool:
@@ -174,323 +182,271 @@ def _for_all_blocks(effects: Effects) -> bool:
 
 def _planned_for_a_step(effects: Effects) -> bool:
     """Return True if its decisions hold only where all blocks run forward, then backward."""
-    return effects.calls == "schedule" or effects.activations in ("model", "tensor", "graph")
+    return _schedules(effects) or effects.activations in ("model", "tensor", "graph")
 
 
-def _one_schedule(effects: Effects) -> bool:
-    """Return True if one schedule runs the ops of all blocks."""
-    return effects.calls == "schedule" and effects.activations == "model"
+def _schedules(effects: Effects) -> bool:
+    """Return True if a schedule runs in place of the model's code."""
+    return effects.calls == "schedule"
 
 
-_STAGED = "{slot}: {kind} does not work on the stages of a pipeline"
 _FOR_ALL_BLOCKS = "{slot}: {kind} is planned for a rank that has all blocks"
 _SCHEDULED = "a frozen schedule runs the model without {slot}: {kind}"
+_ONE_SCHEDULE = "one schedule runs ops of all blocks, and {kind} "
 _NOT_IN_PACKS = "plans of activations do not hold for packs, which run one after the other"
-_OTHER_UPDATE = "offload: {{states: {{kind: optimizer_cpu}}}} with trigger: end_of_step"
+_BY_CALLS = "recompute: {{kind: full}}, selective or every_nth"
+_NO_OTHER = "{slot}: {{kind: none}}"
+_REPLICAS = "sharding: {{states: {{kind: ddp}}}}"
 
+# Of one slot against another the first rule that holds gives the reason.
 RULES = (
     # Layers over ranks
-    Rule(
+    *_rules_of(
         "sharding.parallel",
         lambda e: e.layers == "shared",
-        "offload.states",
-        _any,
-        "{slot}: {kind} does not work on layers that ranks share",
-        "{slot}: {{kind: none}}",
+        Excluded(("offload.states",), "{slot}: {kind} does not work on layers that ranks share", _NO_OTHER),
     ),
-    *(
-        Rule(
-            "sharding.parallel", lambda e: e.layers == "stages", slot, _any, _STAGED, "{slot}: {{kind: none}}"
-        )
-        for slot in ("sharding.communication", "offload.states", "split", "execution.order")
-    ),
-    Rule(
+    *_rules_of(
         "sharding.parallel",
         lambda e: e.layers == "stages",
-        "sharding.states",
-        lambda e: e.shards == "nested",
-        _STAGED,
-        "sharding.states: {{kind: none}}, or zero1",
-    ),
-    Rule(
-        "sharding.parallel",
-        lambda e: e.layers == "stages",
-        "recompute",
-        _for_all_blocks,
-        _FOR_ALL_BLOCKS,
-        "recompute: {{kind: full}}",
-        code="",
-    ),
-    Rule(
-        "sharding.parallel",
-        lambda e: e.layers == "stages",
-        "offload.activations",
-        _for_all_blocks,
-        _FOR_ALL_BLOCKS,
-        "offload.activations: {{kind: pipelined}}",
-        code="",
+        Excluded(
+            ("sharding.communication", "offload.states", "split", "execution.order"),
+            "{slot}: {kind} does not work on the stages of a pipeline",
+            _NO_OTHER,
+        ),
+        Excluded(
+            ("sharding.states",),
+            "{slot}: {kind} does not work on the stages of a pipeline",
+            "sharding.states: {{kind: none}}, or zero1",
+            having=lambda e: e.shards == "nested",
+        ),
+        Excluded(
+            ("recompute",), _FOR_ALL_BLOCKS, "recompute: {{kind: full}}", having=_for_all_blocks, code=""
+        ),
+        Excluded(
+            ("offload.activations",),
+            _FOR_ALL_BLOCKS,
+            "offload.activations: {{kind: pipelined}}",
+            having=_for_all_blocks,
+            code="",
+        ),
     ),
     # Schedules in place of the model's code
-    Rule(
+    *_rules_of(
         "recompute",
-        lambda e: e.calls == "schedule",
-        "sharding.parallel",
-        _any,
-        _SCHEDULED,
-        "{slot}: {{kind: none}}",
+        _schedules,
+        Excluded(("sharding.parallel",), _SCHEDULED, _NO_OTHER),
+        Excluded(("split", "sharding.communication"), _SCHEDULED, _NO_OTHER, only=_of_the_model),
+        Excluded(
+            ("split",),
+            "a schedule runs a block's ops, and MLPs in parts have graphs of their own, made in backward",
+            "split: {{kind: tiled, mlp: 1}}",
+            having=lambda e: e.calls == "parts",
+        ),
+        Excluded(
+            ("offload.states",),
+            "a schedule runs a block's recorded ops, and products with tiled weights are other ops",
+            "tiles: 1",
+            having=lambda e: e.moves == "tile",
+        ),
     ),
-    *(
-        Rule(
-            "recompute",
-            lambda e: e.calls == "schedule",
-            slot,
-            _any,
-            _SCHEDULED,
-            "{slot}: {{kind: none}}",
-            only=_of_the_model,
-        )
-        for slot in ("split", "sharding.communication")
-    ),
-    Rule(
+    *_rules_of(
         "recompute",
-        lambda e: e.calls == "schedule",
-        "split",
-        lambda e: e.calls == "parts",
-        "a schedule runs a block's ops, and MLPs in parts have graphs of their own, made in backward",
-        "split: {{kind: tiled, mlp: 1}}",
+        lambda e: _schedules(e) and e.activations == "model",
+        Excluded(
+            ("sharding.states",),
+            _ONE_SCHEDULE + "unshards a block's parameters for its own calls only",
+            "recompute: {{kind: planned}}, or sharding.states: {{kind: zero1}}",
+            only=is_gathered,
+        ),
+        Excluded(
+            ("offload.states",),
+            _ONE_SCHEDULE + "moves a block's parameters or gradients at its own calls only",
+            "recompute: {{kind: planned}}, or offload.states: {{kind: optimizer_cpu}}",
+            having=lambda e: e.follows_calls,
+        ),
+        Excluded(
+            ("offload.activations",),
+            _ONE_SCHEDULE + "moves what each block keeps",
+            "recompute: {{kind: planned}}, or offload.activations: {{kind: none}}",
+        ),
     ),
-    Rule(
-        "recompute",
-        lambda e: e.calls == "schedule",
+    *_rules_of(
         "offload.states",
         lambda e: e.moves == "tile",
-        "a schedule runs a block's recorded ops, and products with tiled weights are other ops",
-        "tiles: 1",
+        Excluded(
+            ("recompute",),
+            "a schedule runs the ops of blocks on whole weights",
+            "tiles: 1, or recompute: {{kind: full}}",
+            having=_schedules,
+        ),
     ),
-    Rule(
-        "offload.states",
-        lambda e: e.moves == "tile",
-        "recompute",
-        lambda e: e.calls == "schedule",
-        "a schedule runs the ops of blocks on whole weights",
-        "tiles: 1, or recompute: {{kind: full}}",
-    ),
-    Rule(
+    *_rules_of(
         "offload.states",
         lambda e: e.moves == "expert",
-        "recompute",
-        lambda e: e.calls == "schedule",
-        "a schedule replaces the experts' calls",
-        "recompute: {{kind: full}}",
-        only=_not_gathered,
-        code="MT364",
-    ),
-    # One schedule of the whole model
-    Rule(
-        "recompute",
-        _one_schedule,
-        "sharding.states",
-        _any,
-        "one schedule runs ops of all blocks, and {kind} unshards a block's parameters for its own calls"
-        " only",
-        "recompute: {{kind: planned}}, or sharding.states: {{kind: zero1}}",
-        only=is_gathered,
-    ),
-    Rule(
-        "recompute",
-        _one_schedule,
-        "offload.states",
-        lambda e: e.follows_calls,
-        "one schedule runs ops of all blocks, and {kind} moves a block's parameters or gradients at its own"
-        " calls only",
-        "recompute: {{kind: planned}}, or offload.states: {{kind: optimizer_cpu}}",
-    ),
-    Rule(
-        "recompute",
-        _one_schedule,
-        "offload.activations",
-        _any,
-        "one schedule runs ops of all blocks, and {kind} moves what each block keeps",
-        "recompute: {{kind: planned}}, or offload.activations: {{kind: none}}",
+        Excluded(
+            ("recompute",),
+            "a schedule replaces the experts' calls",
+            "recompute: {{kind: full}}",
+            having=_schedules,
+            only=_not_gathered,
+            code="MT364",
+        ),
     ),
     # Packs of blocks, layer-major
-    Rule(
+    *_rules_of(
         "recompute",
         _planned_for_a_step,
+        Excluded(("offload.states",), _NOT_IN_PACKS, _BY_CALLS, having=lambda e: e.layer_major),
+    ),
+    *_rules_of(
         "offload.states",
         lambda e: e.layer_major,
-        _NOT_IN_PACKS,
-        "recompute: {{kind: full}}, selective or every_nth",
+        Excluded(("recompute",), _NOT_IN_PACKS, _BY_CALLS, having=_planned_for_a_step),
+        Excluded(("offload.activations",), "a pack's activations are used at once", _NO_OTHER),
+        Excluded(("split",), "the model's own code runs a second time up to the first block", _NO_OTHER),
     ),
-    Rule(
+    *_rules_of(
         "offload.states",
-        lambda e: e.layer_major,
-        "recompute",
-        _planned_for_a_step,
-        _NOT_IN_PACKS,
-        "recompute: {{kind: full}}, selective or every_nth",
-    ),
-    Rule(
-        "offload.states",
-        lambda e: e.layer_major,
-        "offload.activations",
-        _any,
-        "a pack's activations are used at once",
-        "{slot}: {{kind: none}}",
-    ),
-    Rule(
-        "offload.states",
-        lambda e: e.layer_major,
-        "split",
-        _any,
-        "the model's own code runs a second time up to the first block",
-        "{slot}: {{kind: none}}",
-    ),
-    *(
-        Rule(
-            "offload.states",
-            lambda e: e.averages == "all",
-            slot,
-            _any,
+        lambda e: e.averages == "all",
+        Excluded(
+            ("sharding.states", "sharding.parallel"),
             "packs average their gradients themselves",
-            "{slot}: {{kind: none}}",
+            _NO_OTHER,
             only=_on_ranks,
-        )
-        for slot in ("sharding.states", "sharding.parallel")
+        ),
     ),
     # Parameters of blocks that are offloaded
-    Rule(
+    *_rules_of(
         "offload.states",
         _offloads_blocks,
-        "sharding.parallel",
-        _any,
-        "offloaded blocks must be whole on each rank",
-        "sharding: {{parallel: {{kind: none}}}}",
-        only=_on_ranks,
-        code="MT364",
+        Excluded(
+            ("sharding.parallel",),
+            "offloaded blocks must be whole on each rank",
+            "sharding: {{parallel: {{kind: none}}}}",
+            only=_on_ranks,
+            code="MT364",
+        ),
+        Excluded(
+            ("sharding.states",),
+            "offloaded blocks on several ranks must be whole on each, or gathered from all",
+            _REPLICAS + " or fsdp",
+            having=_not_sharded_alike,
+            only=_on_ranks,
+            needs=True,
+            code="MT364",
+        ),
+        Excluded(
+            ("sharding.communication",),
+            "sharded blocks that are offloaded are all-gathered in one message, not as {kind} does",
+            "plain",
+            only=_on_ranks,
+            code="MT364",
+        ),
     ),
-    Rule(
-        "offload.states",
-        _offloads_blocks,
-        "sharding.states",
-        _not_sharded_alike,
-        "offloaded blocks on several ranks must be whole on each, or gathered from all",
-        "sharding: {{states: {{kind: ddp}}}} or fsdp",
-        only=_on_ranks,
-        needs=True,
-        code="MT364",
-    ),
-    Rule(
+    *_rules_of(
         "offload.states",
         lambda e: e.averages == "blocks",
-        "sharding.states",
-        lambda e: e.finds_unused,
-        "ranks average gradients block by block when they are ready, so every rank must have all of them",
-        "find_unused_parameters: false",
-        only=_on_ranks,
+        Excluded(
+            ("sharding.states",),
+            "ranks average gradients block by block when they are ready, so every rank must have all of them",
+            "find_unused_parameters: false",
+            having=lambda e: e.finds_unused,
+            only=_on_ranks,
+        ),
+        Excluded(
+            ("sharding.states",),
+            "each rank's thread would update at its own times, and weights of replicas would differ",
+            "lock_free: false, or  sharding: {{states: {{kind: fsdp}}}}",
+            having=lambda e: e.shards == "replicas",
+            only=_on_ranks,
+            code="MT364",
+            where={"lock_free": True},
+        ),
     ),
-    Rule(
-        "offload.states",
-        lambda e: e.averages == "blocks",
-        "sharding.states",
-        lambda e: e.shards == "replicas",
-        "each rank's thread would update at its own times, and weights of replicas would differ",
-        "lock_free: false, or  sharding: {{states: {{kind: fsdp}}}}",
-        only=_on_ranks,
-        code="MT364",
-        where={"lock_free": True},
-    ),
-    Rule(
-        "offload.states",
-        _offloads_blocks,
-        "sharding.communication",
-        _any,
-        "sharded blocks that are offloaded are all-gathered in one message, not as {kind} does",
-        "plain",
-        only=_on_ranks,
-        code="MT364",
-    ),
-    Rule(
+    *_rules_of(
         "offload.states",
         lambda e: e.calls == "block_hooks" and e.averages == "none",
-        "sharding.states",
-        lambda e: e.shards != "replicas",
-        "it needs replicas: sharded weights are unsharded and resharded by hooks of their own",
-        "sharding: {{states: {{kind: ddp}}}}",
-        needs=True,
-        code="MT364",
+        Excluded(
+            ("sharding.states",),
+            "it needs replicas: sharded weights are unsharded and resharded by hooks of their own",
+            _REPLICAS,
+            having=lambda e: e.shards != "replicas",
+            needs=True,
+            code="MT364",
+        ),
     ),
     # Gradients that are offloaded when they are ready
-    Rule(
+    *_rules_of(
         "offload.states",
         lambda e: e.calls == "grad_hooks",
-        "sharding.parallel",
+        Excluded(
+            ("sharding.parallel",),
+            "gradients that are offloaded when they are ready do not work with {kind}",
+            "offload: {{states: {{kind: optimizer_cpu}}}} with trigger: end_of_step",
+            only=_on_ranks,
+        ),
+        Excluded(
+            ("sharding.states",),
+            "under {kind} gradients are on the device until backward has ended",
+            "sharding.states: ddp, fsdp, zero3, zero1 or zero2",
+            having=lambda e: e.reduces != "ready",
+            only=_on_ranks,
+            needs=True,
+        ),
+        Excluded(
+            ("sharding.states",),
+            "ranks average gradients one by one when they are ready, so every rank must have all of them",
+            "find_unused_parameters: false",
+            having=lambda e: e.finds_unused,
+            only=_on_ranks,
+        ),
+        Excluded(
+            ("sharding.states",),
+            "under {kind} other ranks' copies of delayed weights would be stale",
+            "sharding.states: fsdp",
+            having=lambda e: e.shards in ("optimizer", "gradients"),
+            only=_on_ranks,
+            where={"delayed": True},
+        ),
+    ),
+    # Order of the ops
+    *_rules_of(
+        "recompute",
         _any,
-        "gradients that are offloaded when they are ready do not work with {kind}",
-        _OTHER_UPDATE,
-        only=_on_ranks,
+        *(
+            Excluded(
+                ("execution.order",),
+                "deciding while the model runs it reads weights that updates inside backward have changed",
+                "online: false, or execution: {{order: {{kind: program}}}}",
+                only=_eager,
+                where={"online": online},
+            )
+            for online in (None, True)
+        ),
     ),
-    Rule(
-        "offload.states",
-        lambda e: e.calls == "grad_hooks",
-        "sharding.states",
-        lambda e: e.reduces != "ready",
-        "under {kind} gradients are on the device until backward has ended",
-        "sharding.states: ddp, fsdp, zero3, zero1 or zero2",
-        only=_on_ranks,
-        needs=True,
-    ),
-    Rule(
-        "offload.states",
-        lambda e: e.calls == "grad_hooks",
-        "sharding.states",
-        lambda e: e.finds_unused,
-        "ranks average gradients one by one when they are ready, so every rank must have all of them",
-        "find_unused_parameters: false",
-        only=_on_ranks,
-    ),
-    Rule(
-        "offload.states",
-        lambda e: e.calls == "grad_hooks",
-        "sharding.states",
-        lambda e: e.shards in ("optimizer", "gradients"),
-        "under {kind} other ranks' copies of delayed weights would be stale",
-        "sharding.states: fsdp",
-        only=_on_ranks,
-        where={"delayed": True},
-    ),
-    *(
-        Rule(
-            "recompute",
-            _any,
-            "execution.order",
-            _any,
-            "deciding while the model runs it reads weights that updates inside backward have changed",
-            "online: false, or execution: {{order: {{kind: program}}}}",
-            only=_eager,
-            where={"online": online},
-        )
-        for online in (None, True)
-    ),
-    Rule(
+    *_rules_of(
         "execution.order",
         _any,
-        "offload.states",
-        _any,
-        "the optimizer's step is on the host",
-        "offload: {{states: {{kind: optimizer_cpu, trigger: per_gradient}}}}",
-        only=_eager,
+        Excluded(
+            ("offload.states",),
+            "the optimizer's step is on the host",
+            "offload: {{states: {{kind: optimizer_cpu, trigger: per_gradient}}}}",
+            only=_eager,
+        ),
     ),
     # Collectives of units that are gathered
-    Rule(
+    *_rules_of(
         "sharding.communication",
         _any,
-        "sharding.states",
-        lambda e: e.shards != "parameters",
-        "it changes how FSDP2 gathers parameters, and sharding.states is {kind}",
-        "sharding.states: fsdp",
-        needs=True,
-        code="MT341",
+        Excluded(
+            ("sharding.states",),
+            "it changes how FSDP2 gathers parameters, and sharding.states is {kind}",
+            "sharding.states: fsdp",
+            having=lambda e: e.shards != "parameters",
+            needs=True,
+            code="MT341",
+        ),
     ),
 )
 
@@ -608,8 +564,8 @@ def matrix_by_knobs(techniques: Iterable[Technique]) -> Iterator[tuple[Technique
     knobs, the knobs as text, the other one, the reason.
     """
     every = tuple(techniques)
-    held = [*(each.where for each in RULES), *(each.where for each in PAIRS)]
-    wheres = dict.fromkeys(tuple(where.items()) for where in held if where)
+    restricted = [*(rule.excluded.where for rule in RULES), *(pair.where for pair in PAIRS)]
+    wheres = dict.fromkeys(tuple(where.items()) for where in restricted if where)
     for one in every:
         for where in wheres:
             if any(getattr(one, knob, value) == value for knob, value in where):
@@ -636,11 +592,16 @@ def _by_rule(
     """
     acts = not is_null(other)
     for rule in _rules(slot, other.slot):
-        if not (acts or rule.needs) or (live and not rule.code) or not _has_knobs(technique, rule.where):
+        excluded = rule.excluded
+        if not (acts or excluded.needs) or (live and not excluded.code):
             continue
-        if rule.when(effects) and rule.refuses(other.effects) and rule.only(config):
-            text, fix = (each.format(slot=other.slot, kind=other.kind) for each in (rule.text, rule.fix))
-            return Reason(text, fix, rule.code)
+        if not _has_knobs(technique, excluded.where) or not excluded.only(config):
+            continue
+        if rule.when(effects) and excluded.having(other.effects):
+            text, fix = (
+                each.format(slot=other.slot, kind=other.kind) for each in (excluded.text, excluded.fix)
+            )
+            return Reason(text, fix, excluded.code)
     return None
 
 

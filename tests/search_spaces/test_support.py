@@ -132,7 +132,10 @@ def holds(rule: Rule, one: Technique, other: Technique) -> bool:
     moved = replace(
         facts, chosen={**facts.chosen, "offload.activations": made("offload.activations", "copy_out")}
     )
-    return rule.when(one.effects) and rule.refuses(other.effects) and any(map(rule.only, (facts, moved)))
+    excluded = rule.excluded
+    return (
+        rule.when(one.effects) and excluded.having(other.effects) and any(map(excluded.only, (facts, moved)))
+    )
 
 
 def test_rules_and_pairs_refuse_something() -> None:
@@ -147,7 +150,7 @@ def test_rules_and_pairs_refuse_something() -> None:
     for rule in RULES:
         assert any(
             holds(rule, *pair) for pair in pairs if (pair[0].slot, pair[1].slot) == (rule.slot, rule.other)
-        ), rule.text
+        ), rule.excluded.text
     said = {
         (one.slot, other.slot, reason.text)
         for one, other in pairs
