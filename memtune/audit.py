@@ -21,11 +21,7 @@ def audit(context: Context) -> dict[str, Any]:
 
 
 def audit_claims(context: Context) -> dict[str, Any]:
-    """Return the facts of the activation table and of the techniques' own checks.
-
-    Raises:
-        ApplyError: As `audit`.
-    """
+    """Return the facts of the activation table and of the techniques' own checks, which raise ApplyError."""
     facts = {"activations": _activations(context)}
     for slot, check in context.checks.items():
         facts[slot] = check()

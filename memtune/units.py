@@ -74,9 +74,7 @@ def format_bytes(n_bytes: float) -> str:
 
 
 def bytes_in_words(text: str) -> str:
-    """Return `text` with its numbers of bytes formatted by `format_bytes`: `2097152 bytes`, `100 of the 200
-    bytes`, `device 565407,`.
-    """
+    """Return `text` with its numbers of bytes formatted by `format_bytes`: `100 of the 2097152 bytes`."""
     return _COUNTED.sub(lambda found: format_bytes(int(found[1] or found[2] or found[3])), text)
 
 

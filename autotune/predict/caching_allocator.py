@@ -94,10 +94,7 @@ class AllocatorEvents:
 
     @classmethod
     def from_columns(cls, columns: I64, first_of_step: I64) -> AllocatorEvents:
-        """Return events from a matrix with one column per event.
-
-        Action, storage, bytes, stream, op, ready_op.
-        """
+        """Return events from rows of action, storage, bytes, stream, op, ready_op; a column per event."""
         action, storage, n_bytes, stream, op, ready_op = (np.ascontiguousarray(row) for row in columns)
         kinds = (action.astype(np.uint8), storage.astype(np.int32), n_bytes, stream.astype(np.int32))
         return cls(*kinds, op, ready_op, first_of_step)

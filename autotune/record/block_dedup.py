@@ -231,11 +231,7 @@ class BlockDedup:
         self.lent = self.gradient_specs()
 
     def check_lent(self) -> None:
-        """Compare the current gradients, of all blocks, with those that were lent for the warm-up.
-
-        Raises:
-            BlocksDiffer: They are not equal.
-        """
+        """Compare the current gradients, of all blocks, with those that were lent for the warm-up."""
         if self.lent and self.lent != self.gradient_specs():
             raise BlocksDiffer("blocks have gradients of other shapes or dtypes, or none")
 

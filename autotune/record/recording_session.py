@@ -188,9 +188,7 @@ class Session:
         return True
 
     def trace(self, size: int, *, micro_batches: int = 1, trace_last: bool = False) -> Step:
-        """Return the steady-state step at micro-batch `size`; with `trace_last`, only the last micro-batch of
-        several and the optimizer.
-        """
+        """Return the steady-state step; with `trace_last` its last micro-batch and the optimizer only."""
         return self.traced(size, micro_batches=micro_batches, trace_last=trace_last).step
 
     def traced(self, size: int, *, micro_batches: int = 1, trace_last: bool = False) -> Trace:

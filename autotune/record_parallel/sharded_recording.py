@@ -278,14 +278,7 @@ def _update_optimizer(session: Session, before: dict[str, nn.Parameter]) -> None
 
 
 def divide_session(session: Session, *, pairs: tuple[Pair, ...], degree: int, drops: set[str]) -> None:
-    """Partition the model, and give each rank its share of the positions between those layers.
-
-    Args:
-        session: Changed in place.
-        pairs: The layers to partition.
-        degree: Number of parts.
-        drops: Receives the names of the dropouts, which draw for all positions.
-    """
+    """Partition the model, and give each rank its share of the positions; `drops` gets names of dropouts."""
     drops.update(dropouts(session.model, session.blocks))
     cut_session(session, pairs=pairs, degree=degree)
     place = Place(meshes("cpu", degree)[1].get_group().group_name, degree, 0)
@@ -443,17 +436,8 @@ _FIX_ROTATED = "another degree, or parallel: {kind: none}"
 def rotate_session(
     session: Session, *, degree: int, in_place: bool, layers: list[str], refused: list[str]
 ) -> None:
-    """Rotate the weights of `session`'s model.
-
-    They remain plain tensors, so that only plain ops are recorded.
-
-    Args:
-        session: Changed in place.
-        degree: Ranks of a ring.
-        in_place: Whether a received shard overwrites the rank's own.
-        layers: Receives the names of the layers.
-        refused: Receives a line about each layer that is not divided.
-    """
+    """Rotate the weights of `session`'s model, which remain plain tensors: only plain ops are recorded."""
+    # `layers` receives the names of the layers, `refused` a line about each one that is not divided.
     model = session.model
     layers[:], refused[:] = rotatable(model, degree)
     before = dict(model.named_parameters())

@@ -22,11 +22,9 @@ from memtune.technique import Plan, Reason, Technique
 
 
 def plan_buckets(setup: Setup, candidate: Candidate) -> tuple[Bucket, ...]:
-    """Return the length buckets of `candidate` that have techniques and plans of their own, smallest first.
-
-    Without any, all batches follow the candidate's own. A bucket that no combination is known to fit follows
-    the next larger one.
-    """
+    """Return the length buckets of `candidate` that have techniques and plans of their own, ascending."""
+    # Without any, all batches follow the candidate's own. A bucket that no combination is known to fit
+    # follows the next larger one.
     choice = candidate.choice
     if choice not in setup.bucket_plans:
         setup.bucket_plans[choice] = _planned_buckets(setup, candidate)

@@ -37,10 +37,7 @@ class Control:
 
     @property
     def interrupted(self) -> bool:
-        """Return whether Ctrl-C or a signal caused the stop.
-
-        The caller exits with `exit_code` after writing the best.
-        """
+        """Return whether Ctrl-C or a signal caused the stop: the caller exits with `exit_code` in the end."""
         return self._exit_code != 0
 
     @property
@@ -69,11 +66,9 @@ class Control:
             self._begun = True
 
     def interrupt(self, exit_code: int = 130) -> bool:
-        """Request a `stop` because of Ctrl-C or a signal; return whether the search ends in order.
-
-        Before the first trial there is nothing to keep, and after a second request there is no time: the
-        caller should end at once.
-        """
+        """Request a `stop` because of Ctrl-C or a signal; return whether the search ends in order."""
+        # Before the first trial there is nothing to keep, and after a second request there is no
+        # time: the caller ends at once.
         with self._lock:
             first = self._exit_code == 0
             self._stopping, self._exit_code = True, self._exit_code or exit_code

@@ -362,10 +362,7 @@ def _one_config(options: TargetOptions, per_rank: int) -> Choice | None:
 
 
 def _workspaces(device: Device, ranks: int) -> WorkspaceTable | None:
-    """Return the table of CPU kernels' scratch for the thread count of a trial's ranks.
-
-    None if not measurable.
-    """
+    """Return the scratch of CPU kernels at the thread count of a trial's ranks, if it can be measured."""
     if device != "cpu" or cpu_allocator.available() is not None:
         return None
     return WorkspaceTable.cached(threads=_threads(ranks))

@@ -80,11 +80,9 @@ class Measured:
 
     @property
     def step_s(self) -> float:
-        """Return the step time that comparisons use: of rounds the mean of their logarithms (rule 2).
-
-        Without rounds the median over trials of each one's median, of two the lower one: other load only
-        makes steps longer.
-        """
+        """Return the step time that comparisons use: of rounds the mean of their logarithms (rule 2)."""
+        # Without rounds the median over trials of each one's median, of two the lower one: other
+        # load only makes steps longer.
         if len(self.rounds) >= 2:
             return statistics.geometric_mean(_undisturbed_s(each) for each in self._timed())
         return statistics.median_low(_middle(each) for each in self._timed())
@@ -431,9 +429,7 @@ def _simplest_of_the_best(measured: Sequence[Measured], goal: Goal) -> Measured:
 
 
 def _left_rounds(measured: Measured) -> bool:
-    """Return whether a finalist was beaten in earlier rounds than the last: noise that later rounds of others
-    show does not bring it back.
-    """
+    """Return whether a finalist was beaten before the last round: noise does not bring it back."""
     return bool(measured.rounds) and measured.rounds[-1] is None
 
 

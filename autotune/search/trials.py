@@ -76,11 +76,7 @@ def make_executor(
 
 
 def executor_name(name: ExecutorName, *, device: str, ranks: int, ray_address: str | None) -> ExecutorName:
-    """Return `name`.
-
-    For `auto`, Ray for two or more devices that it assigns or an address, else child processes of this
-    machine.
-    """
+    """Return `name`, for `auto` Ray for several devices that it assigns or an address, else `local`."""
     if name != "auto":
         return name
     several = device != "cpu" and ranks > 1 and platform_of(device).ray_resource

@@ -57,10 +57,7 @@ class Choice(Settings):
 
     @cached_property
     def partitioning(self) -> tuple[tuple[str, Any], ...]:
-        """Return the techniques' settings for the partitioner of compiled graphs.
-
-        Empty if nothing is compiled.
-        """
+        """Return the techniques' settings for the partitioner of compiled graphs, if any is compiled."""
         if not self.execution.compile:
             return ()
         return tuple(sorted(pair for each in self.techniques for pair in each.partitioning().items()))

@@ -166,9 +166,8 @@ def load_full_state_dict(context: Context, state_dict: Mapping[str, Any]) -> Non
 
 
 def _model(context: Context) -> dict[str, Any]:
-    """Return the model's state, sharded where it is; call it first, because FSDP2 then reshards units that a
-    forward left gathered.
-    """
+    """Return the model's state, sharded where it is."""
+    # Called first: FSDP2 then reshards units that a forward left gathered.
     state: dict[str, Any] = context.model.state_dict()
     return state
 

@@ -102,9 +102,7 @@ def full_state_dict(context: Context) -> dict[str, Any]:
 
 
 def full_value(context: Context, name: str, value: Any) -> Any:
-    """Return an entry of the model's state dict in full: gathered from all its ranks, or sent by its
-    owner.
-    """
+    """Return an entry of the state dict in full: gathered from all its ranks, or sent by its owner."""
     remote, here = context.placement.remote_parameters, full_tensor(value)
     return here if remote is None else remote.full_value(name, here)
 

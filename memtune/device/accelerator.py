@@ -62,9 +62,7 @@ def count(kind: str | None = None) -> int:
 
 
 def runtime() -> str:
-    """Return the runtime that torch was built with, and its version, such as `cuda 12.8`; empty without
-    one.
-    """
+    """Return the runtime that torch was built with and its version, `cuda 12.8`; empty without one."""
     found = {kind: getattr(torch.version, kind, None) for kind in ("cuda", "hip", "xpu")}
     return ", ".join(f"{kind} {version}" for kind, version in found.items() if version)
 
@@ -263,11 +261,7 @@ def _named(platform: Platform) -> str:
 
 
 def named_platform(name: str) -> Platform:
-    """Return the platform called `name`, whether it is present or not, or that of a device type of torch.
-
-    Raises:
-        UsageError: There is neither.
-    """
+    """Return the platform called `name`, present or not, or that of a device type of torch."""
     return PLATFORMS.get(name) or platform_of(name)
 
 
@@ -320,15 +314,12 @@ def started_devices() -> list[torch.device]:
 
 
 def backend_of(device_type: str) -> str:
-    """Return torch's default backend for tensors of a device type: `nccl` for `cuda`, `gloo` for `cpu`; that
-    of an out-of-tree type is what its package registered.
-    """
+    """Return torch's default backend for a device type: `nccl` for `cuda`, `gloo` for `cpu`."""
+    # An out-of-tree type has registered its own.
     kind = require_type(device_type)
     return dist.Backend.default_device_backend_map.get(kind) or platform_of(kind).backend or "gloo"
 
 
 def backends_of(device_type: str) -> str:
-    """Return the backends for tensors of the host and of `device_type` in the form of `init_process_group`:
-    `cpu:gloo,cuda:nccl`.
-    """
+    """Return the backends of host and device as `init_process_group` takes them: `cpu:gloo,cuda:nccl`."""
     return ",".join(dict.fromkeys(f"{kind}:{backend_of(kind)}" for kind in ("cpu", device_type)))

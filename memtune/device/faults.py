@@ -33,11 +33,9 @@ def _described() -> tuple[str, ...]:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Return True if `error` says that the device runs no more kernels of this process.
-
-    Torch raises `AcceleratorError` for an error of the driver. Except for a lack of memory it persists: each
-    later call raises it again.
-    """
+    """Return True if `error` says that the device runs no more kernels of this process."""
+    # Torch raises `AcceleratorError` for an error of the driver. Except for a lack of memory it
+    # persists: each later call raises it again.
     return isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)
 
 

@@ -35,9 +35,8 @@ def peak_reserved_bytes(device: torch.device) -> int:
 
 
 def requested_bytes(device: torch.device, which: str) -> int:
-    """Return the bytes that tensors asked for, `current` or `peak`, before the allocator rounds them; the
-    rounded ones if it does not count them.
-    """
+    """Return the bytes that tensors asked for, `current` or `peak`, before the allocator rounds them."""
+    # Allocators that do not count them report the rounded ones.
     found = _function(device, "memory_stats")(device)
     return int(found.get(f"requested_bytes.all.{which}", found.get(f"allocated_bytes.all.{which}", 0)))
 

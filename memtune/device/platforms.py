@@ -180,7 +180,5 @@ def device_of(architecture: str) -> str:
 
 
 def of_hardware(device: str, architecture: str) -> str:
-    """Return the name of the platform of a device that need not be present: its type, or `rocm` for an
-    architecture of AMD.
-    """
+    """Return the platform of a device that need not be present: its type, or `rocm` for one of AMD."""
     return "rocm" if device == "cuda" and architecture.startswith("gfx") else device

@@ -70,10 +70,8 @@ def end_of(stream: torch.Stream | None) -> torch.Event | None:
 
 
 def wait(event: torch.Event) -> None:
-    """Make the current stream of the event's device wait for it.
-
-    `event.wait()` alone takes the current stream of the current device, which need not be that one.
-    """
+    """Make the current stream of the event's device wait for it."""
+    # `event.wait()` alone takes the current stream of the current device, which need not be that one.
     event.wait(current(event.device))
 
 
@@ -84,11 +82,8 @@ def wait_current(stream: torch.Stream | None, device: torch.device) -> None:
 
 
 def used_on(tensor: Tensor, stream: torch.Stream | None = None) -> None:
-    """Keep `tensor`'s memory until the work issued so far to `stream`, by default the current one of its
-    device, is done.
-
-    The allocator otherwise reuses memory in the order of the stream on which it was allocated.
-    """
+    """Keep `tensor`'s memory until the work issued so far to `stream`, by default the current one, ends."""
+    # The allocator otherwise reuses memory in the order of the stream on which it was allocated.
     if has_streams(tensor.device):
         tensor.record_stream(current(tensor.device) if stream is None else stream)
 

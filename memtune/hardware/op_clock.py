@@ -145,11 +145,9 @@ class OpClock(TorchDispatchMode):
         return out
 
     def waiting(self) -> float:
-        """Return the fraction of the time in which this process did not compute.
-
-        That is time in ops that do not compute, and in gaps far longer than the median: a rank waits for
-        other ranks in `Work.wait`, which is not an op.
-        """
+        """Return the fraction of the time in which this process did not compute."""
+        # That is ops that do not compute, and gaps far longer than the median: a rank waits for
+        # other ranks in `Work.wait`, which is not an op.
         usual_s = statistics.median(self.gaps_s) if self.gaps_s else 0.0
         waited_s = self.others_s + sum(gap_s - usual_s for gap_s in self.gaps_s if gap_s > _LONG * usual_s)
         whole_s = sum(each.seconds for each in self.observed) + self.others_s + sum(self.gaps_s)
@@ -157,9 +155,8 @@ class OpClock(TorchDispatchMode):
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """Return the clock for `device`: CPU time of the process on CPU, wall time on accelerators.
-
-    Linux counts the CPU time of a process in ticks of milliseconds while a limit on it is set (`ulimit -t`).
-    """
+    """Return the clock for `device`: CPU time of the process on CPU, wall time on accelerators."""
+    # Linux counts the CPU time of a process in ticks of milliseconds while a limit on it is set
+    # (`ulimit -t`).
     is_coarse = resource.getrlimit(resource.RLIMIT_CPU)[0] != resource.RLIM_INFINITY
     return time.perf_counter if is_coarse or device.type != "cpu" else time.process_time

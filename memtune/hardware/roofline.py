@@ -163,10 +163,7 @@ _UPDATE, _ELEMENTWISE = CLASSES.index("update"), CLASSES.index("elementwise")
 
 
 def op_class(name: str, *, is_update: bool = False) -> str:
-    """Return the class of an op name, which determines the fraction of the peak rates that it reaches.
-
-    `is_update` tells whether an optimizer's step runs it.
-    """
+    """Return the class of an op name (`is_update`: of an optimizer's step), which has one efficiency."""
     index = _class_index(name)
     return CLASSES[_UPDATE if is_update and index == _ELEMENTWISE else index]
 
@@ -214,11 +211,9 @@ def peak_s(flops: F64, traffic_bytes: F64, flops_per_s: F64 | float, bytes_per_s
 
 
 def on_curve(curve: Curve, at_peak_s: F64) -> F64:
-    """Return the seconds of ops that take `at_peak_s` at peak rates, by log-log interpolation of `curve`.
-
-    Below the smallest point an op takes the time of that point; above the largest one it has that point's
-    efficiency.
-    """
+    """Return the seconds of ops that take `at_peak_s` at peak rates, by log-log interpolation of `curve`."""
+    # Below the smallest point an op takes the time of that point; above the largest it has that
+    # efficiency.
     x, y = np.log(np.array(curve).T)
     at = np.log(np.maximum(at_peak_s, 1e-12))
     found: F64 = np.exp(np.interp(at, x, y) + np.maximum(at - x[-1], 0.0))

@@ -216,9 +216,7 @@ def with_measured(hardware: Hardware, known: calibration_cache.Calibration) -> H
 
 
 def gpu_name() -> str:
-    """Return the name of the first device of the accelerator as in `detect`: the table's key, else made from
-    the driver's name.
-    """
+    """Return the name of the first device as in `detect`: the table's key, else from the driver's name."""
     title, memory_bytes = _seen()
     return known_devices.match(title, memory_bytes) or re.sub(r"\W+", "-", title.lower())
 

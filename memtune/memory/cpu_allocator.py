@@ -142,10 +142,7 @@ def _library() -> ctypes.PyDLL:
 
 
 def available() -> EnvironmentFault | None:
-    """Return the reason why the native ledger cannot be used (no compiler, for example), None if it can.
-
-    Compiles it on first use.
-    """
+    """Return why the native ledger cannot be used (no compiler), else None; compiles it at first use."""
     loaded = _load()
     return loaded if isinstance(loaded, EnvironmentFault) else None
 
@@ -189,10 +186,7 @@ def reset_peak() -> None:
 
 
 def set_budget(budget_bytes: int | None, tier: Tier = DEVICE) -> None:
-    """Raise `torch.OutOfMemoryError` for requests that would bring `tier` above `budget_bytes`.
-
-    None: no limit.
-    """
+    """Raise `torch.OutOfMemoryError` for requests that would bring `tier` above it; None: no limit."""
     _library().memtune_ledger_set_budget(TIERS.index(tier), -1 if budget_bytes is None else budget_bytes)
 
 
@@ -209,10 +203,7 @@ def set_source(take: int | None, give: int | None) -> None:
 
 
 def source_live_bytes() -> int:
-    """Return the bytes of the device tier that the source of `set_source` serves now.
-
-    All others are malloc's.
-    """
+    """Return the bytes of the device tier that the source of `set_source` serves now, not malloc."""
     return int(_library().memtune_ledger_source_live())
 
 

@@ -125,10 +125,7 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
         self._peak_at = dict.fromkeys(TIERS, (0, "", 0))
 
     def set_budget(self, budget_bytes: int | None, tier: Tier = DEVICE) -> None:
-        """Raise `torch.OutOfMemoryError` for ops that bring `tier` above `budget_bytes`.
-
-        None lifts the limit.
-        """
+        """Raise `torch.OutOfMemoryError` for ops that bring `tier` above the budget; None lifts it."""
         self._budget.pop(tier, None)
         if budget_bytes is not None:
             self._budget[tier] = budget_bytes

@@ -95,10 +95,7 @@ class Ledger(abc.ABC):
         """Lift the budget and drop the references to model and optimizer."""
 
     def breakdown(self) -> dict[Kind, int]:
-        """Return the device bytes live now, by kind: those of the watched objects, the rest as `TEMPORARY`.
-
-        Activations count as `TEMPORARY`.
-        """
+        """Return the live device bytes by kind: of watched objects, others (also activations) `TEMPORARY`."""
         held = _held(self._model, self._optimizer, self._counts)
         return {**held, Kind.TEMPORARY: self.live_bytes() - sum(held.values())}
 

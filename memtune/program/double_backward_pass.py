@@ -22,11 +22,8 @@ Mask = npt.NDArray[np.bool_]
 
 
 def is_differentiated_again(step: Step) -> bool:
-    """Return True if `loss` uses gradients that it made with `create_graph`: forward goes on after a
-    backward that is differentiated itself.
-
-    Recompute by the user's own checkpoints has the same phase, but runs after all of forward.
-    """
+    """Return True if `loss` uses gradients that it made with `create_graph`: forward goes on after them."""
+    # Recompute by the user's own checkpoints has the same phase, but runs after all of forward.
     again, forward = (np.flatnonzero(step.ops.phase == each) for each in (Phase.RECOMPUTE, Phase.FORWARD))
     return bool(len(again) and len(forward) and again[0] < forward[-1])
 

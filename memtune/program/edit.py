@@ -397,9 +397,7 @@ class Edit:
         self.hold_through(storages, op)
 
     def drop_ops(self, rows: npt.NDArray[np.bool_] | npt.NDArray[np.integer[Any]]) -> None:
-        """Remove original ops, given as a mask or by number, with all their uses; storages they made must
-        have no other use.
-        """
+        """Remove original ops (mask or numbers) with all their uses; what they made has no other use."""
         self._drop_ops[rows] = True
         self._drop_uses |= self._drop_ops[self._step.uses.op]
 

@@ -27,11 +27,10 @@ _OUTPUTS_IN_EVALUATION = {
 
 
 def first_step(step: Step) -> Step:
-    """Return `step` as the first of a run: optimizer state is allocated just before the first update.
-
-    This is an upper bound for optimizers that allocate a parameter's state at its own update (SGD's
-    momentum): there the temporaries of earlier parameters do not coincide with the state of later ones.
-    """
+    """Return `step` as the first of a run: optimizer state is allocated just before the first update."""
+    # An upper bound for optimizers that allocate a parameter's state at its own update (SGD's
+    # momentum): there the temporaries of earlier parameters do not coincide with the state of later
+    # ones.
     return step.with_storages(producer=state_producers(step))
 
 

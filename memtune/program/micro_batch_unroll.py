@@ -132,9 +132,7 @@ class UnrolledRows:
         self._alias.setdefault(stage, []).append((storage, replacement))
 
     def declare_sums(self, part: I32, total: I32) -> None:
-        """Declare gradient sums: the first micro-batch makes gradient `part[i]` in place of its sum
-        `total[i]`, to which later micro-batches add theirs.
-        """
+        """Declare that the first micro-batch makes `part[i]` in place of its sum `total[i]`."""
         self._part, self._total = part, total
 
     def _copy(self, key: Key) -> _Copy:

@@ -48,11 +48,8 @@ class Stages:
         return range(rank, len(self.starts), self.ranks)
 
     def repeats(self, micro_batches: int) -> int:
-        """Return how many times the unrolled rows repeat in a step of `micro_batches`.
-
-        Rows are unrolled for a few rounds of `ranks` micro-batches, at least two, which suffices for the
-        peak.
-        """
+        """Return how many times the unrolled rows repeat in a step of `micro_batches`."""
+        # A few rounds of `ranks` micro-batches, at least two, suffice for the peak.
         if self.schedule == "gpipe":  # activations of all micro-batches are live at once
             return 1
         rounds = micro_batches // self.ranks

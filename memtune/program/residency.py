@@ -72,13 +72,9 @@ def ssd_reads_by_moment(residency: Residency, read_ahead: int) -> tuple[tuple[Un
 
 
 def order_of_use(units: int, *, gathered: bool = False) -> Units:
-    """Return the unit that each moment of a step uses; -1 for none.
-
-    Args:
-        units: Number of units.
-        gathered: Units are sharded. FSDP2 prefetches the all-gather of the next unit in backward, so a moment
-            of backward uses the rows of the next unit.
-    """
+    """Return the unit that each moment of a step uses; -1 for none."""
+    # FSDP2 prefetches the all-gather of the next unit in backward, so under it (`gathered`) a moment of
+    # backward uses the rows of the next unit.
     return (
         (*range(units), *reversed(range(units - 1)), -1)
         if gathered

@@ -93,10 +93,9 @@ def adding_ops(step: Step) -> I32:
 
 
 def complete_after(step: Step, gradient: I32, raw: I32) -> I32:
-    """Return the op after which each gradient is complete, `raw` being what this micro-batch produces.
-
-    A sum exists before this micro-batch, so no op produces it: it is complete when `raw` has been added.
-    """
+    """Return the op after which each gradient is complete, `raw` being what this micro-batch produces."""
+    # A sum exists before this micro-batch, so no op produces it: it is complete when `raw` has been
+    # added.
     summed = step.storages.producer[gradient] < 0
     at = np.where(summed, adding_ops(step)[gradient], step.storages.grad_ready_after[raw])
     return at.astype(np.int32)
@@ -355,10 +354,8 @@ class Gathers:
 
     @property
     def of_moments(self) -> I32:
-        """(2 · blocks,) the all-gather that reads rows in each moment of `residency.order_of_use`.
-
-        The last moment reads no rows; its entry repeats the first gather of backward.
-        """
+        """(2 · blocks,) the all-gather that reads rows in each moment of `residency.order_of_use`."""
+        # The last moment reads no rows: its entry repeats the first gather of backward.
         return np.concatenate([self.forward, self.backward[-2::-1], self.backward[:1]])
 
 

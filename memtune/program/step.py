@@ -626,10 +626,8 @@ class Recording:
     """By micro-batch, bounds of a batch's bytes over the recorded one's; empty for batches of one size."""
 
     def batch_range(self, micro_batch: int) -> tuple[float, float]:
-        """Return the bounds of a batch's bytes over the recorded one's, (1, 1) for batches of one size.
-
-        Of the next smaller micro-batch if it is not known: more samples vary less.
-        """
+        """Return the bounds of a batch's bytes over the recorded one's, (1, 1) for batches of one size."""
+        # Of the next smaller micro-batch if it is not known: more samples vary less.
         below = [size for size in self.batch_factors if size <= micro_batch]
         nearest = max(below) if below else min(self.batch_factors, default=None)
         return (1.0, 1.0) if nearest is None else self.batch_factors[nearest]

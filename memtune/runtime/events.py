@@ -24,9 +24,7 @@ class Event(Generic[P]):
         self._subscribers: list[Callable[P, Any]] = []
 
     def subscribe(self, callback: Callable[P, Any]) -> None:
-        """Call `callback` on every later `emit`, after all earlier subscribers; its return value is
-        ignored.
-        """
+        """Call `callback` on every later `emit`, after all earlier subscribers."""
         self._subscribers.append(callback)
 
     def emit(self, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -51,12 +49,8 @@ class GradReady(Event[[Tensor]]):
         """True if a mechanism emits this event; without an emitter a subscriber would wait forever."""
 
     def emit_from(self, start: Callable[[], None]) -> None:
-        """Declare the emitter; must precede all subscriptions.
-
-        Args:
-            start: Called once, at the first subscription; from then on `emit` must be called for each
-                gradient.
-        """
+        """Declare the emitter, before any subscription; `start` is called at the first one."""
+        # From then on `emit` must be called for each gradient.
         assert not self.has_emitter
         self._start, self.has_emitter = start, True
 

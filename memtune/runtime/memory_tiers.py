@@ -89,9 +89,7 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def mark(tensor: torch.Tensor, name: Tier) -> None:
-    """Assign `tensor`'s storages to tier `name` for as long as they exist, instead of the tier in which they
-    were made.
-    """
+    """Assign `tensor`'s storages to tier `name` while they exist, instead of that in which they were made."""
     for storage in storages_of(tensor):
         mark_storage(storage, name)
 
@@ -109,9 +107,7 @@ def mark_storage(storage: torch.UntypedStorage, name: Tier) -> None:
 
 
 def tier_of(tensor: torch.Tensor) -> Tier:
-    """Return the tier of `tensor`'s (first) storage: as marked, else as the native ledger made it, else
-    `device`.
-    """
+    """Return the tier of `tensor`'s (first) storage: as marked, else of the native ledger, else `device`."""
     return next((tier_of_storage(storage) for storage in storages_of(tensor)), DEVICE)
 
 
@@ -151,10 +147,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """Return the memory that `tensor`, or its part on this rank, shows, as a tensor with versions of its own.
-
-    Unlike `detach` it serves a DTensor whose memory is on another device than its mesh.
-    """
+    """Return the memory that `tensor`, or its part on this rank, shows, with versions of its own."""
+    # Unlike `detach` this serves a DTensor whose memory is on another device than its mesh.
     memory: Tensor = getattr(tensor, "_local_tensor", tensor)
     found: Tensor = torch._C.TensorBase.data.__get__(memory)  # type: ignore[attr-defined]
     return found

@@ -26,19 +26,15 @@ def declare(ranks_per_node: int | None) -> None:
 
 
 def ranks_per_node() -> int:
-    """Return ranks per node: as declared, else as the launcher sets it (`LOCAL_WORLD_SIZE`), else all of
-    them.
-    """
+    """Return ranks per node: as declared, else of the launcher (`LOCAL_WORLD_SIZE`), else all of them."""
     ranks = dist.get_world_size()
     return min(ranks, _declared or int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
 
 
 def count_collective(group: dist.ProcessGroup, n_bytes: int) -> None:
-    """Count bytes that this rank receives in `group`: in total, and on the slowest link that the group uses.
-
-    Counters: `collective`, and `intra_link` if all members share a node, else `inter_link`. A ring moves
-    every byte over each of its links, so one link between nodes makes the whole collective one between nodes.
-    """
+    """Count bytes that this rank receives in `group`: in total, and on the slowest link that it uses."""
+    # A ring moves every byte over each of its links, so one link between nodes makes the whole
+    # collective one between nodes.
     node = ranks_per_node()
     members = dist.get_process_group_ranks(group)
     COUNTERS.add("collective", n_bytes)
@@ -79,11 +75,8 @@ class Nodes:
 
 
 def nodes_of(device_type: str, degree: int, local: int, parts: int = 1) -> Nodes:
-    """Return the groups of this rank among `degree` ranks with stride `parts`, on nodes that have `local` of
-    them each.
-
-    Made once per process group.
-    """
+    """Return this rank's groups among `degree` ranks with stride `parts`, `local` of them on each node."""
+    # Made once per process group.
     # A recorder that is active now must not see the tensors with which a mesh is made.
     with _disable_current_modes():
         return _nodes(device_type, degree, local, parts, id(dist.distributed_c10d._get_default_group()))
@@ -99,7 +92,5 @@ def _nodes(device_type: str, degree: int, local: int, parts: int, group: int) ->
 
 
 def forget() -> None:
-    """Clear the cache; call it when the process group is destroyed, since the next one may have the same
-    `id`.
-    """
+    """Clear the cache when the process group is destroyed: the next one may have the same `id`."""
     _nodes.cache_clear()

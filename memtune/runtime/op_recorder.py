@@ -26,9 +26,7 @@ class WatchingMode(TorchDispatchMode):  # torch's __init_subclass__
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True: inactive while graphs are made, active while they run, so graphs that run op by op are
-        observed op by op.
-        """
+        """Return True: graphs that run op by op are observed, their making is not."""
         return True
 
 

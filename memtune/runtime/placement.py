@@ -84,9 +84,7 @@ class Placement:
 
     @property
     def absent(self) -> Mapping[str, torch.Size]:
-        """Full shapes of the parameters that only other ranks hold, by name in the plain model's state dict;
-        mostly empty.
-        """
+        """Full shapes of the parameters that only other ranks hold, by name in the plain state dict."""
         return {} if self.remote_parameters is None else self.remote_parameters.absent
 
     @property
@@ -96,9 +94,7 @@ class Placement:
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of ranks that hold the same part of the model; states are sharded or replicated over
-        these.
-        """
+        """Number of ranks with the same part of the model: states are sharded or replicated over them."""
         return self.world_size // self.model_parallel_size
 
     @property
@@ -114,7 +110,5 @@ class Placement:
         return chain
 
     def optimizer_param(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter that the optimizer updates for the model's `parameter`: the end of its chain,
-        or `parameter` itself.
-        """
+        """Return the parameter that the optimizer updates for the model's: the end of its chain."""
         return self.param_chain(parameter)[-1]

@@ -63,9 +63,7 @@ class RandomState:
     def kept(
         cls, module: nn.Module, generators: Iterable[Generator] = (), *, python: bool = False
     ) -> RandomState:
-        """Return the same as `capture`, for a state held until a region has run again
-        (`activations.recompute.rng_state_pass`).
-        """
+        """Return the same as `capture`, counted: for a state held until a region has run again."""
         return replace(cls.capture(module, generators, python=python), counted=True)._notify()
 
     def is_now(self, module: nn.Module) -> bool:
@@ -132,11 +130,9 @@ def _state_on(device: torch.device | None) -> Tensor | None:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed torch's generators, as `torch.manual_seed` does.
-
-    Without an accelerator that function queues a seed with a formatted stack for each kind of device at each
-    call.
-    """
+    """Seed torch's generators, as `torch.manual_seed` does."""
+    # Without an accelerator that function queues a seed with a formatted stack for each kind of device
+    # at each call.
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
     else:

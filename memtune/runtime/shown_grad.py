@@ -353,10 +353,7 @@ def is_tracked(weight: Tensor) -> bool:
 
 
 def is_data_used() -> bool:
-    """Return whether `data` of a tracked weight has been read or assigned in this process.
-
-    If not, `version_of_data` is the same for all weights.
-    """
+    """Return whether `data` of a tracked weight was used in this process: else all versions are equal."""
     return _used
 
 

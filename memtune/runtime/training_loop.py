@@ -92,9 +92,7 @@ class TrainingLoop:
     """
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        """Return the context in which forward and backward of a micro-batch run; `last` marks the last one of
-        a step.
-        """
+        """Return the context of a micro-batch's forward and backward; `last` marks the last one of a step."""
         return nullcontext() if self.sync is None else self.sync(last)
 
     def step(

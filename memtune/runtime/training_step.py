@@ -39,9 +39,7 @@ class Order(Protocol):
 
 
 def upload(batch: Any, device: torch.device) -> Any:
-    """Return `batch` with every tensor copied to `device` through the seam; on CPU that is a copy from the
-    host tier.
-    """
+    """Return `batch` with every tensor copied to `device` through the seam, on CPU from the host tier."""
     return to_device(batch, device, lambda tensor: torch.ops.memtune.to_device(tensor, device))
 
 

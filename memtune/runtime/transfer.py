@@ -73,10 +73,8 @@ _NO_CONTEXT: Final = contextlib.nullcontext()
 
 
 def without_grad() -> contextlib.AbstractContextManager[Any]:
-    """Return `torch.no_grad()`, or a null context, which costs nothing, if gradients are off already.
-
-    They are off inside backward, where hooks run for every parameter.
-    """
+    """Return `torch.no_grad()`, or a null context, which costs nothing, if gradients are off already."""
+    # They are off inside backward, where hooks run for every parameter.
     return torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT
 
 
@@ -237,9 +235,7 @@ def _copy_together(to: Sequence[Tensor], of: Sequence[Tensor]) -> None:
 
 
 def host_like(x: Tensor, *, locked: bool | None = None) -> Tensor:
-    """Return host memory of `x`'s layout, page-locked if `locked`, by default if copies to and from the
-    device of `x` use pinned memory.
-    """
+    """Return host memory of `x`'s layout, page-locked by default if `x`'s device copies pinned memory."""
     with tier(HOST):
         return page_locked(functools.partial(_like, x), wanted=pins(x.device) if locked is None else locked)
 
@@ -391,11 +387,9 @@ PAGE_BYTES = 2 << 20
 
 
 def in_huge_pages(memory: Tensor) -> Tensor:
-    """Ask the system for huge pages for `memory`, which must not have been written yet; return `memory`.
-
-    It is a hint: a system without huge pages ignores it. Only whole huge pages inside the tensor are
-    requested, so resident memory does not grow.
-    """
+    """Ask the system for huge pages for `memory`, which has not been written yet; return `memory`."""
+    # A hint: a system without huge pages ignores it. Only whole huge pages inside the tensor are
+    # requested, so resident memory does not grow.
     if memory.nbytes >= PAGE_BYTES and not (isinstance(memory, FakeTensor) or memory.is_meta):
         # The kernel chooses the page size when a page is first touched.
         _native.wish_huge_pages(memory.data_ptr(), memory.nbytes)

@@ -312,11 +312,7 @@ class RunFolder:
 
     @classmethod
     def temporary(cls) -> RunFolder:
-        """Return a folder in the directory for temporary files (TMPDIR).
-
-        Raises:
-            EnvironmentFault: It cannot be made.
-        """
+        """Return a folder in the directory for temporary files (TMPDIR)."""
         return cls(Path(tempfile.gettempdir()), "directory for temporary files")
 
     def close(self) -> None:
@@ -424,13 +420,8 @@ def _is_dead(path: Path) -> bool:
 
 
 def locked(path: Path, patience_s: float = 0.0) -> int | None:
-    """Return the lock of the folder `path`, held until it is closed; None if its process lives.
-
-    Args:
-        path: The folder.
-        patience_s: Time to wait for it: a process that checks whether the folder is dead holds it for a
-            moment.
-    """
+    """Return the lock of the folder `path`, held until it is closed; None if its process lives."""
+    # A process that checks whether the folder is dead holds it for a moment, hence the patience.
     stop_s = time.monotonic() + patience_s
     while (lock := _lock(path, fcntl.LOCK_EX)) is None and time.monotonic() < stop_s:
         time.sleep(0.01)

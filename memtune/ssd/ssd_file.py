@@ -136,9 +136,8 @@ class SsdFile:
 
     @property
     def engine(self) -> _native.IoEngine:
-        """The engine, until the file is closed or the process ends; a file that is never freed holds no
-        engine after that.
-        """
+        """The engine, until the file is closed or the process ends."""
+        # A file that is never freed holds no engine after that.
         return self._engine[0]
 
     # -- space -----------------------------------------------------------------------------------------------

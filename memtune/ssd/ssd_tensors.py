@@ -35,9 +35,7 @@ class Disk(SsdFile):
         self._tensors: dict[int, tuple[Extent, Ticket | None]] = {}  # by address of the mapping
 
     def write(self, extent: Extent, memory: Tensor, priority: int = WRITE_PRIORITY) -> Ticket:
-        """Start to write `memory`, on the host and as long as the extent; it is referenced until that is
-        over.
-        """
+        """Start to write `memory`, on the host and as long as the extent; it is referenced until then."""
         return self.move(True, extent, bytes_of(memory).numpy(), priority)
 
     def read(self, extent: Extent, memory: Tensor, priority: int = 0, file: int | None = None) -> Ticket:
@@ -100,11 +98,8 @@ class Disk(SsdFile):
         return self.read(extent, host, priority)
 
     def verify(self, ssd: Tensor) -> None:
-        """Check that the bytes of `ssd` are those that were written; reads through the mapping do not check.
-
-        Raises:
-            EnvironmentFault: They are not, or the file was truncated; names the tensor.
-        """
+        """Require that the bytes of `ssd` are those that were written."""
+        # Reads through the mapping do not check.
         with tier(HOST):
             host = torch.empty_strided(ssd.size(), ssd.stride(), dtype=ssd.dtype)
         self.load(host, ssd).result()
@@ -115,7 +110,7 @@ class Disk(SsdFile):
             return self._tensors[ssd.untyped_storage().data_ptr()][0]
 
     def written(self, ssd: Tensor) -> None:
-        """Return once the last write to `ssd` is on the drive."""
+        """Return once the last write to `ssd` is on the drive, or raise its error."""
         with self._lock:
             before = self._tensors[ssd.untyped_storage().data_ptr()][1]
         if before is not None:
@@ -159,11 +154,7 @@ def opened() -> Disk | None:
 
 
 def current() -> Disk:
-    """Return this process's disk in the offload directory, opened at the first call and again after a fork.
-
-    Raises:
-        EnvironmentFault: The directory cannot be used.
-    """
+    """Return this process's disk in the offload directory, opened at the first call and after a fork."""
     return _current()[0]
 
 

@@ -122,13 +122,7 @@ def _mlp(layers: Mapping[str, tuple[int, ...]]) -> Pair | None:
 
 
 def sharding_error(pair: Pair, shapes: Mapping[str, tuple[int, ...]], degree: int) -> str | None:
-    """Return the reason why `degree` ranks cannot shard `pair` equally, None if they can.
-
-    Args:
-        pair: The pair.
-        shapes: Shapes of the weights, by module.
-        degree: Number of ranks.
-    """
+    """Return why `degree` ranks cannot shard `pair`, whose weights have these shapes, equally; else None."""
     for module in pair.columns:
         if shapes[module][0] % degree:
             return f"{degree} ranks do not divide the {shapes[module][0]} outputs of {module}"

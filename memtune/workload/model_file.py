@@ -109,9 +109,7 @@ def split_target(target: str | Path) -> tuple[Path, str | None]:
 
 
 def user_line(error: BaseException, path: Path) -> tuple[int, str] | None:
-    """Return line number and text of the innermost frame of `error` in the user's file; None if there is
-    none.
-    """
+    """Return line number and text of the innermost frame of `error` in the user's file, if there is one."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return (frames[-1].lineno or 0, (frames[-1].line or "").strip()) if frames else None
 

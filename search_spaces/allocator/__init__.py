@@ -27,11 +27,7 @@ def not_remapped(target: Target) -> Reason | None:
 
 
 def environment(options: dict[str, object]) -> dict[str, str]:
-    """Return the environment variables that set allocator `options` before CUDA starts; empty without
-    options.
-
-    Both names are set: torch before 2.9 reads only the second, and a leftover of either must not override the
-    other.
-    """
+    """Return the environment variables that set allocator `options` before CUDA starts."""
+    # Torch before 2.9 reads only the second name, and a leftover of either must not override the other.
     text = ",".join(f"{name}:{value}" for name, value in options.items())
     return {"PYTORCH_ALLOC_CONF": text, "PYTORCH_CUDA_ALLOC_CONF": text} if text else {}

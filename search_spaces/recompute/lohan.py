@@ -177,9 +177,7 @@ class Lohan(Technique):
         )
 
     def rewrite(self, program: Program, plan: LohanPlan, target: Target) -> Program:
-        """Return the program with blocks recomputed as planned; swapped tensors are offloaded in forward and
-        reloaded in backward.
-        """
+        """Return the program recomputed as planned; swapped tensors are offloaded and reloaded."""
         return rewrite_planned(program, plan, plan.spilled, plan.window)
 
     def apply(self, context: Context, plan: LohanPlan) -> None:

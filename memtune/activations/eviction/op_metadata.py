@@ -36,12 +36,7 @@ def key_of(func: Any, args: Any, kwargs: Any) -> Key:
 
 
 def scratch_name(name: str, read_bytes: Iterable[int]) -> str:
-    """Return the name under which an op's workspace is stored.
-
-    Args:
-        name: Name of the op.
-        read_bytes: Sizes of its argument storages.
-    """
+    """Return the name under which the workspace of an op that reads storages of these sizes is stored."""
     return " ".join([name, *map(str, sorted(read_bytes))])
 
 

@@ -207,9 +207,8 @@ def _freeze_one(
 
 
 def _with_holes(n_bytes: int, options: Sequence[Policy]) -> int:
-    """Return the bytes of an arena for values of `n_bytes`: its holes count for a policy with addresses, but
-    not for the step.
-    """
+    """Return the bytes of an arena for values of `n_bytes`."""
+    # Holes between addresses count for a policy that has addresses, but not for the step.
     return n_bytes + n_bytes // 4 if any(policy.addressed for policy in options) else n_bytes
 
 

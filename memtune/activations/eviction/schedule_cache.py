@@ -196,11 +196,9 @@ _NO_GRADIENT = "one of its outputs got no gradient, but may get one in another s
 
 
 def why_outputs_differ(tape: Tape) -> str:
-    """Return why `tape` needs the mode: an output without a gradient that may get one; '' if there is none.
-
-    If all outputs with a gradient are scalars, the model returns its own loss, and other outputs are assumed
-    to have none.
-    """
+    """Return why `tape` needs the mode: an output without a gradient that may get one; '' if it does not."""
+    # If all outputs with a gradient are scalars, the model returns its own loss: others are taken to
+    # have none.
     outputs = (tape.outputs[at] for at in tape.asked)
     has_own_loss = all(isinstance(each, Slot) and each.size == () for each in outputs)
     return "" if tape.asked == tape.differentiable or has_own_loss else _NO_GRADIENT

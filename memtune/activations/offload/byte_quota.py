@@ -39,8 +39,6 @@ class ByteShare(Generic[T]):
         return True
 
     def partial_tensor(self) -> tuple[T, int] | None:
-        """Return the tensor to cut at the end of the call and the bytes of it to offload; None if no bytes
-        are missing.
-        """
+        """Return the tensor to cut at the end of the call and its bytes to offload, if bytes are missing."""
         missing = self._missing_bytes()
         return None if self._kept is None or not missing else (self._kept, missing)

@@ -230,12 +230,10 @@ def id_of(tensor: Tensor) -> int:
 
 
 def is_written_part(tensor: Tensor) -> bool:
-    """Return whether `tensor` was changed in place and shares its storage with other base tensors.
-
-    Autograd does not treat those as its views. Recurrent cells on CPU split their gates with `unsafe_chunk`
-    and write the parts one by one, some after the first part was saved: a copy of the storage made at that
-    time would have stale values of the others.
-    """
+    """Return whether `tensor` was changed in place and shares its storage with other base tensors."""
+    # Autograd does not treat those as its views. Recurrent cells on CPU split their gates with
+    # `unsafe_chunk` and write the parts one by one, some after the first was saved: a copy of the
+    # storage made at that time would have stale values of the others.
     return tensor._version > 0 and not tensor._is_view() and tensor.nbytes < tensor.untyped_storage().nbytes()
 
 

@@ -92,20 +92,17 @@ class RegionContract:
         return found
 
     def written(self, versions: Mapping[str, int]) -> list[str]:
-        """Return the names of the buffers that a forward changed since they had `versions`.
-
-        BatchNorm's kernel writes its statistics without bumping the version counter; its
-        `num_batches_tracked` does bump it, so all buffers of such a norm count.
-        """
+        """Return the names of the buffers that a forward changed since they had `versions`."""
+        # BatchNorm's kernel writes its statistics without bumping the version counter; its
+        # `num_batches_tracked` does bump it, so all buffers of such a norm count.
         buffers = self.buffers()
         changed = {name for name, buffer in buffers.items() if buffer._version != versions.get(name)}
         norms = self._norms.keys() & map(_prefix, changed)
         return [name for name in buffers if name in changed or _prefix(name) in norms]
 
     def may_be_read(self, names: Iterable[str]) -> frozenset[str]:
-        """Return those of `names` that a forward may read: not statistics of PyTorch's norms in training,
-        which it only writes.
-        """
+        """Return those of `names` that a forward may read."""
+        # Statistics of PyTorch's norms in training are only written.
         return frozenset(name for name in names if not self._norms.get(_prefix(name), False))
 
 

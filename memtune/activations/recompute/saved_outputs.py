@@ -40,9 +40,8 @@ class KeptOutputs:
         self._written = False
 
     def note_write(self, storage: torch.UntypedStorage) -> None:
-        """Note that an op of the region writes into `storage`; views with their own version counter
-        (`unsafe_split`) do not show it.
-        """
+        """Note that an op of the region writes into `storage`."""
+        # Views with a version counter of their own (`unsafe_split`) do not show it.
         self._written = self._written or any(kept() is storage for kept in self._storages)
 
     def unchanged(self) -> bool:
@@ -59,7 +58,7 @@ class KeptOutputs:
         return any(kept() is storage for kept in self._storages) and self.unchanged()
 
     def settle(self, claim: Callable[[Tensor], Tensor | OffloadedTensor] | None) -> None:
-        """Offload what the table claims, if it claims any; after the first run the outputs cannot change."""
+        """Offload what the table claims, if it claims any; after the first run outputs cannot change."""
         if claim is not None:
             self._out = _of_tensors(lambda each: claim(each) if isinstance(each, Tensor) else each, self._out)
         self._versions = []
@@ -346,12 +345,7 @@ class SkippedCalls:
         return found is not None and found() is tensor.untyped_storage()
 
     def settle(self, last: int, *, all_kept: bool) -> None:
-        """Decide after the first run whether calls are skipped.
-
-        Args:
-            last: Number of the last recomputed tensor that backward needs: later ops do not count.
-            all_kept: No kept output has been written into.
-        """
+        """Decide after the first run whether calls are skipped; ops after the `last` needed do not count."""
         self._made = {}
         # A kept output that was changed is computed again, and its inputs may be skipped outputs.
         self._all_run = self._needed <= last or not all_kept

@@ -19,13 +19,10 @@ _OTHERS = ("torch.utils.checkpoint", _DROPS)
 
 
 def autograd_saves() -> bool:
-    """Return whether autograd records and keeps what it saves, and no checkpoint of the user's own handles or
-    drops it.
-
-    `torch.utils.checkpoint(use_reentrant=True)` runs a forward without gradients, and again inside the
-    backward of a Python function; with `use_reentrant=False` saved tensors pass, both times, through its
-    hooks. A pack's forward-only run drops them.
-    """
+    """Return whether autograd keeps what it saves, and no checkpoint of the user's own handles it."""
+    # `torch.utils.checkpoint(use_reentrant=True)` runs a forward without gradients, and again inside
+    # the backward of a Python function; with `use_reentrant=False` saved tensors pass, both times,
+    # through its hooks. A pack's forward-only run drops them.
     if not torch.is_grad_enabled():
         return False
     node: object = torch._C._current_autograd_node()
@@ -35,9 +32,7 @@ def autograd_saves() -> bool:
 
 
 def saves_are_dropped() -> bool:
-    """Return whether saved tensors are dropped because this run has no backward
-    (`boundary_activations.discard_saved`).
-    """
+    """Return whether this run has no backward (`boundary_activations.discard_saved`)."""
     return _hooks_of() == _DROPS
 
 

@@ -205,14 +205,7 @@ def _local(graph: OpGraph, ops: I32, values: I32) -> OpGraph:
 
 
 def run_blocks(step: Step, regions: BlockRegions, schedules: Sequence[Schedule]) -> Step:
-    """Return `step` with each block run by its schedule.
-
-    Args:
-        step: The plain step.
-        regions: Regions of its blocks.
-        schedules: One for each block in the order of `regions.blocks`, valid for its graph, with the forward
-            in plain order.
-    """
+    """Return the plain `step` with each block run by its schedule, in the order of `regions.blocks`."""
     return _kept_by_schedules(
         run_schedule(step, regions.together, _joined(regions, schedules), by_readers=True)
     )

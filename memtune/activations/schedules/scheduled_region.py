@@ -482,9 +482,9 @@ class ScheduledRun:
         return self._handed_out(number, self._ready.pop())
 
     def _handed_out(self, number: int, gradient: Tensor) -> Tensor | None:
-        """Return the gradient for autograd: None if the loss does not reach the parameter, but zeros if it
-        has hooks.
-        """
+        """Return the gradient for autograd."""
+        # None if the loss does not reach the parameter, but zeros if it has hooks, which run in
+        # plain training too.
         return gradient if self._state[number]._backward_hooks or self._has_gradient(number) else None
 
     def _has_gradient(self, number: int) -> bool:

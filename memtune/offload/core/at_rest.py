@@ -27,11 +27,7 @@ AtRest = dict[str, Callable[[Tensor], Tensor]]
 
 
 def rest_off_device(context: Context) -> AtRest:
-    """Return how the parameters that `offload.states` keeps off the device are materialized.
-
-    Args:
-        context: `placement.offload` is known, and ranks do not divide blocks yet.
-    """
+    """Return how the parameters that `offload.states` keeps off the device are materialized."""
     is_on_ssd = context.placement.offload.parameters_on == SSD
     put: Callable[[str, Tensor], Tensor] = _on_ssd if is_on_ssd else partial(_on_host, context.device)
     return {name: partial(put, name) for name in context.off_device()}

@@ -409,10 +409,8 @@ def place_in(memory: Tensor, like: Tensor, at: int) -> Tensor:
 
 @torch.no_grad()
 def put_back(parameter: nn.Parameter, own: Tensor, values: Tensor) -> None:
-    """Give `parameter` its `own` storage again, whose memory may have been freed, with `values`.
-
-    The storage, not another one: the user's code may hold views of it.
-    """
+    """Give `parameter` its `own` storage again, whose memory may have been freed, with `values`."""
+    # The storage, not another one: the user's code may hold views of it.
     own.untyped_storage().resize_(own.nbytes)
     own.copy_(values)
     set_data(parameter, own)

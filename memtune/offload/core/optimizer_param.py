@@ -70,10 +70,8 @@ class OptimizerParameter(nn.Parameter):
 
     @property
     def is_replaced(self) -> bool:
-        """True if the model's parameter has a new gradient although the offloaded sum exists.
-
-        Only code outside memtune, such as an assignment to `.grad`, causes this.
-        """
+        """True if the model's parameter has a new gradient although the offloaded sum exists."""
+        # Only code outside memtune, such as an assignment to `.grad`, causes this.
         return (
             own_grad(self) is not None and self._replaces is not None and own_grad(self._replaces) is not None
         )

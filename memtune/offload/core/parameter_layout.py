@@ -207,10 +207,8 @@ def _joined(pages: Pages) -> Mask:
 
 
 def runs(pages: Pages, wanted: I32) -> tuple[I32, I32]:
-    """Return the first and last page of each run of `wanted` pages that one copy can move.
-
-    `wanted` ascends; the pages of a run are adjacent in host memory and in frames.
-    """
+    """Return the first and last page of each run of ascending `wanted` pages that one copy can move."""
+    # Pages of a run are adjacent in host memory and in frames.
     ends = np.append((wanted[1:] != wanted[:-1] + 1) | ~_joined(pages)[wanted[:-1]], True)[: len(wanted)]
     starts = np.append(True, ends[:-1])[: len(wanted)]
     return wanted[starts], wanted[ends]

@@ -119,12 +119,8 @@ class PendingUpdates(Generic[T]):
 
 
 def waiting_room(step: Step, held: Mask | None = None) -> int:
-    """Return the bytes of gradients that may wait for overlapped updates of float32 masters (`room_bytes`).
-
-    Args:
-        step: Step of a rank.
-        held: (parameters,) parameters that the rank has; None: all.
-    """
+    """Return the bytes of gradients (`held`: of these parameters) that may wait for overlapped updates."""
+    # Masters are float32: 4 bytes an element.
     columns = columns_of(step.parameters)
     mine = columns.trainable if held is None else columns.trainable & held
     return room_bytes((4 * columns.numel[mine]).tolist(), columns.block[mine].tolist())

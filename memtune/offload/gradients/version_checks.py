@@ -192,11 +192,9 @@ class WatchedGradients:
             )
 
     def _are_all(self, changed: list[nn.Parameter]) -> bool:
-        """Return True if every gradient was changed, as by clipping through `optimizer.param_groups`.
-
-        False on several ranks, where clipping would need a norm over all of them, and where gradients were
-        used already.
-        """
+        """Return True if every gradient was changed, as by clipping through `optimizer.param_groups`."""
+        # False on several ranks, where clipping would need a norm over all of them. A gradient that
+        # an update inside backward has used can no longer be scaled together with the rest.
         # A gradient that an update inside backward has used can no longer be scaled together with the rest.
         count = sum(each.grad is not None for each in self._noted)
         return self._context.placement.world_size == 1 and not self.are_used and len(changed) == count

@@ -264,11 +264,7 @@ class LayerMajor:
         self._starts = []
 
     def check(self) -> dict[str, Any]:
-        """Return the number of packs, for the audit.
-
-        Raises:
-            ApplyError: A block's forward was replaced after `apply`.
-        """
+        """Return the number of packs, for the audit; ApplyError: a block's forward was replaced."""
         self._calls.check()
         return {"packs": len(self._packs.backward), "forward_packs": len(self._packs.forward)}
 
@@ -432,11 +428,7 @@ class InterceptedBlocks:
             self._handler = None
 
     def check(self) -> None:
-        """Check that the replaced forwards are in place.
-
-        Raises:
-            ApplyError: A block's forward was replaced after `apply`.
-        """
+        """Require that the replaced forwards are in place."""
         for name, block in zip(self._names, self.blocks, strict=True):
             if not isinstance(getattr(vars(block).get("forward"), "__self__", None), _Block):
                 raise ApplyError(f"the forward of {name} was replaced after memtune.apply.", code="MT309")

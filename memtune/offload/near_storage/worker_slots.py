@@ -62,9 +62,7 @@ class UpdaterSlots:
         self._own: list[tuple[Tensor, int]] = []
 
     def facts(self) -> list[Any]:
-        """Return names, shapes, dtypes and moments, and their division; a run resumes only from
-        equal facts.
-        """
+        """Return names, shapes, dtypes, moments and their division; a run resumes only from equal facts."""
         each = [[p.name, list(p.device.shape), str(p.device.dtype), p.moments] for p in self._parameters]
         return [each, [[group.numel for group in groups] for groups in self._layout.domains]]
 

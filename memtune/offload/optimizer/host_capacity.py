@@ -39,11 +39,7 @@ class Limit(NamedTuple):
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes that new processes can allocate without swapping, within every limit; None: not known.
-
-    Args:
-        root: Parent of `proc` and `sys`.
-    """
+    """Return the bytes that new processes can allocate without swapping, within every limit, if known."""
     return min((each.n_bytes for each in limits(root)), default=None)
 
 

@@ -135,15 +135,7 @@ def _storages(edit: Edit, step: Step, resident: Mask, owner: I32, ops: I32, own:
 def overlap_optimizer_partly(
     step: Step, native: Native, timing: OffloadTiming, ranks: int, ratio: float
 ) -> Step:
-    """Return the step of `overlap_optimizer` with `ratio` of the bytes offloaded, the others resident.
-
-    Args:
-        step: One that `cannot_part` accepts.
-        native: The update on the host.
-        timing: When gradients are offloaded and the host updates.
-        ranks: Number of ranks.
-        ratio: Share of the parameters' bytes whose state is offloaded; below 1.
-    """
+    """Return the step of `overlap_optimizer` with `ratio` of the bytes offloaded, the others resident."""
     resident, block = resident_rows(step, ratio), columns_of(step.parameters).block
     parted, ops = updated_first(step, resident)
     parted = replace(parted, parameters=replace(columns_of(parted.parameters), block=block))

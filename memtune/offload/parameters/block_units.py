@@ -109,12 +109,8 @@ class OffloadedBlocks:
         return len(self.modules)
 
     def load_before_gathers(self, load: Callable[[int], None], memory: Callable[[int], list[Tensor]]) -> None:
-        """Have FSDP2, if it shards the blocks, `load` a block's rows before the all-gather that reads them.
-
-        Args:
-            load: Called with the block.
-            memory: Returns the memory of a block's rows, which is freed and allocated again.
-        """
+        """Have FSDP2, if it shards the blocks, `load` a block's rows before the all-gather reads them."""
+        # The `memory` of those rows is freed and allocated again.
         if self.gathered is not None:
             for block in range(len(self)):
                 self.gathered.before_gathers(block, partial(load, block), partial(memory, block))
@@ -136,14 +132,7 @@ def _host_of(context: Context, parameter: nn.Parameter) -> Tensor:
 def piece_of(
     context: Context, blocks: OffloadedBlocks, parameter: nn.Parameter, *, keeps: bool = False
 ) -> Piece:
-    """Return the memory of a parameter of `blocks` that is in no chunk.
-
-    Args:
-        context: Of the model.
-        blocks: The parameters.
-        parameter: One of them.
-        keeps: It shows the device's memory at all times.
-    """
+    """Return the memory of a parameter in no chunk; `keeps`: it shows the device's memory at all times."""
     freed = freed_memory(context, parameter, blocks.gathered)
     each = OffloadedParameter(parameter, blocks.hosts[parameter], freed, keeps=keeps)
     padded = 0 if blocks.gathered is None else blocks.gathered.rows_of(parameter).nbytes

@@ -31,11 +31,9 @@ from memtune.runtime import Context, ranks_per_node
 
 
 def swapped_blocks(blocks: int, stride: int, place: int) -> tuple[int, ...]:
-    """Return the blocks that the rank at `place` behind the link swaps: one in `stride`.
-
-    The first rank has the last block of every `stride`, so where `stride` does not divide the number of
-    blocks it has the fewest, and the largest peak.
-    """
+    """Return the blocks that the rank at `place` behind the link swaps: one in `stride`."""
+    # The first rank has the last block of every `stride`, so where `stride` does not divide the number
+    # of blocks it has the fewest, and the largest peak.
     return tuple(range((stride - 1 - place) % stride, blocks, stride))
 
 

@@ -332,15 +332,8 @@ def freed_by_next_ready(moment: I32) -> FreedAt:
 
 
 def of_a_block_at_once(moment: I32, n_bytes: I64, end: int) -> FreedAt:
-    """Free gradients so that a block's bytes may be in D2H copies at once.
-
-    Those of a block have all arrived when the moment after its own ends, or backward does.
-
-    Args:
-        moment: (gradients,) ascending.
-        n_bytes: (gradients,)
-        end: The moment in which backward ends.
-    """
+    """Free gradients so that a block's bytes may be in D2H copies at once; backward ends in moment `end`."""
+    # Those of a block have all arrived when the moment after its own ends, or backward does.
     # Bytes, because arrays are no cache keys; most candidates of a search have equal ones.
     return _of_a_block_at_once(moment.tobytes(), n_bytes.tobytes(), end)
 
@@ -380,10 +373,9 @@ class Overlap(NamedTuple):
 
 
 def block_of_the_step(step: Step) -> int:
-    """Return the block that the step updates, where all trained parameters are in blocks; else -1.
-
-    Without any gradient left, changes of gradients between backward and the step would be lost unseen.
-    """
+    """Return the block that the step updates, where all trained parameters are in blocks; else -1."""
+    # Without any gradient left, changes of gradients between backward and the step would be lost
+    # unseen.
     columns = columns_of(step.parameters)
     block = columns.block[columns.gradient >= 0]
     return int(block.min()) if len(block) else -1

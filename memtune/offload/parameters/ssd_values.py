@@ -51,10 +51,7 @@ ParameterTier = Literal["host", "ssd"]
 
 
 def on_ssd(context: Context) -> Callable[[nn.Parameter], Tensor]:
-    """Return a function that returns the copy of a parameter on SSD (Rule 1).
-
-    It raises EnvironmentFault if there is no room on SSD, with the parameter's name.
-    """
+    """Return a function that returns the copy of a parameter on SSD, or raises with its name (Rule 1)."""
     names = {parameter: name for name, parameter in context.model.named_parameters()}
     return lambda parameter: ssd_values(context, parameter, names[parameter])
 

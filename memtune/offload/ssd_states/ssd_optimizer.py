@@ -412,14 +412,7 @@ class SsdOptimizer:
                 state[name] = own
 
     def verify(self, only: Container[nn.Parameter] | None = None) -> None:
-        """Check that a state dict reads what was written, through the file's mapping.
-
-        Args:
-            only: Parameters to check; None: all.
-
-        Raises:
-            EnvironmentFault: A record was changed; names the parameter.
-        """
+        """Check that a state dict reads what was written, through the file's mapping."""
         for piece in () if self._on_host else self.pieces:
             if only is None or piece.device in only:
                 ssd_tensors.verified(piece.ssd)

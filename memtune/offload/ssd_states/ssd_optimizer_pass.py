@@ -80,25 +80,12 @@ class OffloadedParameters:
 def optimizer_on_ssd(
     step: Step, read_ahead: int, slots: int = 1, offloaded: OffloadedParameters | None = None
 ) -> Step:
-    """Return `step` with the optimizer's ops replaced by reads, native updates and writes.
-
-    Args:
-        step: Any step.
-        read_ahead: Records that are read ahead.
-        slots: SSD slots of each record, used alternately.
-        offloaded: The offloaded parameters; None: all are on the device.
-    """
+    """Return `step` with the optimizer's ops replaced by reads, native updates and writes of records."""
     return _piece_by_piece(step, read_ahead, slots, offloaded or OffloadedParameters.none(step))
 
 
 def optimizer_in_host_pieces(step: Step, read_ahead: int, offloaded: OffloadedParameters) -> Step:
-    """Return the step of `optimizer_on_ssd` with weights and state on the host.
-
-    Args:
-        step: Any step.
-        read_ahead: Gradients that are read ahead, of those on SSD.
-        offloaded: The offloaded parameters.
-    """
+    """Return the step of `optimizer_on_ssd` with weights and state on the host."""
     return _piece_by_piece(step, read_ahead, 0, offloaded)
 
 
@@ -185,15 +172,7 @@ def _read_gradients(edit: Edit, gradients: I32, n_bytes: I64, rows: I32, owner: 
 
 
 def _hold_while_written(edit: Edit, gradients: I32, new: I32, keeps: Mask, last: int) -> None:
-    """Hold the memory of new weights that are written to SSD until the write after the next one starts.
-
-    Args:
-        edit: Of the step.
-        gradients: Gradients in the order of the writes.
-        new: The op that writes each new weight.
-        keeps: True if the gradient's memory is what is written.
-        last: The last op of all, when all writes have finished.
-    """
+    """Hold the memory of new weights that are written to SSD until the write after the next one starts."""
     # The queue holds `WRITES_IN_FLIGHT` writes; each is finished when that many more have started.
     until = np.append(
         new[WRITES_IN_FLIGHT:], np.full(min(WRITES_IN_FLIGHT, len(new)), last, np.int32)
@@ -261,18 +240,7 @@ class Pieces:
     def stream(
         self, edit: Edit, read: I32, update: I32, write: I32, order: npt.NDArray[np.intp] | None = None
     ) -> I32:
-        """Add the host memory of each record, from its read until two writes later.
-
-        Args:
-            edit: Of the step.
-            read: Reads of the records.
-            update: Updates of the records.
-            write: Writes of the records.
-            order: Order of the writes; None: that of the records.
-
-        Returns:
-            The host memory of each record.
-        """
+        """Add the host memory of each record, from its read until two writes later; return it, by record."""
         host = edit.add_storages(self.n_bytes, producer=read, tier=Tier.HOST, owner=self.owner)
         for ops, mutates in ((read, False), (write, True)):
             edit.add_uses(ops, self.masters, mode=mutates)

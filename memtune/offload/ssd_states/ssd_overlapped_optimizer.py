@@ -61,9 +61,7 @@ class SsdOverlappedOptimizer:
         self.n_early = 0
 
     def start_deferred(self) -> None:
-        """Adopt external writes: no update is deferred here, and updates in backward start from what the user
-        wrote.
-        """
+        """Adopt external writes: updates in backward start from the user's values, and none is deferred."""
         self._on_ssd.stale.update(self._on_ssd.writes.take_external())
 
     def expect(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -130,15 +130,7 @@ def _row_bytes(form: Form, numel: tuple[int, ...], kept: tuple[bool, ...]) -> in
 
 
 def rewrite_collectives(step: Step, how: Communication, degree: int, *, stages_messages: bool) -> Step:
-    """Return `step` as one rank runs it with the collectives of `how` instead of FSDP2's own, with `degree`
-    ranks sharing the model.
-
-    Args:
-        step: Output of the sharding pass.
-        how: The collectives.
-        degree: Ranks that share a copy of the model state.
-        stages_messages: True if compute waits for collectives, as with gloo on CPU.
-    """
+    """Return `step` with the collectives of `how` instead of FSDP2's among the `degree` ranks of a copy."""
     edit = Edit(step)
     if how.changes_gathers:
         _gathers(edit, step, how, degree, _COMPUTE_STREAM if stages_messages else _GATHER_STREAM)

@@ -224,9 +224,7 @@ class Gather(SeamAllGather):
             part = arriving
 
     def _versions(self) -> tuple[int, ...]:
-        """Version counters that change with every write into a shard of the unit, through the DTensor or its
-        local tensor.
-        """
+        """Version counters that change with every write into a shard, through the DTensor or locally."""
         parameters = [p.sharded_param for p in self._group.fsdp_params]
         return tuple(version for p in parameters for version in (p._version, p._local_tensor._version))
 

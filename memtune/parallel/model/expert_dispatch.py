@@ -215,24 +215,12 @@ def _summed(rows: Tensor, chosen: int) -> Tensor:
 
 
 def dispatched(x: Tensor, weights: Tensor | None, route: Route) -> tuple[Tensor, Tensor | None]:
-    """Return the rows of all ranks' tokens for this rank's experts, and their weights.
-
-    Args:
-        x: This rank's tokens, (tokens, features).
-        weights: Weights of the experts that each is routed to, (tokens, chosen); None: each has one expert.
-        route: The way of their rows.
-    """
+    """Return the rows of all ranks' tokens for this rank's experts, and their weights if there are any."""
     made: tuple[Tensor, Tensor | None] = _Dispatched.apply(x, weights, route.hops, route.ranks, *route.orders)  # type: ignore[no-untyped-call]
     return made
 
 
 def combined(made: Tensor, chosen: int, route: Route) -> Tensor:
-    """Return the sum of each of this rank's tokens' outputs; `made` are those of the dispatched rows.
-
-    Args:
-        made: Outputs of the rows that `dispatched` gave.
-        chosen: Experts that a token is routed to.
-        route: The way of the rows.
-    """
+    """Return the sum of each of this rank's tokens' `chosen` outputs from those of the dispatched rows."""
     found: Tensor = _Combined.apply(made, route.hops, route.ranks, chosen, *route.orders)  # type: ignore[no-untyped-call]
     return found

@@ -173,16 +173,12 @@ def summed_parameters(
 
 
 def scaled_by(ranks: int) -> Callable[[Tensor], Tensor]:
-    """Return a hook for gradients of which each rank has a summand: it multiplies by the ranks, so that
-    averaging over them, once or more, gives the sum.
-    """
+    """Return a hook for gradients of which each rank has a summand: averages over `ranks` then are sums."""
     return lambda gradient: gradient * ranks
 
 
 def sum_gradients(context: Context, mesh: DeviceMesh, names: Sequence[str]) -> None:
-    """Sum the gradients of the parameters `names`, of which each rank of `mesh` has a summand, after the last
-    backward.
-    """
+    """Sum the gradients of `names`, of which each rank of `mesh` has a summand, after the last backward."""
     context.events.states_sharded.subscribe(lambda: _sum_gradients(context, mesh, names))
 
 

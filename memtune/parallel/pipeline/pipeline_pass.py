@@ -232,9 +232,7 @@ class Parts:
         return within
 
     def add_tied_part(self, rows: UnrolledRows, key: Key, tied: _Tied) -> None:
-        """Add the last stage's part of a tied weight's gradient to its sum, except in the first micro-batch,
-        where it is the sum.
-        """
+        """Add the last stage's part of a tied weight's gradient to its sum, the first micro-batch's."""
         uses = [(rows.number_of(key, tied.part), READS), (rows.number_of(key, tied.sum), WRITES)]
         rows.add(_ADD, Phase.BACKWARD, traffic_bytes=3 * int(self.step.storages.bytes[tied.sum]), uses=uses)
 

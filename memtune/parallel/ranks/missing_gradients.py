@@ -27,14 +27,8 @@ def missing_here(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -
 
 
 def missing_indices(there: Sequence[bool], group: dist.ProcessGroup, like: Tensor) -> list[int]:
-    """Return indices of entries that are False here and True on another rank of `group`; a rank without False
-    entries does not synchronize.
-
-    Args:
-        there: True for each entry that this rank has.
-        group: The ranks that all call it.
-        like: With a fake tensor no rank communicates.
-    """
+    """Return indices of entries that are False here and True on another rank of `group`."""
+    # A rank without False entries does not synchronize; with a fake tensor `like` none communicates.
     found = _counted(there, group, like)
     if found is None or all(there):
         return []
@@ -68,17 +62,13 @@ def _counted(there: Sequence[bool], group: dist.ProcessGroup, like: Tensor) -> T
 
 
 def message_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the device of small messages between the ranks of `group`: the host's if its backend sends from
-    there, else the current one, which is the model's.
-    """
+    """Return the device of small messages in `group`: the host if its backend sends from there."""
     # Private in torch, which puts messages of objects there.
     return torch.device(dist.distributed_c10d._get_object_coll_device(group))
 
 
 @torch.no_grad()
 def fill_missing(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Assign zero gradients to the parameters of `missing_here`, so that all ranks of `group` have gradients
-    of the same ones.
-    """
+    """Assign zeros to the parameters of `missing_here`: all ranks of `group` have the same gradients."""
     for parameter in missing_here(parameters, group):
         parameter.grad = torch.zeros_like(parameter)

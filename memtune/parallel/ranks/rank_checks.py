@@ -47,11 +47,7 @@ def require_ranks(context: Context, what: str) -> None:
 
 
 def require_groups(context: Context, degree: int) -> None:
-    """Check that the ranks make equal groups of `degree`, two or more.
-
-    Raises:
-        ApplyError: They do not.
-    """
+    """Require that the ranks make equal groups of `degree`, two or more."""
     if (uneven := refusals.uneven_groups("degree", degree, context.placement.world_size)) is not None:
         raise refusals.error_of(uneven)
 

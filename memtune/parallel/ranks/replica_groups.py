@@ -97,9 +97,7 @@ class FullParameter:
 
     @classmethod
     def from_parameter(cls, parameter: Tensor) -> FullParameter:
-        """Return the layout of `parameter` as model parallelism has left it: a DTensor over the parts, or a
-        plain tensor that all parts hold.
-        """
+        """Return the layout of `parameter`: a DTensor over the parts, or a tensor that all parts hold."""
         placement = parameter.placements[0] if isinstance(parameter, DTensor) else Replicate()
         return cls(placement, parameter.shape, parameter.stride())
 

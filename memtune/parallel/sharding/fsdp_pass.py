@@ -264,9 +264,7 @@ def _keep_secondary_shards(
 
 @functools.lru_cache(maxsize=8)
 def _waiting_sources(step: Step, blocks_per_unit: int) -> tuple[I32, I32]:
-    """Return visits whose forward starts with a copy to the host, and the storages that the copy before it
-    holds until then, pair by pair.
-    """
+    """Return visits whose forward starts with a copy to the host, and what the copy before it holds."""
     return pending_copy_sources(step, forward_visits(step, blocks_per_unit).first)
 
 
@@ -690,16 +688,12 @@ def _in_type(step: Step, parameters: Ragged, n_bytes: I64, how: Sharding) -> I64
 
 
 def _averaged(how: Sharding, units: int) -> I64:
-    """Return the units at whose reduction an all-reduce between replicas runs: the unit itself, or in two
-    hops the unit before it.
-    """
+    """Return the units at whose reduction an all-reduce between replicas runs: in two hops the one before."""
     return np.arange(int(how.two_hop), units) if how.replicas > 1 else np.arange(0)
 
 
 def _averages(step: Step, of: Reductions, taken: I32, how: Sharding) -> I32:
-    """Return (units,) the storage that is averaged: the unit's shard, or in two hops the sums to which the
-    shard was added.
-    """
+    """Return (units,) the storage that is averaged: the shard, or in two hops the sums with the shard."""
     sums = columns_of(step.parameters).gradient[of.parameters.values[of.parameters.starts]]
     return np.where(of.sums.count > 0, sums, taken) if how.two_hop else taken
 
@@ -793,9 +787,9 @@ class Sharding:
 
     @property
     def average_phase(self) -> Phase:
-        """Phase of the averages: ops that run once per step belong to the boundary, although they are issued
-        inside backward.
-        """
+        """Phase of the averages."""
+        # Ops that run once per step belong to the boundary, although they are issued inside
+        # backward.
         return Phase.BOUNDARY if self.two_hop else self.reduce_phase
 
     @property

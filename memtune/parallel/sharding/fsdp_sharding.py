@@ -164,11 +164,8 @@ def _meshes(device_type: str, replicas: int, degree: int, group: int) -> tuple[D
 
 
 def meshes(device_type: str, degree: int) -> tuple[DeviceMesh | None, DeviceMesh]:
-    """Return the replicas' mesh (None for one copy) and the mesh of the `degree` ranks that share this rank's
-    copy.
-
-    Made once per process group, with real tensors also in a dry run.
-    """
+    """Return the replicas' mesh (None for one copy) and the mesh of the `degree` ranks of this copy."""
+    # Made once per process group, with real tensors also in a dry run.
     default = dist.distributed_c10d._get_default_group()
     with _disable_current_modes():
         return _meshes(device_type, dist.get_world_size() // degree, degree, id(default))
@@ -181,9 +178,7 @@ def _grid(device_type: str, sizes: tuple[tuple[str, int], ...], group: int) -> D
 
 
 def grid(device_type: str, sizes: tuple[tuple[str, int], ...]) -> DeviceMesh:
-    """Return all ranks as a mesh of these dimensions (name, size), the last one of consecutive ranks; cached
-    per process group.
-    """
+    """Return all ranks as a mesh of dimensions (name, size), the last of consecutive ranks; cached."""
     with _disable_current_modes():
         return _grid(device_type, sizes, id(dist.distributed_c10d._get_default_group()))
 
@@ -592,13 +587,8 @@ def _check(context: Context, degree: int) -> dict[str, Any]:
 
 
 def shard_stage(context: Context, sharers: dist.ProcessGroup, *, keeps: bool) -> None:
-    """Adapt this rank's stage, whose units FSDP2 shards over `sharers`, to the pipeline's schedule.
-
-    Args:
-        context: Context of the stage; its pipeline is notified of the sharding.
-        sharers: The ranks that shard the stage.
-        keeps: Units stay gathered after forward; only the last backward of a step frees them.
-    """
+    """Adapt this rank's stage, whose units FSDP2 shards over `sharers`, to the pipeline's schedule."""
+    # Units that are kept stay gathered after forward: only the last backward of a step frees them.
     pipeline: Any = context.loop.pipeline
     model: Any = context.model
     pipeline.divided_among(sharers)
@@ -734,9 +724,7 @@ class OncePerStep:
         self._at_end = BackwardEnd(self._average, self._give_up)
 
     def hook(self, unit: Unit) -> Callable[[Tensor], None]:
-        """Return the hook that FSDP2 calls when `unit` has been reduced; the shard passed to it is not added
-        to the sums yet.
-        """
+        """Return the hook that FSDP2 calls when `unit` has been reduced."""
         # Averaged one unit late: FSDP2 adds the shard to the sum after this hook.
         return lambda shard: self._reduced(unit, shard)
 

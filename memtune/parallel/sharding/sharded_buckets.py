@@ -109,9 +109,7 @@ class Part:
         return rows[: self.mine[1]] if self.mine[1] < self.rows else rows
 
     def flat_rows(self) -> Tensor | None:
-        """Return this rank's rows of the parameter as one vector; None if they are padded in messages, or not
-        contiguous.
-        """
+        """Return this rank's rows as one vector; None if they are padded in messages, or not contiguous."""
         rows = local(self.shard.detach())
         return rows.view(-1) if self.mine[1] == self.rows and rows.is_contiguous() else None
 

@@ -17,14 +17,8 @@ Runs = tuple[tuple[tuple[Annotated[float, Field(ge=0, le=1)], Annotated[int, Fie
 
 
 def leading_bytes(ratio: float, sizes: Sequence[int]) -> list[int]:
-    """Return the bytes to offload of each block: all of the first blocks, part of the one at the boundary.
-
-    The last blocks are resident, because backward needs them first.
-
-    Args:
-        ratio: Share of the bytes of all blocks together.
-        sizes: Bytes of each block that can be offloaded.
-    """
+    """Return the bytes to offload of each block: all of the first blocks, part of the one at the boundary."""
+    # The last blocks are resident, because backward needs them first.
     left, found = round(ratio * sum(sizes)), list[int]()
     for size in sizes:
         found.append(min(size, left))

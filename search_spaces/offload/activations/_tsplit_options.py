@@ -52,16 +52,7 @@ class Decisions:
 def decisions(
     step: Step, hardware: Hardware, ranks: int, min_bytes: int, parts: tuple[int, ...], *, prefetch: bool
 ) -> Decisions:
-    """Return the planner's options for `step`, in which each block runs once.
-
-    Args:
-        step: Step before anything is split or offloaded.
-        hardware: Hardware whose links carry the copies.
-        ranks: Number of ranks.
-        min_bytes: Smaller tensors, and parts, are resident.
-        parts: Numbers of parts that modules may be tiled into; empty: no module is tiled.
-        prefetch: Tensors are reloaded while those before them are used, not at their first use.
-    """
+    """Return the planner's options for `step`, in which each block runs once, before any split or offload."""
     return _Prices(step, hardware, ranks, min_bytes, prefetch=prefetch).options(parts)
 
 

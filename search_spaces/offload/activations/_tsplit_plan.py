@@ -297,11 +297,7 @@ class Decided:
 
     @classmethod
     def from_plan(cls, plan: TsplitPlan, blocks: int) -> Decided:
-        """Return the decisions of `plan` for a model of `blocks` blocks.
-
-        Raises:
-            ApplyError: The plan is for another number of blocks.
-        """
+        """Return the decisions of `plan` for a model of `blocks` blocks."""
         technique, fix = (f"offload.activations: {{kind: {kind}}}" for kind in ("tsplit", "copy_out"))
         refusals.require_blocks(len(plan.blocks), blocks, technique, fix)
         return cls([plan.offloaded[i] for i in plan.blocks], plan.split, plan.prefetch)

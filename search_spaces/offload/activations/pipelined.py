@@ -196,10 +196,7 @@ class Pipelined(Technique):
         )
 
     def rewrite(self, program: Program, plan: PipelinedPlan, target: Target) -> Program:
-        """Add D2H copies after each save and H2D copies before the backward of a block or stage.
-
-        The pass of a pipeline moves them into slots.
-        """
+        """Add D2H copies after each save and H2D copies before backward; a pipeline moves them into slots."""
         return offloaded(program, all_shares(plan.shares), self.min_bytes, plan.prefetch)
 
     def apply(self, context: Context, plan: PipelinedPlan) -> None:

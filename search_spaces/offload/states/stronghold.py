@@ -100,9 +100,7 @@ class Stronghold(Technique):
         return other_gathers(facts) or _too_many_blocks(facts.blocks, self.window or 1, self.deferred or ())
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Require blocks that run one after the other and share no parameter, in float32; on several ranks
-        replicas, or `fsdp`.
-        """
+        """Require a chain of blocks without shared parameters, in float32; on ranks replicas, or `fsdp`."""
         return self.refuses(Facts.of(program, target)) or cannot_run_on_ranks(self, program, target)
 
     def plan(self, program: Program, target: Target) -> StrongholdPlan:

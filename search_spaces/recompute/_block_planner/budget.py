@@ -113,9 +113,7 @@ NO_PASS_INPUTS = PassInputs()
 
 
 def later_pass_inputs(target: Target) -> PassInputs:
-    """Return what the techniques after recompute read of `target`: only what they need, so that targets share
-    cached plans.
-    """
+    """Return what the techniques after recompute read of `target`, so that targets share cached plans."""
     moves = any(each.slot == "offload.activations" for each in later_techniques(target))
     return PassInputs(target.chosen.get("recompute") if moves else None)
 
@@ -352,11 +350,9 @@ class _Search:
 
     @cached_property
     def is_price_accurate(self) -> bool:
-        """True if the plan with the lowest price has that peak, so that no plan is smaller.
-
-        If a backward runs inside of forward (gradients of gradients), blocks hold bytes that none of their
-        windows shows.
-        """
+        """True if the plan with the lowest price has that peak, so that no plan is smaller."""
+        # If a backward runs inside of forward (gradients of gradients), blocks hold bytes that none
+        # of their windows shows.
         return self.peak_of(0) <= int(self.frontier.peak_bytes[0]) * (1 + _PRICE_TOLERANCE)
 
     @cached_property
@@ -443,9 +439,7 @@ def best_row(
 
 @memoized
 def _rewritten(found: Levels, choice: tuple[int, ...]) -> Step:
-    """Return the step under one option for each block, cached: every set of later techniques asks for the
-    same few plans.
-    """
+    """Return the step under one option for each block, cached: later techniques ask for the same plans."""
     return apply_options(found.step, found.chosen(np.asarray(choice, np.int32)))
 
 

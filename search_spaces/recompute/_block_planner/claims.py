@@ -53,11 +53,7 @@ def option_fields(option: Option) -> dict[str, Any]:
 
 
 def options_by_block(plan: OptionsPlan, blocks: int) -> list[Option]:
-    """Return the option of each of `blocks` blocks.
-
-    Raises:
-        ApplyError: The plan is for another number of blocks.
-    """
+    """Return the option of each of `blocks` blocks."""
     refusals.require_blocks(len(plan.blocks), blocks, "recompute", "recompute: {kind: selective}")
     entries = [Option(each.calls, each.offloaded) for each in plan.options]
     return [entries[i] for i in plan.blocks]
@@ -76,9 +72,7 @@ _NOTHING = SpillSpec()
 def rewrite_planned(
     program: Program, plan: OptionsPlan, spilled: SpillSpec = _NOTHING, window: int = 0
 ) -> Program:
-    """Return `program` with blocks recomputed and tensors offloaded as `plan` says, `window` tensors in
-    flight at once.
-    """
+    """Return `program` recomputed and offloaded as `plan` says, `window` tensors in flight at once."""
     return _with_options(program, tuple(options_by_block(plan, len(program.step.blocks))), spilled, window)
 
 

@@ -103,11 +103,9 @@ class Frontier:
         return len(self._rows)
 
     def row_within(self, budget_bytes: int) -> int:
-        """Return the row of the fastest plan within the budget, -1 if there is none.
-
-        Rows are looked up, not solved for, so a larger budget never gives a slower plan, nor a smaller one a
-        larger plan.
-        """
+        """Return the row of the fastest plan within the budget, -1 if there is none."""
+        # Rows are looked up, not solved for, so a larger budget never gives a slower plan, nor a
+        # smaller one a larger plan.
         return int(np.searchsorted(self.peak_bytes, budget_bytes, side="right")) - 1
 
     def choice(self, row: int) -> I32:

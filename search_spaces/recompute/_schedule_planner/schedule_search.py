@@ -70,16 +70,7 @@ class FastestSchedule:
 def fastest_schedule(
     program: Program, target: Target, budget_bytes: int, below_s: float = math.inf
 ) -> FastestSchedule | Reason | None:
-    """Return the fastest schedule of the dynamic policies and of Checkmate within the budget; None if they
-    find none.
-
-    Args:
-        program: The program without recompute.
-        target: Machine, ranks and other techniques.
-        budget_bytes: Largest peak of the whole step.
-        below_s: Seconds, added to the plain step, that a schedule must stay below; slower ones are not
-            searched.
-    """
+    """Return the fastest schedule of the dynamic policies and of Checkmate within a peak of the step."""
     reason = cannot_schedule_model(program, target)
     if reason is not None:
         return reason

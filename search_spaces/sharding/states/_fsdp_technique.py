@@ -227,9 +227,7 @@ def itemsize(dtype: str | None) -> int | None:
 
 
 def in_stages(target: Target) -> bool:
-    """Return whether a rank runs stages of a pipeline: other micro-batches' forwards run before a
-    micro-batch's backward.
-    """
+    """Return whether a rank runs stages of a pipeline: forwards of other micro-batches precede a backward."""
     parallel = active(target, "sharding.parallel")
     return parallel is not None and parallel.effects.layers == "stages"
 

@@ -55,9 +55,7 @@ class Zero2(Technique):
         return cannot_partition(program, target)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Pack ready gradients into buckets, shrink sums and state to a shard, and all-gather weights after
-        the step.
-        """
+        """Pack ready gradients into buckets, shrink sums and state to shards, gather weights at the end."""
         how = partitioning(program, target, self.bucket_cap_mb, every_micro_batch=True)
         return program.with_step(partition_states(program.step, how))
 

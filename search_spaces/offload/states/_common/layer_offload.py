@@ -121,13 +121,7 @@ def compute_s_of_moments(step: Step, hardware: Hardware) -> F64:
 
 @memoized
 def in_layers(program: Program, residency: Residency, overlap: Overlap | None = None) -> Program:
-    """Return the program with its blocks' parameters loaded as in `residency`, and every update on the host.
-
-    Args:
-        program: The program.
-        residency: Blocks on the device in each moment.
-        overlap: As in `stream_parameters`.
-    """
+    """Return the program with blocks' parameters loaded as in `residency`, and every update on the host."""
     step = stream_parameters(program.step, residency, ranks=replicas(program), overlap=overlap)
     return program.with_step(optimizer_on_host(step, Native()))
 
