@@ -137,9 +137,7 @@ class TrialResult(Report):
 
     @property
     def crash_cause(self) -> str | None:
-        """Return the reason of a crash without addresses, sizes and process ids, which differ between equal
-        ones; None for other results.
-        """
+        """Return the reason of a crash without addresses, sizes and ids, which differ between equal ones."""
         return re.sub(r"[0-9]+", "#", self.reason) if self.status == "crash" else None
 
     @property

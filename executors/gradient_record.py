@@ -34,11 +34,7 @@ class GradientRecord(BaseModel):
 
     @property
     def projected(self) -> npt.NDArray[np.float64]:
-        """Return (BUCKETS,) the sketch.
-
-        Raises:
-            ValueError: It is damaged.
-        """
+        """Return (BUCKETS,) the sketch."""
         return np.frombuffer(base64.b64decode(self.sketch, validate=True), "<f8", BUCKETS)
 
 

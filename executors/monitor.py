@@ -89,10 +89,7 @@ class Ranks(Protocol):
         ...
 
     def stop(self, *, dump: bool, grace_s: float) -> None:
-        """Ask all processes to end: first dump stacks if `dump`, then TERM, then KILL after the grace.
-
-        Returns at once.
-        """
+        """Ask all processes to end, at once: dump stacks if `dump`, then TERM, then KILL after the grace."""
         ...
 
     def close(self) -> None:

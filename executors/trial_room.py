@@ -24,16 +24,9 @@ def visible_gpu_ids(device: str) -> tuple[str, ...]:
 
 
 def local_slots(device: str, ranks: int, *, timed: bool) -> int:
-    """Return the number of trials of `ranks` that this machine holds side by side, at least 1.
-
-    GPUs: disjoint sets of them, with two cores per rank. CPUs: one trial per NUMA node, because trials on
-    one node share its memory bandwidth; trials of which no step time is used need cores only.
-
-    Args:
-        device: Device type.
-        ranks: Of one trial.
-        timed: Whether step times of the trials are compared.
-    """
+    """Return the number of trials of `ranks` that this machine holds side by side, at least 1."""
+    # GPUs: disjoint sets of them, with two cores per rank. CPUs: one trial per NUMA node, because
+    # trials on one node share its memory bandwidth; trials that are not `timed` need cores only.
     cores = usable_cores()
     if device != "cpu":
         return max(1, min(len(visible_gpu_ids(device)) // ranks, cores // (_CORES_PER_GPU * ranks)))

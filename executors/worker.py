@@ -342,10 +342,7 @@ def _batches(rank: _Rank, workload: Workload, tuned: Tuned, step: int) -> list[A
 
 
 def _micro_batch(rank: _Rank, workload: Workload, tuned: Tuned) -> int:
-    """Return the samples of one micro-batch.
-
-    The config's, else this rank's share of the global batch over its accumulation.
-    """
+    """Return the samples of a micro-batch: the config's, else of the rank's share by its accumulation."""
     execution = tuned.config.settings.execution
     wanted = rank.trial.global_batch or workload.global_batch
     return execution.micro_batch or (max(1, wanted // rank.world // execution.accumulate) if wanted else 1)

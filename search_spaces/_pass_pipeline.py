@@ -30,9 +30,7 @@ N = TypeVar("N")
 
 
 def visible_parts(technique: Technique, chosen: Mapping[str, Technique], ranks: int) -> int:
-    """Return the number of ranks that hold a copy of the model together, if `technique` works among the
-    copies; else 1.
-    """
+    """Return the ranks that hold a copy of the model together, if `technique` works among copies; else 1."""
     parallel = chosen.get("sharding.parallel") if technique.effects.among_copies else None
     return 1 if parallel is None else parallel.ranks_of_a_copy(ranks)
 

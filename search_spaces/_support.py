@@ -49,9 +49,7 @@ def is_gathered(config: Config) -> bool:
 
 
 def follows_calls(config: Config) -> Technique | None:
-    """Return the technique of `offload.states` if it acts on calls of blocks or on gradients when they are
-    ready.
-    """
+    """Return the technique of `offload.states` if it acts on calls of blocks or on ready gradients."""
     offload = config.chosen.get("offload.states")
     return offload if offload is not None and offload.effects.follows_calls else None
 
@@ -162,16 +160,12 @@ class Pair:
 
 
 def _offloads_blocks(effects: Effects) -> bool:
-    """Return True if parameters of blocks or experts are reloaded for their calls, and their gradients
-    averaged for the offload.
-    """
+    """Return True if parameters of blocks or experts are reloaded for their calls."""
     return effects.averages in ("blocks", "experts")
 
 
 def _not_sharded_alike(effects: Effects) -> bool:
-    """Return True unless weights are whole on each rank, or unsharded unit by unit with gradients final in
-    backward.
-    """
+    """Return True unless weights are whole, or unsharded by unit with gradients final in backward."""
     return effects.shards not in ("replicas", "parameters") or effects.reduces != "ready"
 
 
@@ -497,9 +491,7 @@ def conflict(technique: Technique, config: Config, *slots: str) -> Reason | None
 
 
 def effects_conflict(slot: str, effects: Effects, config: Config, *slots: str) -> Reason | None:
-    """Return a reason as `conflict` does, for any technique of `slot` with these effects, by the
-    rules alone.
-    """
+    """Return a reason as `conflict` does, for any technique with these effects, by the rules alone."""
     found = (_by_rule(slot, effects, config.chosen.get(each) or null(each), config) for each in slots)
     return next((reason for reason in found if reason is not None), None)
 

@@ -68,13 +68,7 @@ class AllocatorSettings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> AllocatorSettings:
-        """Return the settings in the environment of a technique or process.
-
-        `PYTORCH_ALLOC_CONF` overrides the older name.
-
-        Raises:
-            UsageError: As for `parse`.
-        """
+        """Return the settings in the environment of a technique or process."""
         if own := environ.get(VARIABLE):
             return cls(arena=ArenaSettings.parse(own))
         return cls.parse(environ.get("PYTORCH_ALLOC_CONF") or environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))

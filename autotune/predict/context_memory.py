@@ -78,11 +78,7 @@ def measure(
 
 
 def reserved_bytes(says: IO[str]) -> int:
-    """Return the next number that the other process prints; its libraries may print lines of their own.
-
-    Raises:
-        EnvironmentFault: It ended without one.
-    """
+    """Return the next number that the other process prints, whose libraries may print lines of their own."""
     for line in iter(says.readline, ""):
         if line.strip().isdigit():
             return int(line)

@@ -140,11 +140,7 @@ class BlockDedup:
         self._proof = step, hints, partial
 
     def expand(self, partial: PartialRecording) -> tuple[Step, Hints]:
-        """Return step and hints of all blocks.
-
-        Raises:
-            BlocksDiffer: Rule 3 does not hold.
-        """
+        """Return step and hints of all blocks."""
         assert self._proof is not None
         return self._expand(partial, self._proof)
 

@@ -291,13 +291,9 @@ class Rewriter:
         )
 
     def _parts(self, technique: Technique, choice: Choice) -> int:
-        """Return the number of ranks that partition one replica, if `technique` works across replicas.
-
-        Its view follows from it.
-
-        A program below the partitioning pass is specific to these parts, so this is no read to record (rule
-        2).
-        """
+        """Return the number of ranks that partition one replica, if `technique` works across replicas."""
+        # A program below the partitioning pass is specific to these parts, so this is no read to
+        # record (rule 2).
         return _pass_pipeline.visible_parts(technique, choice.chosen, self.target.ranks)
 
     def _walk(self, choice: Choice) -> tuple[Program | Reason, Mapping[str, Plan]]:

@@ -70,10 +70,7 @@ def _moment(name: str, step: Step, program: Program, target: Target) -> Moment:
 
 
 def _with_all_stages(rewriter: Rewriter, candidate: Candidate) -> Step:
-    """Return the step with the weights and states of a rank that has received the other stages'.
-
-    The plain step.
-    """
+    """Return the plain step with the weights and states of a rank that has received all stages'."""
     program, size = candidate.program, candidate.choice.execution.micro_batch
     return program.step if program.unrolled == 1 or size is None else rewriter.recording.at(size)
 

@@ -83,10 +83,7 @@ class Scored:
     """Step time at the coarse level, before the op times of trials were known; 0 unless it was refined."""
 
     def rank(self, goal: Goal) -> tuple[float, ...]:
-        """Return the sort key for `goal`, smaller is better.
-
-        Ties go to the faster, then smaller, then simpler candidate.
-        """
+        """Return the sort key for `goal`, smaller is better; ties go to the faster, smaller, simpler one."""
         # The levels differ by more than candidates do, so they are never compared: what was looked at more
         # closely comes first.
         return (self.prediction.level != "events", *self.rank_among_levels(goal))
@@ -531,10 +528,7 @@ def predict_again(by_key: dict[str, Scored], scorer: Scorer) -> None:
 
 
 def alike(prediction: Prediction) -> tuple[object, ...]:
-    """Return the predicted values by which candidates can be distinguished.
-
-    One of each group of equals is tried first.
-    """
+    """Return the predicted values that tell candidates apart; one of each group of equals is tried first."""
     return prediction.peak_allocated_bytes, prediction.peak_reserved_bytes, f"{prediction.step_s:.6g}"
 
 

@@ -353,10 +353,7 @@ def _compiled(execution: Execution, frozen: Mapping[str, str]) -> Execution:
 
 
 def _defaults(slot: str, target: Target) -> tuple[Technique, ...]:
-    """Return the techniques of a slot that is not searched.
-
-    None, except that ranks must average their gradients.
-    """
+    """Return the techniques of a slot that is not searched: none, but ranks average their gradients."""
     if slot == "sharding.states" and target.ranks > 1:
         return variants(find(slot, "ddp"), target)
     return (null(slot),)

@@ -379,10 +379,7 @@ SAME_EVERYWHERE = ("aten.", "memtune.", "c10d.", "_c10d_functional.", "fsdp.", "
 
 
 def attention_kernel(call: Attention, architecture: str) -> AttentionKernel:
-    """Return the kernel that CUDA runs for `call`.
-
-    AMD's are assumed to be chosen as on compute capability 8.0.
-    """
+    """Return the kernel that CUDA runs for `call`; AMD's choices are taken to be those of 8.0."""
     sm = int(architecture.removeprefix("sm")) if architecture.startswith("sm") else 80
     order = next(order for matches, order, _ in ATTENTION_ORDER if matches(sm))
     return next(ATTENTION[name] for name in order if ATTENTION[name].fits(call, sm))

@@ -421,10 +421,7 @@ class SearchApp(App[None]):
             )
 
     def action_interrupt(self) -> None:
-        """Request an orderly stop on the first Ctrl-C, after which the caller exits with 130.
-
-        End at once on the second, and before the first trial.
-        """
+        """Request an orderly stop on the first Ctrl-C, end at once on the second or before any trial."""
         if self._control is None or not self._control.interrupt():
             self.forced = self._control is not None
             self.exit()

@@ -281,9 +281,7 @@ class SearchView:
 
     @property
     def n_counted(self) -> int:
-        """Return the number of trials with a result that `--trials` limits: repeats and the confirmation are
-        further ones.
-        """
+        """Return the number of trials that `--trials` limits: not repeats and the confirmation."""
         return sum(trial.role not in ("repeat", "confirm") for trial in self.done)
 
     @property

@@ -108,10 +108,8 @@ def _fit(wanted: Sequence[int], nodes: Sequence[int]) -> int:
 
 
 def access() -> dict[str, str]:
-    """Return the environment with which processes join the private cluster, token included.
-
-    The token is the user's if there is one, else one that only this process and its children know.
-    """
+    """Return the environment with which processes join the private cluster, token included."""
+    # The token is the user's if there is one, else one that only this process and its children know.
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN") or _TOKEN}
 
 

@@ -185,11 +185,9 @@ class UnrolledRows:
         forever: bool = False,
         left: bool = False,
     ) -> int:
-        """Add a storage with these columns of `Storages`, made by the next op; return its number.
-
-        With `forever` it exists before the step and outlives it. With `left` the previous step left it: it
-        exists before the step and is freed after its last use.
-        """
+        """Add a storage with these columns of `Storages`, made by the next op; return its number."""
+        # With `forever` it exists before the step and outlives it; with `left` the previous step
+        # left it, and it is freed after its last use.
         self._storages.append(_one_storage(n_bytes, tier, kind, owner))
         self._storages[-1] |= {"held_until": FOREVER} if forever else {} if left else {"producer": self.n_ops}
         self._n_storages += 1

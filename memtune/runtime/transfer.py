@@ -400,13 +400,7 @@ _reported = False
 
 
 def page_locked(make: Callable[[bool], Tensor], wanted: bool) -> Tensor:
-    """Return `make(locked)`, pinned if `wanted` and the system allows it; warn once per process if it does
-    not.
-
-    Args:
-        make: Makes a new tensor in host memory; its argument is True for pinned memory.
-        wanted: True if copies to or from an accelerator use the tensor.
-    """
+    """Return `make(locked)`, pinned if `wanted` and the system allows it; else warn once per process."""
     if wanted:
         try:
             return make(True)

@@ -11,13 +11,10 @@ _REGISTERS = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
 
 
 def not_remapped(target: Target) -> Reason | None:
-    """Return why the driver cannot remap torch's memory behind fixed addresses, as `expandable_segments` and
-    `async` do.
-
-    Two other conflicts cannot occur: memtune never captures CUDA graphs, and pools inside a pluggable
-    allocator are another technique of the same slot. Sharing CUDA tensors between processes by legacy IPC
-    handles cannot be detected; torch raises then.
-    """
+    """Return why the driver cannot remap torch's memory behind fixed addresses, if it cannot."""
+    # Two other conflicts cannot occur: memtune never captures CUDA graphs, and pools inside a pluggable
+    # allocator are another technique of the same slot. Sharing CUDA tensors between processes by legacy
+    # IPC handles cannot be detected; torch raises then.
     if target.device == "cpu":
         return Reason(NO_EFFECT_ON_CPU)
     if target.ranks > 1 and os.environ.get(_REGISTERS, "").lower() in ("1", "t", "true", "y", "yes"):

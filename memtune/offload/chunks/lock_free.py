@@ -103,11 +103,7 @@ class LockFreeOptimizer:
         self.on_host.copy_weights({}, {host for _, host in self.on_host.pairs if is_new})
 
     def check(self) -> dict[str, Any]:
-        """Return the bytes on the host, the adopted version, and the largest staleness so far.
-
-        Raises:
-            ApplyError: State is on the device, or a weight has no second host copy.
-        """
+        """Return bytes on the host, the adopted version, and the largest staleness so far, for the audit."""
         if missing := len(self.on_host.pairs) - len(self._spare):
             raise refusals.error_of(refusals.no_second_copy(missing))
         return self.on_host.check() | self._sweeps.facts()

@@ -36,15 +36,11 @@ class BlockTimes:
 
 
 def period_s(times: BlockTimes, deferred: frozenset[int]) -> float:
-    """Return the seconds from the start of one step to the start of the next.
-
-    Updates of `deferred` blocks overlap with forward, those of the others with backward.
-
-    One thread updates. A block's H2D copy starts after its update and after the copy of the block before; its
-    D2H copy overlaps with the backward of the next block, and its update starts when the copy and the
-    previous update have ended (`offload.parameters.offloader`). The window is ignored: it is as
-    wide as the transfers need.
-    """
+    """Return the seconds from one step to the next, if updates of `deferred` blocks overlap with forward."""
+    # One thread updates. A block's H2D copy starts after its update and after the copy of the block
+    # before; its D2H copy overlaps with the backward of the next block, and its update starts when the
+    # copy and the previous update have ended (`offload.parameters.offloader`). The window is as wide as
+    # the transfers need.
     free = up = now = 0.0
     for block in range(times.count):
         if block in deferred:

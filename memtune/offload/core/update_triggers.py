@@ -67,15 +67,9 @@ def resident_count(n_bytes: Sequence[int], ratio: float) -> int:
 
 
 def room_bytes(n_bytes: Sequence[int], block: Sequence[int]) -> int:
-    """Return the bytes of gradients that may wait on the host for overlapped updates.
-
-    That is one block's gradients, or the largest gradient in no block: the host uses one block's while the
-    device produces those of the next. With less, host and device would wait for each other.
-
-    Args:
-        n_bytes: Bytes of each parameter on the host.
-        block: Block of each, -1 for none.
-    """
+    """Return the bytes of gradients, of parameters in `block` (-1: none), that may wait for updates."""
+    # The host uses one block's (or the largest gradient in no block) while the device produces those of
+    # the next. With less, host and device would wait for each other.
     of_block: dict[int, int] = {}
     for size, index in zip(n_bytes, block, strict=True):
         of_block[index] = max(of_block.get(-1, 0), size) if index < 0 else of_block.get(index, 0) + size

@@ -95,18 +95,8 @@ def weights_are_free(step: Step) -> bool:
 def averaged(
     edit: Edit, step: Step, grads: BlockGradients, ranks: int, alone: Sequence[int]
 ) -> BlockGradients:
-    """Insert an all-reduce of each block's gradients (`parallel.replicas.gradient_reducer`).
-
-    Args:
-        edit: Of `step`.
-        step: Of a replica.
-        grads: Of `step`.
-        ranks: Number of replicas.
-        alone: Parameters whose gradients are averaged by themselves.
-
-    Returns:
-        The averaged ones; each is ready when its block's last one is.
-    """
+    """Insert an all-reduce of each block's gradients, and of each of `alone`; return the averaged ones."""
+    # As `parallel.replicas.gradient_reducer` does: each is ready when its block's last one is.
     columns = columns_of(step.parameters)
     # One message for each dtype of a block.
     bucket = 16 * columns.block[grads.parameter] + columns.itemsize[grads.parameter]

@@ -103,11 +103,9 @@ class Link:
         return [leaves[at] for at in self.passed]
 
     def placeholder_output(self, tensors: Sequence[Tensor]) -> Any:
-        """Return an output with `tensors` in the passed leaves and None elsewhere.
-
-        With fewer tensors than leaves the last one is repeated: a skipped block passes on what the next pack
-        starts from, and only the last skipped block's leaves must be exact.
-        """
+        """Return an output with `tensors` in the passed leaves and None elsewhere."""
+        # With fewer tensors than leaves the last one is repeated: a skipped block passes on what
+        # the next pack starts from, and only the last skipped block's leaves must be exact.
         leaves: list[Any] = [None] * self.returned.num_leaves
         for number, at in enumerate(self.passed):
             leaves[at] = tensors[min(number, len(tensors) - 1)]

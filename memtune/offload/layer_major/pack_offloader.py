@@ -209,11 +209,7 @@ class PackOffloader:
         self._updates.early.forget()
 
     def check(self) -> dict[str, Any]:
-        """Return facts about the blocks' parameters, for the audit.
-
-        Raises:
-            ApplyError: Some are on the device between two steps.
-        """
+        """Return facts about the blocks' parameters, for the audit; ApplyError: some are on the device."""
         if left := self.units.resident_bytes():
             raise refusals.error_of(refusals.resident_between_steps(left))
         facts = {"blocks_on_host": len(self._blocks), "loaded_bytes": self.units.loaded_bytes}

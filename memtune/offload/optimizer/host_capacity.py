@@ -165,13 +165,7 @@ def least_state_bytes(context: Context, share: float, moments: Moments = "float3
 
 
 def replaced_bytes(context: Context, *, state: bool, weights: Literal["none", "blocks", "all"]) -> int:
-    """Return the host bytes, held before `apply`, that the config's own state and weights replace.
-
-    Args:
-        context: Nothing of it has moved yet.
-        state: True if the optimizer's state moves.
-        weights: The weights that move.
-    """
+    """Return the host bytes held before `apply` that the config's own state and weights replace."""
     n_bytes = sum(_state_bytes(context.optimizer, each) for each in context.optimizer.state) if state else 0
     if weights == "none":
         return n_bytes

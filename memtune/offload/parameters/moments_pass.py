@@ -219,12 +219,7 @@ class MomentOps:
         return found
 
     def starts(self, rows: I32, begins: I32) -> tuple[I32, I32]:
-        """Return (moments,) the ops before which each moment frees gradients in D2H copies, and parameters.
-
-        Args:
-            rows: Rows of the inserted ops.
-            begins: The step's own op before which each moment begins.
-        """
+        """Return (moments,) the ops before which each moment frees copied gradients, and parameters."""
         gradients, parameters = begins.copy(), begins.copy()
         gradients[self.moment[::-1]] = rows[::-1]  # the first one is written last
         others = np.flatnonzero(self.what != ADD)[::-1]

@@ -145,11 +145,7 @@ class SsdOverlappedOptimizer:
         self._on_ssd.update_in_step()
 
     def check(self) -> dict[str, Any]:
-        """Return bytes on SSD and the number of parameters that the last backward updated, for the audit.
-
-        Raises:
-            ApplyError: Some state is not on SSD.
-        """
+        """Return bytes on SSD and the number of parameters that backward updated, for the audit."""
         return self._on_ssd.check() | {"updated_in_backward": self.n_early}
 
 

@@ -72,17 +72,7 @@ def average(
     link: Resource,
     accumulate: int,
 ) -> None:
-    """Average the gradients of the parameters `which`, one message each, over groups of ranks after the last
-    backward.
-
-    Args:
-        edit: Receives the ops.
-        step: The step at the start of `edit`.
-        which: Mask over the step's parameters.
-        group: Group as in `Ops.group`.
-        link: Link of the messages.
-        accumulate: Micro-batches of a step.
-    """
+    """Average the gradients of `which`, one message each, over groups of ranks after the last backward."""
     end = np.flatnonzero(step.ops.phase == Phase.BACKWARD)
     if len(end):
         # With accumulation the average runs once per step, so its phase is the boundary, though in backward.

@@ -54,14 +54,7 @@ def shares_of(
     groups: Sequence[Sequence[int]],
     part: Callable[[int, Sequence[int]], list[int]],
 ) -> list[float]:
-    """Return the share of each block's bytes to offload.
-
-    Args:
-        program: The program, with recomputation if the config has any.
-        min_bytes: Smaller tensors are resident.
-        groups: Blocks that give a ratio together, in their order.
-        part: Maps the number of a group and the bytes of its blocks to the bytes that each block offloads.
-    """
+    """Return the share of each block's bytes to offload: `part` gives the bytes of the blocks of a group."""
     sizes = claimable_bytes(program.step, min_bytes, program.stages)
     shares = [0.0] * len(sizes)
     for number, blocks in enumerate(groups):
@@ -90,15 +83,7 @@ def all_shares(runs: Runs) -> list[float]:
 
 
 def shares_of_blocks(runs: Runs, stages: Sequence[int]) -> list[float]:
-    """Return the shares that a plan has for the given blocks.
-
-    Args:
-        runs: Shares as returned by `to_runs`.
-        stages: Stage of each block, in order; all zero without a pipeline.
-
-    Raises:
-        ValueError: The plan is for other blocks; the message has their numbers.
-    """
+    """Return the shares of blocks of these stages in a plan's `runs`; ValueError: it has others."""
     counts = [sum(count for _, count in each) for each in runs]
     if max(stages, default=-1) >= len(runs) or any(counts[stage] != stages.count(stage) for stage in stages):
         raise ValueError(f"shares of {', '.join(map(str, counts))} blocks")

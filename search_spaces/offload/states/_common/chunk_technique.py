@@ -134,12 +134,8 @@ def in_chunks(program: Program, how: ChunkPlan, rule: Rule, prefetch: int = 0) -
 
 
 def update_resident_first(step: Step, count: int, ranks: int = 1) -> tuple[Step, int]:
-    """Return `step` with its first `count` parameters of blocks outside of blocks and updated before the
-    others.
-
-    Also return the number of ops of their update. Their gradients are averaged among `ranks` that have all
-    weights.
-    """
+    """Return `step` with its first `count` parameters of blocks updated first, and the ops of that."""
+    # They count as outside of blocks. Their gradients are averaged among `ranks` that have all weights.
     if not count:
         return step, 0
     resident = np.zeros(len(step.parameters), bool)
