@@ -312,10 +312,9 @@ def _open_files() -> int:
 
 
 def _end_with_driver(requests: socket.socket) -> None:
-    """Let the kernel end this process when the driver closes its socket: no import would notice.
-
-    The first event on the socket sends SIGIO, which ends a process; the driver sends nothing before `ready`.
-    """
+    """Let the kernel end this process when the driver closes its socket: no import would notice."""
+    # The first event on the socket sends SIGIO, which ends a process; the driver sends nothing before
+    # `ready`.
     fcntl.fcntl(requests, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(requests, fcntl.F_SETFL, fcntl.fcntl(requests, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([requests], [], [], 0)[0]:  # the driver has ended before

@@ -50,13 +50,12 @@ def largest_difference(
 ) -> tuple[float, str]:
     """Return the parameter whose gradients differ most, and by how much: 0 if all are bitwise equal.
 
-    A difference is relative to the gradient's norm, or if larger, to the norm that this many numbers of the
-    full gradient have on average: some gradients are zero except for rounding (of a bias before a norm
-    layer).
-
     Raises:
         ValueError: The parameters of the two differ, a part of a gradient is missing, or a sketch is damaged.
     """
+    # A difference is relative to the gradient's norm, or if larger, to the norm that this many numbers
+    # of the full gradient have on average: some gradients are zero except for rounding (of a bias
+    # before a norm layer).
     if mine.keys() != theirs.keys():
         raise ValueError(f"only one run has a gradient of {sorted(mine.keys() ^ theirs.keys())[0]}")
     for name, each in (*mine.items(), *theirs.items()):

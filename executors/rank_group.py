@@ -211,10 +211,8 @@ class LocalRanks:
 
 
 def start_supervisor() -> subprocess.Popen[bytes]:
-    """Start a supervisor that waits for its spec.
-
-    In its own session, so that Ctrl-C in the terminal does not reach it.
-    """
+    """Start a supervisor that waits for its spec."""
+    # In its own session, so that Ctrl-C in the terminal does not reach it.
     return subprocess.Popen(
         # Isolated and without site packages: it starts in milliseconds, and no user's file shadows a module
         # of it.

@@ -198,10 +198,8 @@ def _build(rank: _Rank, workload: Workload) -> tuple[Tuned, nn.Module, dict[str,
 
 
 def _model_on_host(rank: _Rank, workload: Workload, config: TunedConfig) -> nn.Module:
-    """Return the model on the host, from where `apply` moves the weights that the config keeps on the device.
-
-    Deferred, if possible, when weights start on SSD: the host may have no memory for all of them.
-    """
+    """Return the model on the host, from where `apply` moves the weights of the device."""
+    # Deferred, if possible, when weights start on SSD: the host may have no memory for all of them.
     seed_all(rank.trial.seed)
     if config.settings.technique("offload.states").effects.parameters_on == SSD:
         try:
@@ -214,10 +212,8 @@ def _model_on_host(rank: _Rank, workload: Workload, config: TunedConfig) -> nn.M
 
 
 def _model(rank: _Rank, workload: Workload, config: TunedConfig) -> nn.Module:
-    """Return the model on the device.
-
-    On the meta device, to be materialised shard by shard, if it does not fit.
-    """
+    """Return the model on the device."""
+    # On the meta device, to be materialised shard by shard, if it does not fit.
     seed_all(rank.trial.seed)
     try:
         return workload.build_model().to(rank.device)
@@ -256,10 +252,8 @@ def _digest_gradients(
     ledger: Ledger,
     measured: _Measurements,
 ) -> None:
-    """Digest the gradients just before each of the first optimizer steps.
-
-    Gradients that are used and freed inside backward are digested there.
-    """
+    """Digest the gradients just before each of the first optimizer steps."""
+    # Gradients that are used and freed inside backward are digested there.
     trial, context = rank.trial, tuned._context
     steps = max(trial.gradient_steps, int(trial.fingerprint))
 
@@ -318,11 +312,9 @@ def _step(rank: _Rank, workload: Workload, tuned: Tuned, step: int, measured: _M
 
 
 def _batches(rank: _Rank, workload: Workload, tuned: Tuned, step: int) -> list[Any]:
-    """Return this rank's samples of the step, equal for all configs, split into micro-batches.
-
-    The last warm-up step has the largest batch that the user declares, after a step for each length bucket,
-    or the largest drawn where batches vary in size: their peaks count, their times do not.
-    """
+    """Return this rank's samples of the step, equal for all configs, split into micro-batches."""
+    # The last warm-up step has the largest batch that the user declares, after a step for each length
+    # bucket, or the largest drawn where batches vary in size: their peaks count, their times do not.
     execution = tuned.config.settings.execution
     micro = _micro_batch(rank, workload, tuned)
     is_last_warmup = step == rank.trial.warmup_steps - 1

@@ -85,10 +85,8 @@ def existing_file(path: object, fix: str, evidence: str = "") -> UsageError:
 
 
 def raised_at(error: BaseException) -> str:
-    """Return module and line of memtune that raised `error`, or an empty text if memtune did not raise it.
-
-    Errors with the same origin come from the same rule, whichever names their texts contain.
-    """
+    """Return module and line of memtune that raised `error`, or an empty text if memtune did not raise it."""
+    # Errors with the same origin come from the same rule, whichever names their texts contain.
     found = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         module = str(frame.f_globals.get("__name__", ""))

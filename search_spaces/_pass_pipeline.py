@@ -120,10 +120,9 @@ class TrackedSlots(Mapping[str, Technique]):
 def on_replicas(program: Program, parts: int) -> Program:
     """Return `program` on the ranks that hold the same part; groups of collectives between parts are marked
     by their sign.
-
-    Groups between the copies, inserted by an earlier pass, are unchanged. The complete step of a pipeline's
-    rank is used once and therefore not cached.
     """
+    # Groups between the copies, inserted by an earlier pass, are unchanged. The complete step of a
+    # pipeline's rank is used once and therefore not cached.
     return _of_one_part(program, parts) if program.unrolled > 1 else _known(program, parts)
 
 

@@ -55,10 +55,8 @@ def follows_calls(config: Config) -> Technique | None:
 
 
 def needs_calls_of_blocks(config: Config) -> bool:
-    """Return True if hooks on the calls of blocks move parameters, gradients or activations.
-
-    A schedule of the whole model makes no such calls, so each block has a schedule of its own.
-    """
+    """Return True if hooks on the calls of blocks move parameters, gradients or activations."""
+    # A schedule of the whole model makes no such calls, so each block has a schedule of its own.
     return (
         is_gathered(config)
         or follows_calls(config) is not None

@@ -97,11 +97,9 @@ def by_mechanism(by_resource: Mapping[str, float], parts_of_compute: Mapping[str
 
 
 def time_lines(prediction: Mapping[str, Any]) -> list[str]:
-    """Return a prediction's critical path, five longest exposed ops and SSD writes, as text.
-
-    Predictions of the coarse level have neither path nor exposed ops. SSD writes are listed because drives
-    wear.
-    """
+    """Return a prediction's critical path, five longest exposed ops and SSD writes, as text."""
+    # Predictions of the coarse level have neither path nor exposed ops. SSD writes are listed because
+    # drives wear.
     critical, waits = prediction.get("critical_s") or {}, prediction.get("exposed_by_op") or ()
     total = sum(critical.values())
     lines = []

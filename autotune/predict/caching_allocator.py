@@ -192,8 +192,6 @@ def replay(
     Memory is held only by torch's own allocator, and only in segments of the same form, expandable or not;
     under other settings the storages of that memory are allocated again.
 
-    An allocation that fails is counted, and the program continues as if it had caught the error.
-
     Args:
         events: Allocations and frees of the program.
         settings: The allocator's.
@@ -203,6 +201,7 @@ def replay(
     Raises:
         ValueError: A column is malformed, or a storage is allocated twice or freed without being allocated.
     """
+    # An allocation that fails is counted, and the program continues as if it had caught the error.
     columns = {
         name: getattr(events, name)
         for name in ("action", "storage", "bytes", "stream", "op", "ready_op", "step")
@@ -230,15 +229,14 @@ def replay(
 def event_stream(step: Step, steps: int) -> AllocatorEvents:
     """Return the device's allocations and frees of `steps` repetitions of `step`.
 
-    Storages that exist before the step (parameters, buffers, the first batch) are allocated before the first
-    one, in order. Optimizer state is allocated in the first step, before the first optimizer op that uses any
-    of it. Storages that outlive their step are freed when the next step allocates them again. Storages of
-    zero bytes are skipped.
-
     Args:
         step: As recorded or rewritten: a steady-state step.
         steps: Number of repetitions.
     """
+    # Storages that exist before the step (parameters, buffers, the first batch) are allocated before
+    # the first one, in order. Optimizer state is allocated in the first step, before the first
+    # optimizer op that uses any of it. Storages that outlive their step are freed when the next step
+    # allocates them again. Storages of zero bytes are skipped.
     lives = _Lifetimes.from_step(step)
     parts = [lives.events(number) for number in range(steps)]
     first = np.cumsum([0, *(part.shape[1] for part in parts)])[:steps]

@@ -118,10 +118,8 @@ class Calibration:
 
 
 def _conformal(ratios: Iterable[float], *, floor: float) -> tuple[float, float] | None:
-    """Return median ± the split-conformal quantile of the logarithmic residuals, None with too few of them.
-
-    With too few residuals for the level, the largest one, doubled, replaces the missing quantile.
-    """
+    """Return median ± the split-conformal quantile of the logarithmic residuals; None with too few."""
+    # With too few residuals for the level, the largest one, doubled, replaces the missing quantile.
     # Ratios are symmetric in the logarithm: twice and half are errors of one size.
     logs = [math.log(ratio) for ratio in ratios]
     if len(logs) < Calibration.ENOUGH:
@@ -156,12 +154,12 @@ _FILE: TypeAdapter[list[SearchErrors]] = TypeAdapter(list[SearchErrors])
 def oom_probability(calibration: Calibration, peak_bytes: int, budget_bytes: int | None) -> float | None:
     """Return the probability that a predicted peak of `peak_bytes` exceeds `budget_bytes`.
 
-    Of n earlier ratios, k exceed what the budget allows: the probability is between k / (n + 1) and (k + 1) /
-    (n + 1), and its middle is returned. So it is never 0 or 1, and approaches them as trials agree.
-
     Returns:
         0 without a budget; None with fewer trials than an interval needs.
     """
+    # Of n earlier ratios, k exceed what the budget allows: the probability is between k / (n + 1) and
+    # (k + 1) / (n + 1), and its middle is returned. So it is never 0 or 1, and approaches them as
+    # trials agree.
     if budget_bytes is None:
         return 0.0
     ratios = calibration.peak_ratios
@@ -172,11 +170,10 @@ def oom_probability(calibration: Calibration, peak_bytes: int, budget_bytes: int
 
 
 def residuals(rows: Iterable[OpTime], hardware: Hardware) -> dict[str, Curve]:
-    """Return by op class a curve over size of measured time over `hardware`'s prediction.
-
-    Sizes are half decades of the time at peak rates; in each, measured and predicted seconds are summed, so
-    that ops count by their time. `EVERY_CLASS` is the factor of all rows, for classes without rows.
-    """
+    """Return by op class a curve over size of measured time over `hardware`'s prediction."""
+    # Sizes are half decades of the time at peak rates; in each, measured and predicted seconds are
+    # summed, so that ops count by their time. `EVERY_CLASS` is the factor of all rows, for classes
+    # without rows.
     plain = replace(hardware, residuals={})
     sums: dict[str, dict[int, list[_Entry]]] = {}
     for row in rows:

@@ -342,12 +342,10 @@ def _bubble_s(program: Program, step: Step, hardware: Hardware) -> float:
 
 
 def places(program: Program, hardware: Hardware) -> list[tuple[int, int]]:
-    """Return for each rank class a PCIe root and the number of its ranks behind that root.
-
-    A class that fills a root is modelled by such a root, any other by its first rank's. Ranks of a class that
-    does not list them are consecutive, after those of the classes before. On CPU `op_costs` divides the
-    machine.
-    """
+    """Return for each rank class a PCIe root and the number of its ranks behind that root."""
+    # A class that fills a root is modelled by such a root, any other by its first rank's. Ranks of a
+    # class that does not list them are consecutive, after those of the classes before. On CPU
+    # `op_costs` divides the machine.
     per_root = hardware.gpus_per_pcie_root
     if hardware.device == "cpu":
         return [(number, 1) for number in range(len(program.rank_classes))]
@@ -402,11 +400,10 @@ def _coarse_time(
     """Return the time that dependencies of ops (`least_s`) and busy resources allow, and its mechanisms.
 
     At most all of them in sequence.
-
-    A pipeline also waits while forward and backward would run. A PCIe root is a resource as well: for copies
-    of one direction, and for collectives that cross it (`crossing`, from `_on_roots`). So are cores that
-    compute shares.
     """
+    # A pipeline also waits while forward and backward would run. A PCIe root is a resource as well: for
+    # copies of one direction, and for collectives that cross it (`crossing`, from `_on_roots`). So are
+    # cores that compute shares.
     times = np.where(_IS_REPEATED, program.accumulate, 1)
     by_phase = np.array(live.busy_s) * times
     for copies in (Resource.HOST_TO_DEVICE, Resource.DEVICE_TO_HOST):
@@ -437,10 +434,8 @@ def _coarse_time(
 def _interval(
     peak: int, reserved: int, estimated: int, spread: tuple[int, int], time: _Time, calibration: Calibration
 ) -> Interval:
-    """Return the interval.
-
-    Its lower end is allocated bytes, which no allocator can undercut, its upper end reserved ones.
-    """
+    """Return the interval."""
+    # Its lower end is allocated bytes, which no allocator can undercut, its upper end reserved ones.
     (low, _), (_, high) = calibration.peak_range(), calibration.reserved_range()
     fast, slow = (factor * calibration.step_correction for factor in calibration.step_range())
     # With trials behind it the correction already holds how much is hidden.
@@ -506,10 +501,8 @@ _MAKES_PINNED: Final = ("memtune.to_host.default", "memtune.from_ssd.default")
 
 
 def held_bytes(step: Step, hardware: Hardware) -> I64:
-    """Return (m,) `step.storages.bytes`, with pinned storages as large as `hardware` allocates them.
-
-    Torch's pinned allocator rounds each request up to a power of two.
-    """
+    """Return (m,) `step.storages.bytes`, with pinned storages as large as `hardware` allocates them."""
+    # Torch's pinned allocator rounds each request up to a power of two.
     if Capability.PINNED not in hardware.platform.capabilities:
         return step.storages.bytes
     on_host = np.flatnonzero((step.storages.tier == Tier.HOST) & (step.storages.bytes > 0))

@@ -41,11 +41,9 @@ class TightSetting:
 
 
 def rank_settings(step: Step, own: AllocatorSettings, limit_bytes: int) -> tuple[TightSetting, ...]:
-    """Return `own` and the usual settings for one rank's `step` under a limit, best first.
-
-    Settings are ranked by whether all allocations succeed, then by the time of retries, then by reserved
-    bytes.
-    """
+    """Return `own` and the usual settings for one rank's `step` under a limit, best first."""
+    # Settings are ranked by whether all allocations succeed, then by the time of retries, then by
+    # reserved bytes.
     events, fewer = event_stream(step, _STEPS), event_stream(step, _STEPS - 1)
     asked = {text: AllocatorSettings.parse(text) for text in _SUGGESTED}
     if own not in asked.values():

@@ -140,11 +140,9 @@ class _RowSpace:
         return near, near_back
 
     def relative(self, rows: I64, block: int) -> I64:
-        """Return (n, 2) references of block 1 or 2 in comparable form.
-
-        The first column is 1 for a forward period, 2 for a backward period, 0 for any other row; the second
-        is the offset from the start of the block's period, or the row itself.
-        """
+        """Return (n, 2) references of block 1 or 2 in comparable form."""
+        # The first column is 1 for a forward period, 2 for a backward period, 0 for any other row;
+        # the second is the offset from the start of the block's period, or the row itself.
         in_forward = rows - (self.forward_start - (2 - block) * self.forward_size)
         in_backward = rows - (self.backward_start + (2 - block) * self.backward_size)
         near, near_back = self._near(rows, in_forward, in_backward)

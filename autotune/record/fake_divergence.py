@@ -56,11 +56,9 @@ _CHOOSES = frozenset(
 
 @contextmanager
 def as_in_training(assumed: list[str], optimizer: Optimizer, batch: BatchValues | None) -> Iterator[None]:
-    """Answer reads of fake tensors' data as in training; append each assumption to `assumed`.
-
-    Optimizers that scale by a norm (`torch.optim.Adafactor`) read numbers in every step; a fake tensor has
-    none.
-    """
+    """Answer reads of fake tensors' data as in training; append each assumption to `assumed`."""
+    # Optimizers that scale by a norm (`torch.optim.Adafactor`) read numbers in every step; a fake
+    # tensor has none.
     numbers = _OptimizerScalarReads(assumed)
     before = optimizer.register_step_pre_hook(lambda *_: numbers.begin())
     after = optimizer.register_step_post_hook(lambda *_: numbers.end())

@@ -67,11 +67,9 @@ def _is_aligned(matrix: Tensor) -> bool:
 
 
 def _uses_tf32(name: str) -> bool:
-    """Return whether float32 products of this op run in TF32 where the device has it.
-
-    cuDNN's convolutions and recurrent layers do by default, cuBLAS's products on request only. Source:
-    docs/source/notes/cuda.rst, "TensorFloat-32 (TF32) on Ampere (and later) devices".
-    """
+    """Return whether float32 products of this op run in TF32 where the device has it."""
+    # cuDNN's convolutions and recurrent layers do by default, cuBLAS's products on request only.
+    # Source: docs/source/notes/cuda.rst, "TensorFloat-32 (TF32) on Ampere (and later) devices".
     cudnn: Any = torch.backends.cudnn
     if any(part in name for part in _CONVOLUTION):
         return _is_tf32(getattr(cudnn, "conv", None), cudnn)

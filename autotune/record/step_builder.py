@@ -295,10 +295,8 @@ class BlockCalls:
         self._calls: list[_BlockCall] = []
 
     def enter(self, block: int) -> int:
-        """Return the number of the call of `block` that begins now.
-
-        In backward (recompute) it is the last call that began before the node being run.
-        """
+        """Return the number of the call of `block` that begins now."""
+        # In backward (recompute) it is the last call that began before the node being run.
         # A node has the sequence number that its op got in forward, so it tells which call it belongs to.
         node: Any = torch._C._current_autograd_node()
         if node is None:
@@ -336,9 +334,6 @@ def owners(
 ) -> I32:
     """Return (n_storages,) index of the parameter that owns each storage, -1 for none.
 
-    A parameter owns its own storage, its gradient, its optimizer state and the optimizer's temporaries for
-    it; they are found as operands of the optimizer's ops.
-
     Args:
         n_storages: Number of storage rows.
         parameters: With their storages and gradients.
@@ -346,6 +341,8 @@ def owners(
         phases: Phase of each op.
         uses: (n, 3) rows of op, storage and kind of use.
     """
+    # A parameter owns its own storage, its gradient, its optimizer state and the optimizer's
+    # temporaries for it; they are found as operands of the optimizer's ops.
     owner = np.full(n_storages, -1, np.int32)
     for i, parameter in enumerate(parameters):
         owner[parameter.storage] = i

@@ -624,10 +624,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def watch_resizes(note: Callable[[torch.UntypedStorage, int, int], None]) -> Iterator[None]:
-    """Call `note` with every storage that is resized inside, and its bytes before and after.
-
-    FSDP2 frees and reallocates storages in place, without an op that a dispatch mode would see.
-    """
+    """Call `note` with every storage that is resized inside, and its bytes before and after."""
+    # FSDP2 frees and reallocates storages in place, without an op that a dispatch mode would see.
     original = torch.UntypedStorage.resize_
 
     def resize_(self: torch.UntypedStorage, size: int) -> Any:
@@ -641,10 +639,8 @@ def watch_resizes(note: Callable[[torch.UntypedStorage, int, int], None]) -> Ite
 
 
 def placeholder_like(tensor: Tensor) -> Tensor:
-    """Return a tensor of `tensor`'s shape, strides and dtype in a storage of its own, for autograd to save.
-
-    Placeholders of real tensors have their values, because backward computes with them.
-    """
+    """Return a tensor of `tensor`'s layout in a storage of its own, for autograd to save."""
+    # Placeholders of real tensors have their values, because backward computes with them.
     if type(tensor) is FakeTensor:
         # Below all modes, each of which would take microseconds per saved tensor.
         with torch._C._DisableTorchDispatch():

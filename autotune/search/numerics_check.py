@@ -116,10 +116,8 @@ def verdict(winner: Difference, itself: Difference, allowed: float | None) -> di
 
 
 def numerics(driver: Driver, choice: Choice) -> dict[str, Any]:
-    """Return the part of a certificate that compares `choice` with the reference: at most three short trials.
-
-    A failure of these trials is reported in the certificate, never raised: the search has its winner.
-    """
+    """Return the part of a certificate that compares `choice` with the reference: up to three trials."""
+    # A failure of these trials is reported in the certificate, never raised: the search has its winner.
     runs = _ShortTrials(driver)
     for tried, (reference, budgeted) in enumerate(_references(driver, choice)):
         dropout = reference.execution == choice.execution

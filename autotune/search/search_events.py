@@ -252,10 +252,8 @@ _FIRST_BYTES = b'{"event":"log_opened"'
 
 
 def parse_event(line: bytes) -> Event | Unknown:
-    """Parse one line into an event; lines that this version cannot read become `Unknown` with their text.
-
-    So do lines whose checksum is wrong: their text is kept, and nothing of it is used.
-    """
+    """Parse one line into an event; lines that this version cannot read become `Unknown` with their text."""
+    # So do lines whose checksum is wrong: their text is kept, and nothing of it is used.
     found = _SUM.search(line)
     if found is not None and int(found[1], 16) != zlib.crc32(line[: found.start()]):
         return Unknown(event="unreadable", raw=line.decode("utf-8", errors="replace"))

@@ -175,10 +175,8 @@ class StudyFolder:
             )
 
     def save_config(self, config: TunedConfig, out: Path) -> Path:
-        """Write `config` to `out`, after noting its hash.
-
-        A crash leaves no config that the study does not recognise.
-        """
+        """Write `config` to `out`, after noting its hash."""
+        # A crash leaves no config that the study does not recognise.
         text, _ = file_texts(config, out)
         # The hashes of all versions: after a crash between the two writes the old file is still recognised.
         known = {*self._written(), _sha256(text.encode())}

@@ -340,15 +340,14 @@ def beats(one: Measured, other: Measured, goal: Goal, among: Sequence[Measured] 
 def finalists_to_repeat(finalists: Sequence[Measured], goal: Goal, rounds_left: int) -> list[Measured]:
     """Return the finalists that run in another round; none if it is not worthwhile.
 
-    A finalist that the best one beats leaves. Another round is worthwhile while the interval of one of the
-    others is wide, unless the noise is so large that no number of the remaining rounds would tell it from the
-    best.
-
     Args:
         finalists: Choices that ran in every round so far.
         goal: The value to compare.
         rounds_left: Rounds that may still run.
     """
+    # A finalist that the best one beats leaves. Another round is worthwhile while the interval of one
+    # of the others is wide, unless the noise is so large that no number of the remaining rounds would
+    # tell it from the best.
     fit = _fit([each.per_round(goal) for each in finalists])
     if fit is None or rounds_left < 1:
         return []
@@ -498,10 +497,9 @@ def loss_tolerance(choice: Choice, reference: Choice, *, unit: float, draws_rand
         reference: The baseline's.
         unit: One rounding of the dtype that the model computes in, 2^-24 for float32.
         draws_random: Whether the step draws random numbers.
-
-    Bitwise: kernels may sum in another order (atomics), a few dozen roundings. Reordered: half of the digits,
-    which is √n roundings of a sum of n = 1/unit terms.
     """
+    # Bitwise: kernels may sum in another order (atomics), a few dozen roundings. Reordered: half of the
+    # digits, which is √n roundings of a sum of n = 1/unit terms.
     classes = {each.exactly() for each in (*choice.techniques, *reference.techniques)}
     if Exactness.LOSSY in classes:
         return None

@@ -52,10 +52,8 @@ class StepCost:
 
     @classmethod
     def read(cls, document: Any) -> StepCost | None:
-        """Return the cost that `asdict` wrote, or None for anything else.
-
-        A config may have been edited by hand.
-        """
+        """Return the cost that `asdict` wrote, or None for anything else."""
+        # A config may have been edited by hand.
         values = (
             [document.get(each.name) for each in fields(cls)] if isinstance(document, Mapping) else [None]
         )

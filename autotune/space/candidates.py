@@ -69,10 +69,8 @@ class Choice(Settings):
 
     @cached_property
     def complexity(self) -> tuple[int, int]:
-        """Return (slots in use, knobs off their default).
-
-        Of equally good candidates the smaller one is chosen.
-        """
+        """Return (slots in use, knobs off their default)."""
+        # Of equally good candidates the smaller one is chosen.
         knobs = sum(len(each.model_dump(exclude_defaults=True)) for each in self.techniques)
         return len(self.techniques) + int(self.execution.compile is not False), knobs + int(
             self.execution.accumulate > 1
@@ -213,10 +211,9 @@ class Rewriter:
         """Return why `technique` never fits the plain program, whatever other slots chose.
 
         None if it fits or other slots decide.
-
-        Techniques that shard states see other programs and fewer ranks where the model is partitioned, which
-        only candidates know.
         """
+        # Techniques that shard states see other programs and fewer ranks where the model is
+        # partitioned, which only candidates know.
         root = self._root(execution)
         if isinstance(root.result, Reason):
             return root.result
@@ -261,10 +258,8 @@ class Rewriter:
         return pairs
 
     def _number(self, setting: Technique | Execution) -> int:
-        """Return a number that is equal for equal settings, memoised by id.
-
-        Hashing and comparing models would dominate.
-        """
+        """Return a number that is equal for equal settings, memoised by id."""
+        # Hashing and comparing models would dominate.
         # The object is kept in the entry, so its id cannot be given to another one.
         known = self._known.get(id(setting))
         if known is not None and known[0] is setting:

@@ -34,12 +34,11 @@ class Moment:
 def moments(rewriter: Rewriter, candidate: Candidate) -> tuple[Moment, ...]:
     """Return first step, steady step, resume, evaluation and checkpoint of `candidate`, and where batches
     vary in size a step on one that is half their spread larger than the largest drawn.
-
-    A resumed run has optimizer state before its first forward, so its first step is a steady one. An
-    evaluation runs one micro-batch without gradients; a checkpoint is `Tuned.state_dict()`, which gathers
-    sharded states on every rank. Under a pipeline there is no evaluation, because it would call the model
-    outside of `Tuned.step`.
     """
+    # A resumed run has optimizer state before its first forward, so its first step is a steady one. An
+    # evaluation runs one micro-batch without gradients; a checkpoint is `Tuned.state_dict()`, which
+    # gathers sharded states on every rank. Under a pipeline there is no evaluation, because it would
+    # call the model outside of `Tuned.step`.
     program, target = candidate.program, replace(rewriter.target, chosen=candidate.choice.chosen)
     shard = _factors(candidate.choice, target)
     whole = checkpoint(

@@ -62,12 +62,10 @@ def refined_front(
     budget_bytes: int | None = None,
     top: int | None = None,
 ) -> list[Scored]:
-    """Return the front among candidates simulated op by op: those that were, and about `most` others.
-
-    The coarse level is a lower bound of the step time, so a candidate of the coarse front may be beaten once
-    it is simulated; the ones that it had beaten are then simulated in turn, until the cheapest `top` of the
-    front are known (all by default).
-    """
+    """Return the front among candidates simulated op by op: those that were, and about `most` others."""
+    # The coarse level is a lower bound of the step time, so a candidate of the coarse front may be
+    # beaten once it is simulated; the ones that it had beaten are then simulated in turn, until the
+    # cheapest `top` of the front are known (all by default).
     best = {each.key: each for each in scored}
     while True:
         front = pareto_front(best.values(), budget_bytes)
@@ -103,9 +101,8 @@ def largest_micro_batch(scorer: Scorer, choice: Choice, pruner: Pruner) -> int |
     """Return the largest micro-batch at which `choice` is predicted to fit, to one part in 16.
 
     None without a budget.
-
-    Peaks grow with the micro-batch, so doubling and bisection find it.
     """
+    # Peaks grow with the micro-batch, so doubling and bisection find it.
     budget = pruner.budget_bytes
     if budget is None:
         return None

@@ -79,9 +79,9 @@ class Proposer:
             tried: Keys of candidates that ran, are running or are queued.
             best: Best measured value, smaller is better.
             model: Of the step times measured so far.
-
-        A trial that other work may have slowed down is proposed again if that is worth more than another.
         """
+        # A trial that other work may have slowed down is proposed again if that is worth more than
+        # another.
         self._n_proposed += 1
         ranked = self._by_improvement if self.goal == "throughput" else self._by_prediction
         first = next(ranked(pruner, tried, best, model), None)

@@ -88,14 +88,13 @@ class Pruner:
 def refusing_techniques(refused: Sequence[Kinds], worked: Iterable[Kinds]) -> list[Kinds]:
     """Return the techniques common to at least two trials with one refusal, and to no trial that worked.
 
-    The set that explains most trials comes first, of equals the one seen first; the next one must explain two
-    of the remaining trials. So a technique that occurs together with two culprits is not blamed for them once
-    each has been seen twice more.
-
     Args:
         refused: Techniques of each trial with that refusal, in order.
         worked: Those of each trial that ran to its end.
     """
+    # The set that explains most trials comes first, of equals the one seen first; the next one must
+    # explain two of the remaining trials. So a technique that occurs together with two culprits is not
+    # blamed for them once each has been seen twice more.
     known, left, found = set(worked), list(refused), list[Kinds]()
     while True:
         shared = dict.fromkeys(one & other for one, other in combinations(left, 2))

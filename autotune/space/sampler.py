@@ -124,10 +124,8 @@ class Sampler:
             return number, suggested
 
     def _start(self, number: int, choice: Choice, **notes: Any) -> None:
-        """Store a running trial of `choice` with its parameters, so that the sampler learns from it.
-
-        One transaction; the sampler draws nothing.
-        """
+        """Store a running trial of `choice` with its parameters, so that the sampler learns from it."""
+        # One transaction; the sampler draws nothing.
         given, distributions = self._parameters(choice), dict[str, BaseDistribution]()
 
         def pick(name: str, choices: Sequence[Any]) -> Any:

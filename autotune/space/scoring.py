@@ -258,11 +258,9 @@ def python_work(candidate: Candidate) -> PythonWork:
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Make garbage collections rare, and exclude objects that exist now (torch, the recording).
-
-    A collection scans all programs in memory, for a tenth of a second; candidates leave hardly any cycles.
-    Objects that the caller froze before remain frozen.
-    """
+    """Make garbage collections rare, and exclude objects that exist now (torch, the recording)."""
+    # A collection scans all programs in memory, for a tenth of a second; candidates leave hardly any
+    # cycles. Objects that the caller froze before remain frozen.
     is_ours, thresholds = gc.get_freeze_count() == 0, gc.get_threshold()
     gc.freeze()
     if thresholds[0]:  # 0: the caller has turned collections off
@@ -278,11 +276,9 @@ def rare_collections() -> Iterator[None]:
 def score_all(
     space: Space, scorer: Scorer, goal: Goal, *, seed: int = 0, most_sampled: int | None = None
 ) -> Scores:
-    """Score the space, or a sample and neighbourhoods above `ENUMERATE_UP_TO`; refine the best.
-
-    A neighbourhood: another technique, or other knobs, in one slot. It is explored until nothing better is
-    found. Settings that cannot be chosen are left out (`preselection`).
-    """
+    """Score the space, or a sample and neighbourhoods above `ENUMERATE_UP_TO`; refine the best."""
+    # A neighbourhood: another technique, or other knobs, in one slot. It is explored until nothing
+    # better is found. Settings that cannot be chosen are left out (`preselection`).
     started = time.monotonic()
     with (
         rare_collections(),
@@ -431,11 +427,10 @@ class _ScoredSet:
         return known or prediction
 
     def promising(self, looked_around: Mapping[Hashable, Scored]) -> dict[Hashable, Scored]:
-        """Return the candidates whose neighbourhood to explore, by the property that they are best in.
-
-        A candidate qualifies if it is much better than the one explored before for that property, or at all
-        better for the best overall. Techniques whose best is several times slower are skipped.
-        """
+        """Return the candidates whose neighbourhood to explore, by the property that they are best in."""
+        # A candidate qualifies if it is much better than the one explored before for that property,
+        # or at all better for the best overall. Techniques whose best is several times slower are
+        # skipped.
         goal = self._goal
         best = self._best(goal)
         fastest = best[_ALL].rank(goal)[1] if goal == "throughput" and _ALL in best else math.inf
@@ -514,10 +509,8 @@ def _report_refined(before: int, done: int) -> None:
 
 
 def predict_again(by_key: dict[str, Scored], scorer: Scorer) -> None:
-    """Predict again, in place, what was simulated op by op, with the op times learnt since.
-
-    Coarse predictions come after these in every ranking, so they are kept.
-    """
+    """Predict again, in place, what was simulated op by op, with the op times learnt since."""
+    # Coarse predictions come after these in every ranking, so they are kept.
     known: dict[int, Prediction] = {}
     for key, each in by_key.items():
         if each.prediction.level == "events":

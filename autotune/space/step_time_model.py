@@ -219,11 +219,9 @@ class StepTimeModel:
         return found
 
     def believing(self, pending: Sequence[Scored]) -> StepTimeModel:
-        """Return this model as if each candidate in `pending` had been measured at its expected step time.
-
-        So candidates proposed together differ in the mechanisms that are uncertain ("kriging believer":
-        Ginsbourger, Le Riche, Carraro 2010, section 4.2).
-        """
+        """Return this model as if each candidate in `pending` had been measured at its expected step time."""
+        # So candidates proposed together differ in the mechanisms that are uncertain ("kriging
+        # believer": Ginsbourger, Le Riche, Carraro 2010, section 4.2).
         if not pending:
             return self
         mean = self.posterior(pending).mean.tolist()
@@ -280,8 +278,6 @@ def _fitted(
 ) -> list[_Fit]:
     """Return the posterior of all logarithms around its mode, and the evidence (Laplace), for each scale.
 
-    All scales at once: trials are few, so that one at a time would spend its time in Python.
-
     Args:
         seen: Features of the trials.
         target: (trials,) logarithms of measured over predicted step times.
@@ -291,6 +287,7 @@ def _fitted(
         slowed: (trials,) prior probabilities that other work slowed them down.
         is_new: (trials,) whether a trial has a technique that no other has.
     """
+    # All scales at once: trials are few, so that one at a time would spend its time in Python.
     mode, doubt = mean, np.zeros((len(mean), len(target)))
     if not len(target):
         # No trial: the prior itself.

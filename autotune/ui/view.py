@@ -252,10 +252,8 @@ class SearchView:
         return self.elapsed_s + max(0.0, time.time() - (self.last_t or self.opened_t))
 
     def apply_call(self, out: str) -> str:
-        """Return the line of a training script that applies the config `out`.
-
-        A model whose weights exceed the limit must not be moved to the device before.
-        """
+        """Return the line of a training script that applies the config `out`."""
+        # A model whose weights exceed the limit must not be moved to the device before.
         started = self.started
         exceeds = started is not None and (started.parameter_bytes or 0) > (started.budget_bytes or math.inf)
         device = f', device="{started.device}"' if started is not None and exceeds else ""

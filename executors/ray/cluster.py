@@ -184,11 +184,9 @@ def _address(supervisor: subprocess.Popen[bytes], spec: dict[str, Any]) -> str:
 
 
 def head(cpus: int, folder: str) -> None:
-    """Start the cluster, report its address, and keep it until killed, or until one of its daemons is gone.
-
-    A cluster without its control store or raylet answers no request, and Ray would end the driver for it
-    after a minute.
-    """
+    """Start the cluster, report its address, and keep it until killed, or one of its daemons is gone."""
+    # A cluster without its control store or raylet answers no request, and Ray would end the driver for
+    # it after a minute.
     ray = require("ray")
     ray.init(
         address="local",  # never another cluster, whatever the environment or an address file says

@@ -60,13 +60,12 @@ class LowPeak:
 def low_peak_order(ops: Ops) -> LowPeak:
     """Return the order with the least peak for up to 16 ops, and one with a low peak for more; deterministic.
 
-    From program order, ops that free more than they and the ops they enable allocate are moved up. Then
-    windows of up to 64 ops around the peak are ordered exactly, until none lowers the peak (after Shu et al.
-    2023, ROAM, which solves leaves of a tree exactly).
-
     Raises:
         ValueError: A number is out of range, or a use or pair contradicts program order.
     """
+    # From program order, ops that free more than they and the ops they enable allocate are moved up.
+    # Then windows of up to 64 ops around the peak are ordered exactly, until none lowers the peak
+    # (after Shu et al. 2023, ROAM, which solves leaves of a tree exactly).
     order, peak_bytes, program_peak_bytes = _native.low_peak_order(
         ops.count, ops.bytes, ops.producer, ops.outlives, ops.use_op, ops.use_storage, ops.first, ops.then
     )

@@ -48,10 +48,6 @@ def check_made_for(config: TunedConfig, model: nn.Module, ranks: int) -> None:
 def check_machine(config: TunedConfig, device: str, hardware: str, torch_version: str) -> None:
     """Compare the machine with the one that the config was made on.
 
-    A plan is decided op by op, so it holds only for one release of torch and one kind of device, and is
-    refused on others. Settings without a plan still train; a warning reports that the measured figures do not
-    hold.
-
     Args:
         config: A config; one without `made_for` fits any machine.
         device: `cpu` or `cuda`.
@@ -61,6 +57,9 @@ def check_machine(config: TunedConfig, device: str, hardware: str, torch_version
     Raises:
         ConfigError: The config has a plan, which was made with another torch or for another device.
     """
+    # A plan is decided op by op, so it holds only for one release of torch and one kind of device, and
+    # is refused on others. Settings without a plan still train; a warning reports that the measured
+    # figures do not hold.
     made_for = config.made_for
     if made_for is None or not made_for.torch:
         return

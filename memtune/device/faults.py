@@ -87,11 +87,10 @@ def explained(device: torch.device) -> Iterator[None]:
 def require_one_device(model: nn.Module, optimizer_state: Mapping[Any, Any]) -> None:
     """Check that parameters, buffers and moments of the optimizer are on one device.
 
-    Scalars may be on CPU: an op takes them from there.
-
     Raises:
         ApplyError: They are on several.
     """
+    # Scalars may be on CPU: an op takes them from there.
     found: dict[torch.device, list[str]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.dim() or tensor.device.type != "cpu":

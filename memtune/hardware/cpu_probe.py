@@ -52,10 +52,9 @@ def host_memory_bytes() -> int:
 
 @functools.cache
 def cpu() -> CpuRates:
-    """Return this machine's rates: those kept on disk if a quick probe confirms them, else measured.
-
-    A measurement takes under half a second. It is kept unless other processes used the machine meanwhile.
-    """
+    """Return this machine's rates: those kept on disk if a quick probe confirms them, else measured."""
+    # A measurement takes under half a second. It is kept unless other processes used the machine
+    # meanwhile.
     kept = _kept()
     if kept is not None and (kept.is_given or _confirmed(kept)):
         return kept
@@ -131,10 +130,8 @@ def title() -> str:
 
 
 def best_s(run: Callable[[], object], budget_s: float) -> float:
-    """Return the shortest time of as many runs as fit into `budget_s`, at least two.
-
-    The minimum, since other processes only make runs slower.
-    """
+    """Return the shortest time of as many runs as fit into `budget_s`, at least two."""
+    # The minimum, since other processes only make runs slower.
     run()
     best, stop = float("inf"), time.perf_counter() + budget_s
     while True:
@@ -199,10 +196,8 @@ def _op_s() -> float:
 def median_s(
     run: Callable[[], object], budget_s: float, clock: Callable[[], float] = time.thread_time
 ) -> float:
-    """Return the median of as many runs as fit into `budget_s`, at least three, after a warm-up run.
-
-    The default `clock` is the CPU time of this thread, which excludes other processes and threads.
-    """
+    """Return the median of as many runs as fit into `budget_s`, at least three, after a warm-up run."""
+    # The default `clock` is the CPU time of this thread, which excludes other processes and threads.
     run()
     times: list[float] = []
     stop = time.perf_counter() + budget_s

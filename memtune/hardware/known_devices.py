@@ -151,10 +151,8 @@ GPUS: Mapping[str, Constants] = {key: _constants(card) for key, card in _GPU_MOD
 
 
 def match(title: str, memory_bytes: int) -> str | None:
-    """Return the key of the card that the driver calls `title`, None if it is not in the table.
-
-    Variants of a card differ in memory.
-    """
+    """Return the key of the card that the driver calls `title`, None if it is not in the table."""
+    # Variants of a card differ in memory.
     # "Intel Data Center GPU Max 1550" is two words, and "max" alone occurs in names of laptops' cards.
     words = title.lower().replace("-", " ").replace("max 1", "max1").split()
     stems = {key: key.removeprefix("rtx-").split("-")[0] for key in _GPU_MODELS}

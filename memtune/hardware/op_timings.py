@@ -18,14 +18,12 @@ def op_times(
     host_computes: bool = True,
     waiting: float = 0.0,
 ) -> list[OpTime]:
-    """Return the op times of a step that takes `step_s` without the clock, grouped by class and size.
-
-    The overhead of clock and dispatcher is about the time of the shortest op, which is subtracted from each.
-    If the host computes, the rest of the step is overhead of Python and autograd, spread evenly over the ops,
-    so that the rows add up to `step_s` without its fraction `waiting`. `update_s` of it are the optimizer's,
-    whose many small ops have none of autograd's overhead. If the ops took longer than the step (the machine
-    was busy), they are scaled down to it.
-    """
+    """Return the op times of a step that takes `step_s` without the clock, grouped by class and size."""
+    # The overhead of clock and dispatcher is about the time of the shortest op, which is subtracted
+    # from each. If the host computes, the rest of the step is overhead of Python and autograd, spread
+    # evenly over the ops, so that the rows add up to `step_s` without its fraction `waiting`.
+    # `update_s` of it are the optimizer's, whose many small ops have none of autograd's overhead. If
+    # the ops took longer than the step (the machine was busy), they are scaled down to it.
     if not observed or step_s <= 0:
         return []
     floor_s = min(each.seconds for each in observed) * 0.99  # nothing takes no time

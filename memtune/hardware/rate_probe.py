@@ -31,12 +31,12 @@ or one of them waits until a computing thread's time slice ends."""
 def measure_rates(device: torch.device, *, local_ranks: int) -> dict[str, float]:
     """Return constants of `Hardware` by field name, as measured by this rank together with the others.
 
-    Links are measured if all ranks are on this machine; of others it is unknown which link a message takes.
-
     Args:
         device: Device of this rank.
         local_ranks: Ranks on this machine, which must all call this function.
     """
+    # Links are measured if all ranks are on this machine; of others it is unknown which link a message
+    # takes.
     shared = local_ranks if device.type == "cpu" else 1
     found = _copy_rates(device, shared)
     found["host_adam_bytes_per_s"] = _adam_rate(device) * local_ranks

@@ -261,11 +261,9 @@ def _casts_weights(step: Step) -> bool:
 
 
 def op_costs(step: Step, hardware: Hardware, *, ranks: int = 1) -> OpCosts:
-    """Return the seconds of every op of `step` on one of `ranks` ranks.
-
-    Ranks on one node share its host threads, and on CPU also its cores and memory. `traffic_bytes` of a
-    collective is its whole message, as the recorder counts it.
-    """
+    """Return the seconds of every op of `step` on one of `ranks` ranks."""
+    # Ranks on one node share its host threads, and on CPU also its cores and memory. `traffic_bytes` of
+    # a collective is its whole message, as the recorder counts it.
     local = hardware.local_ranks(ranks)
     share = local if hardware.device == "cpu" else 1
     op_s = _compute_s(step, hardware, share)

@@ -118,9 +118,8 @@ def snapshot(_: Any = None) -> dict[str, Any]:
     """Return `torch.cuda.memory._snapshot()`.
 
     It has all driver memory and its blocks, without a history of requests.
-
-    A block of several stitched pieces appears as those pieces, at their own addresses.
     """
+    # A block of several stitched pieces appears as those pieces, at their own addresses.
     devices = range(max(accelerator.count(), 1))
     segments = [_segment(device, *row) for device in devices for row in _native.arena_regions(device)]
     return {

@@ -29,11 +29,9 @@ def is_differentiated_again(step: Step) -> bool:
 
 
 def saved_in_backward(step: Step, redirect: Mask, among: Mask) -> Mask:
-    """Return (saves,) those of `among` that the first backward makes of a second run's tensors.
-
-    `redirect` (uses,) are its reads of these tensors: autograd saves a tensor just before the op that reads
-    it.
-    """
+    """Return (saves,) those of `among` that the first backward makes of a second run's tensors."""
+    # `redirect` (uses,) are its reads of these tensors: autograd saves a tensor just before the op that
+    # reads it.
     before = np.minimum(step.saves.packed_before, step.ops.n - 1)
     among = among & (step.ops.phase[before] != Phase.FORWARD)
     if not among.any():

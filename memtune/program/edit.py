@@ -371,10 +371,9 @@ class Edit:
         self._holds.append((storages, _rows(ops, storages)))
 
     def hold_to_the_end_of_backward(self, op: int) -> None:
-        """Hold tensors that live until backward returns through the new op `op`.
-
-        They are made by forward (the batch, the loss), or are gradients of leaves that are no parameters.
-        """
+        """Hold tensors that live until backward returns through the new op `op`."""
+        # They are made by forward (the batch, the loss), or are gradients of leaves that are no
+        # parameters.
         last = self._step.backward_end
         mine = held_in_backward(self._step, last, last)
         storages = np.flatnonzero(mine).astype(np.int32)
@@ -618,12 +617,11 @@ TO_HOST = "memtune.to_host.default"
 def pending_copy_sources(step: Step, firsts: I32) -> tuple[I32, I32]:
     """Find those of the ops `firsts` that are copies to the host, and the source that the copy before holds.
 
-    A copy's source is freed just before the next copy starts, so an op inserted before that copy still counts
-    it.
-
     Returns:
         Pairs as two columns: index into `firsts`, storage.
     """
+    # A copy's source is freed just before the next copy starts, so an op inserted before that copy
+    # still counts it.
     pairs: list[tuple[int, int]] = []
     copies = (
         np.flatnonzero(step.ops.name == step.names.index(TO_HOST))

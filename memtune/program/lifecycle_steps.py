@@ -35,11 +35,10 @@ def first_step(step: Step) -> Step:
 
 
 def state_producers(step: Step) -> I32:
-    """Return (m,) the producer of each storage in the first step.
-
-    torch's optimizers allocate the state of a whole parameter group before they update its first parameter.
-    An optimizer that updates parameters one by one inside backward allocates state per parameter.
-    """
+    """Return (m,) the producer of each storage in the first step."""
+    # torch's optimizers allocate the state of a whole parameter group before they update its first
+    # parameter. An optimizer that updates parameters one by one inside backward allocates state per
+    # parameter.
     updates = np.flatnonzero(step.ops.phase == Phase.OPTIMIZER)
     state = (step.storages.kind == Kind.OPTIMIZER) & (step.storages.producer < 0)
     if not len(updates) or not state.any():

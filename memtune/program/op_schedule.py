@@ -188,11 +188,9 @@ def build_schedule(
     *,
     made_by: str = "",
 ) -> Schedule:
-    """Return the schedule that runs these ops in this order and frees every value after its last reader.
-
-    A value that is recomputed is freed after its last reader before the recomputation. Each run of its maker
-    starts a new version of the value, to which ops write in place.
-    """
+    """Return the schedule that runs these ops in this order and frees every value after its last reader."""
+    # A value that is recomputed is freed after its last reader before the recomputation. Each run of
+    # its maker starts a new version of the value, to which ops write in place.
     forward, backward = (
         [each if isinstance(each, ScheduleStep) else graph.runs[each] for each in part]
         for part in (forward, backward)
@@ -236,11 +234,9 @@ def plain_schedule(graph: OpGraph) -> Schedule:
 
 
 def find_schedule_error(graph: OpGraph, schedule: Schedule) -> str:
-    """Return the reason why `schedule` computes other results than the plain order, '' if it does not.
-
-    The check simulates the schedule on version numbers: every op must read each value after the same number
-    of in-place writes as in the plain order.
-    """
+    """Return the reason why `schedule` computes other results than the plain order, '' if it does not."""
+    # The check simulates the schedule on version numbers: every op must read each value after the same
+    # number of in-place writes as in the plain order.
     if schedule.graph != graph.sha256:
         return "it is for another region"
     wanted = graph.versions
@@ -283,10 +279,9 @@ def find_schedule_error(graph: OpGraph, schedule: Schedule) -> str:
 
 
 def _tiling_error(graph: OpGraph, step: ScheduleStep, ran: Sequence[int]) -> str:
-    """Return the reason why the ops `step.along` cannot run tile by tile, '' if they can.
-
-    Each must have run before and must make one value without writes or random numbers; rows must ascend.
-    """
+    """Return the reason why the ops `step.along` cannot run tile by tile, '' if they can."""
+    # Each must have run before and must make one value without writes or random numbers; rows must
+    # ascend.
     if not step.along:
         return ""
     if step.parts < 2 or list(step.along) != sorted(set(step.along)) or step.of <= step.along[-1]:

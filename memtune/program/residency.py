@@ -148,13 +148,12 @@ def cache_residency(uses: tuple[Units, ...], slots: Units, rule: Rule) -> Reside
 def lru_moves(uses: tuple[Units, ...]) -> Units:
     """Return (units + 1,) the number of loads under LRU for each number of slots.
 
-    Entry n is `cache_residency(uses, (n,) * moments, "lru").moves`; entries below the most units of one
-    moment are meaningless. With n slots the n most recently used units are resident (of one moment's, the
-    larger numbers first), so one walk over stack distances serves all n.
-
     Source: Mattson et al. 1970, Evaluation techniques for storage hierarchies, IBM Systems Journal 9(2),
     stack distances.
     """
+    # Entry n is `cache_residency(uses, (n,) * moments, "lru").moves`; entries below the most units of
+    # one moment are meaningless. With n slots the n most recently used units are resident (of one
+    # moment's, the larger numbers first), so one walk over stack distances serves all n.
     latest: list[int] = []
     # Uses by stack distance; the last entry counts first uses, which miss in a cache of any size.
     at_distance = [0] * (len({unit for units in uses for unit in units}) + 1)
@@ -199,10 +198,6 @@ class _UseHistory:
 def smallest_window(compute_s: Sequence[float], load_s: Sequence[float], *, gathered: bool = False) -> int:
     """Return the slots of the smallest window whose loads are hidden by compute: STRONGHOLD's inequality.
 
-    A unit loaded at the start of moment i is used slots - 1 moments later, so its load must take no longer
-    than the compute until then. The result is at least 2, for a prefetch, and all units if no smaller window
-    suffices.
-
     Args:
         compute_s: (moments,) seconds of compute in each moment, in the order of `order_of_use`.
         load_s: (units,) seconds of each unit's load.
@@ -212,6 +207,9 @@ def smallest_window(compute_s: Sequence[float], load_s: Sequence[float], *, gath
         the
     other direction of the link.
     """
+    # A unit loaded at the start of moment i is used slots - 1 moments later, so its load must take no
+    # longer than the compute until then. The result is at least 2, for a prefetch, and all units if no
+    # smaller window suffices.
     units = len(load_s)
     # Smallest first: it leaves the most memory, and the inequality is monotone in the slots.
     for slots in range(min(2, units), units):
@@ -245,8 +243,6 @@ def ssd_spill_reads(
 ) -> list[tuple[T, T]]:
     """Return the SSD reads of `activations.offload.ssd_spill` in order, shared by its runtime and its pass.
 
-    A fetch reads its tensor, unless it was read ahead, then further tensors, the last offloaded one first.
-
     Args:
         offloaded: Tensors that will be fetched, in the order in which they were offloaded.
         fetched: The same tensors in the order in which they are fetched.
@@ -257,6 +253,8 @@ def ssd_spill_reads(
     Returns:
         Pairs: the tensor that is fetched, a tensor that is read at that time.
     """
+    # A fetch reads its tensor, unless it was read ahead, then further tensors, the last offloaded one
+    # first.
     on_ssd, waiting, found = list(offloaded), 0, []
     is_read: set[T] = set()
     for each in fetched:

@@ -384,11 +384,9 @@ class Step:
         return phase
 
     def without_donations(self, ops: I32 | None = None) -> Step:
-        """Return this step with donated uses of `ops` (None: all) as plain reads.
-
-        Under a dispatch mode, or without autograd, another reference holds the input, so the output is
-        allocated.
-        """
+        """Return this step with donated uses of `ops` (None: all) as plain reads."""
+        # Under a dispatch mode, or without autograd, another reference holds the input, so the
+        # output is allocated.
         donated = self.uses.mode == DONATES
         if ops is not None:
             donated &= np.isin(self.uses.op, ops)
@@ -430,10 +428,8 @@ class Step:
         )
 
     def kept_for_backward(self) -> npt.NDArray[np.bool_]:
-        """Return (m,) True for storages that autograd saves, or that forward makes and backward reads.
-
-        A schedule keeps its values itself, so `saves` does not list them.
-        """
+        """Return (m,) True for storages that autograd saves, or that forward makes and backward reads."""
+        # A schedule keeps its values itself, so `saves` does not list them.
         kept = np.zeros(self.storages.n, bool)
         kept[self.saves.storage] = True
         later = np.isin(self.ops.phase[self.uses.op], (Phase.RECOMPUTE, Phase.BACKWARD))
@@ -649,12 +645,10 @@ def at_micro_batch(recording: Recording, micro_batch: int) -> Step:
 
 
 def forward_and_backward(step: Step) -> Step:
-    """Return `step` up to the op after backward, with equal live bytes op by op.
-
-    Planners of forward and backward skip the optimizer this way, which has most of a step's ops. Storages
-    that outlive the last op are held to it. Return `step` itself if its storages are not in order of their
-    producers.
-    """
+    """Return `step` up to the op after backward, with equal live bytes op by op."""
+    # Planners of forward and backward skip the optimizer this way, which has most of a step's ops.
+    # Storages that outlive the last op are held to it. Return `step` itself if its storages are not in
+    # order of their producers.
     training = np.flatnonzero(step.ops.phase <= Phase.BACKWARD)
     n_ops = min(int(training.max(initial=-1)) + 2, step.ops.n)
     later = step.storages.producer >= n_ops
@@ -681,11 +675,9 @@ def forward_and_backward(step: Step) -> Step:
 
 
 def traffic_bytes(step: Step, accumulate: int) -> npt.NDArray[np.int64]:
-    """Return the bytes that each op of `step` moves in an optimizer step of `accumulate` micro-batches.
-
-    Ops of the body count once per micro-batch. Reads of gradient sums count one time fewer, since the first
-    micro-batch has no sums yet.
-    """
+    """Return the bytes that each op of `step` moves in an optimizer step of `accumulate` micro-batches."""
+    # Ops of the body count once per micro-batch. Reads of gradient sums count one time fewer, since the
+    # first micro-batch has no sums yet.
     body = np.isin(step.ops.phase, REPEATED)
     times = np.where(body, accumulate, 1)
     times[body & _reads_sums(step)] -= 1

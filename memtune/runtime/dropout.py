@@ -23,11 +23,10 @@ def no_dropout(model: nn.Module) -> Iterator[None]:
     """Disable dropout in `model` in this context.
 
     On CPU dropout's ops still run, so that plans made for them, such as a schedule, remain valid.
-
-    The functions that modules and users call are replaced. A torch function mode would be inactive in
-    backward, where blocks run again. Functions that a user's module imported from `torch.nn.functional` by
-    name are covered if they are written in Python (all but attention).
     """
+    # The functions that modules and users call are replaced. A torch function mode would be inactive in
+    # backward, where blocks run again. Functions that a user's module imported from
+    # `torch.nn.functional` by name are covered if they are written in Python (all but attention).
     # Recurrent kernels apply dropout themselves.
     recurrent = [(each, each.dropout) for each in model.modules() if isinstance(each, nn.RNNBase)]
     functions = [

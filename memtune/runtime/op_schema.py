@@ -83,10 +83,8 @@ def _is_seeded(func: Any) -> bool:
 
 
 def draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return True for attention without dropout, which is tagged as random but draws nothing.
-
-    Its backward gets forward's state, regardless of its tags.
-    """
+    """Return True for attention without dropout, which is tagged as random but draws nothing."""
+    # Its backward gets forward's state, regardless of its tags.
     for at, argument in enumerate(func._schema.arguments):
         if argument.name == "philox_seed":
             return True

@@ -413,10 +413,8 @@ def is_observed(tensor: Tensor) -> bool:
 
 
 def groups(tensors: list[Tensor]) -> Iterator[slice]:
-    """Yield the consecutive parts of `tensors` that are copied together; single ones if they are observed.
-
-    Holds none of them while it yields, so that the caller can free a part before the next one.
-    """
+    """Yield the consecutive parts of `tensors` that are copied together; single ones if they are observed."""
+    # Holds none of them while it yields, so that the caller can free a part before the next one.
     n_bytes = [each.nbytes for each in tensors]
     # A recorded step has one operator for each tensor, as the pass inserts them.
     room_bytes = 0 if tensors and is_observed(tensors[0]) else GROUP_BYTES

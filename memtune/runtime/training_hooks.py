@@ -98,17 +98,16 @@ def _order_hooks(optimizer: Optimizer) -> None:
 def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> None:
     """Make `optimizer.step(...)` call `step(...)`; schedulers, built before or after, count it as one step.
 
-    A scheduler wraps `step` when it is built, marks the wrapper, and warns at its own first step if the mark
-    is missing; the wrapper notes that the optimizer was called. The replacement notes the call and carries
-    the mark, so a scheduler that is built later does not wrap it again.
-
-    A closure (`optimizer.step(closure)`) runs before the step hooks, because its backward makes the gradients
-    that they offload, check and reduce; torch's optimizers, too, call it before they update.
-
     Args:
         optimizer: Optimizer whose `step` is replaced.
         step: The new step, without the optimizer as an argument; it runs the optimizer's step hooks itself.
     """
+    # A scheduler wraps `step` when it is built, marks the wrapper, and warns at its own first step if
+    # the mark is missing; the wrapper notes that the optimizer was called. The replacement notes the
+    # call and carries the mark, so a scheduler that is built later does not wrap it again.
+    # A closure (`optimizer.step(closure)`) runs before the step hooks, because its backward makes the
+    # gradients that they offload, check and reduce; torch's optimizers, too, call it before they
+    # update.
 
     @functools.wraps(type(optimizer).step)  # GradScaler and others read its signature
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -158,10 +157,8 @@ def with_hooks(optimizer: Optimizer, update: Callable[..., Any]) -> Callable[...
 
 
 def keep_groups(optimizer: Optimizer) -> None:
-    """Keep the parameter group objects when a state is loaded.
-
-    `load_state_dict` makes new ones, while updaters hold references to the old ones.
-    """
+    """Keep the parameter group objects when a state is loaded."""
+    # `load_state_dict` makes new ones, while updaters hold references to the old ones.
     kept = list(optimizer.param_groups)
 
     def put_back(_: Optimizer) -> None:

@@ -115,10 +115,8 @@ def update(optimizer: Optimizer) -> None:
 
 
 def prepare_model(model: nn.Module) -> nn.Module:
-    """Disable the key-value cache of Hugging Face models before anything is recorded or measured.
-
-    It is for generation only, and a second run of a block would fill it twice.
-    """
+    """Disable the key-value cache of Hugging Face models before anything is recorded or measured."""
+    # It is for generation only, and a second run of a block would fill it twice.
     for module in model.modules():
         config = getattr(module, "config", None)
         if getattr(config, "use_cache", None) is True:

@@ -293,10 +293,9 @@ def _fill(out: Tensor, x: Tensor) -> None:
 def prefetching(device: torch.device) -> Iterator[None]:
     """Run copies to `device` in this context, and allocations for them, on a separate stream after all work
     issued so far.
-
-    The wait protects memory that compute has just freed from being overwritten while in use; see
-    `wait_prefetched`.
     """
+    # The wait protects memory that compute has just freed from being overwritten while in use; see
+    # `wait_prefetched`.
     if not accelerator.has_streams(device):
         yield
         return

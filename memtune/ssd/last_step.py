@@ -143,12 +143,12 @@ class LastStep:
     def finish(self) -> None:
         """Drop all kept steps of this model, once all ranks have called this.
 
-        The folder remains until the process ends, because other models of the process may have tensors in it.
-        A collective: where another rank has died in its last step, the error leaves the steps on the drive.
-
         Raises:
             EnvironmentFault: Another rank has not called this within `FINISH_S`.
         """
+        # The folder remains until the process ends, because other models of the process may have
+        # tensors in it. A collective: where another rank has died in its last step, the error
+        # leaves the steps on the drive.
         self._wait_for_all()
         self._forget()
         self._kept.forget()
@@ -449,10 +449,8 @@ class DeadRun:
 
 
 def dead_runs(directories: Iterable[Path], key: str) -> list[DeadRun]:
-    """Return the folders in `directories` with steps of `key`, newest first; all are locked until released.
-
-    Folders of other ranks, which search at the same time, are never locked.
-    """
+    """Return the folders in `directories` with steps of `key`, newest first, locked until released."""
+    # Folders of other ranks, which search at the same time, are never locked.
     found = []
     for left in (each for directory in directories for each in offload_dir.orphans(directory)):
         if not left.resumable or not _kept(left.path, key):
@@ -618,10 +616,8 @@ class Piece:
         return self.ssd if self.spare is None or self.fresh else self.spare
 
     def switch(self, state: dict[str, Any]) -> None:
-        """Make `target` the piece from now on; `state` and the optimizer's parameter follow.
-
-        Loaded state that has not been written to the piece yet is not replaced.
-        """
+        """Make `target` the piece from now on; `state` and the optimizer's parameter follow."""
+        # Loaded state that has not been written to the piece yet is not replaced.
         if self.spare is None or self.fresh:
             return
         # State of another storage was loaded by the user and is not on this slot.

@@ -330,10 +330,9 @@ class RunFolder:
 def folders_of_own() -> list[RunFolder]:
     """Return a new folder in every allowed directory for other processes (a trial's ranks); none if one
     cannot be used.
-
-    Steps kept there are never mistaken for those of the user's own training, and are removed with the folder
-    however those processes end.
     """
+    # Steps kept there are never mistaken for those of the user's own training, and are removed with the
+    # folder however those processes end.
     with contextlib.ExitStack() as undo:
         made = []
         for each in allowed_dirs():

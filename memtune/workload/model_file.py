@@ -64,13 +64,12 @@ class UserFile:
 def load_user_file(target: str | Path) -> UserFile:
     """Import `model.py` or `model.py:name` and check that its functions exist. This runs the user's code.
 
-    The module gets a unique name, so `__name__ == "__main__"` is false, and no bytecode is written. Its
-    directory stays on `sys.path`, because functions may import neighbouring files when they are called; if
-    that is a package, so does the folder that holds it, for relative imports.
-
     Raises:
         WorkloadError: The file is missing, does not parse, fails or exits on import, or lacks a function.
     """
+    # The module gets a unique name, so `__name__ == "__main__"` is false, and no bytecode is written.
+    # Its directory stays on `sys.path`, because functions may import neighbouring files when they are
+    # called; if that is a package, so does the folder that holds it, for relative imports.
     path, name = split_target(target)
     source = _read(path)
     module = _import(path, _compiled(path, source))

@@ -398,10 +398,8 @@ class Workload:
         }
 
     def imports(self) -> dict[str, str]:
-        """Return path and SHA-256 of the files next to and below `model.py` that this process has imported.
-
-        Installed packages and memtune itself are left out: versions tell them apart.
-        """
+        """Return path and SHA-256 of the files next to and below `model.py` that were imported."""
+        # Installed packages and memtune itself are left out: versions tell them apart.
         folder, found = self.path.parent, {}
         for name, module in list(sys.modules.items()):
             file = getattr(module, "__file__", None)

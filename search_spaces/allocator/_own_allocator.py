@@ -31,12 +31,10 @@ class OwnAllocator(Technique):
         return (Capability.OWN_ALLOCATOR,)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Refuse CPU, NCCL that registers torch's memory, and GPU searches that the user did not ask for.
-
-        A config may name the technique in all these cases. CUDA graphs, which memtune never captures, raise
-        while the model trains; legacy IPC handles of this memory do not exist, and torch raises if user code
-        asks for one.
-        """
+        """Refuse CPU, NCCL that registers torch's memory, and GPU searches that the user did not ask for."""
+        # A config may name the technique in all these cases. CUDA graphs, which memtune never
+        # captures, raise while the model trains; legacy IPC handles of this memory do not exist,
+        # and torch raises if user code asks for one.
         if target.device == "cpu":
             return Reason(
                 "a budget on CPU does not count malloc's fragmentation",

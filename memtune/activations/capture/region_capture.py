@@ -278,10 +278,8 @@ def _grad_ready_hook(
 
 @contextmanager
 def _no_random_draws() -> Iterator[None]:
-    """Refuse draws from the generators of Python and numpy, which a captured region could not repeat.
-
-    The generators are restored in any case, so that the run that follows draws the same numbers.
-    """
+    """Refuse draws from the generators of Python and numpy, which a captured region could not repeat."""
+    # The generators are restored in any case, so that the run that follows draws the same numbers.
     before = PythonRandomState.now()
     try:
         yield

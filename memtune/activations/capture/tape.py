@@ -424,10 +424,8 @@ def _is_mask(index: Tensor) -> bool:
 
 @contextmanager
 def fakes_look_real() -> Iterator[None]:
-    """Let transformers treat fake tensors as real ones, so that it takes the code path of training.
-
-    If that path reads values that depend on data, the capture refuses it.
-    """
+    """Let transformers treat fake tensors as real ones, so that it takes the code path of training."""
+    # If that path reads values that depend on data, the capture refuses it.
     module = sys.modules.get("transformers.utils.import_utils")
     is_there = hasattr(module, "is_fake_tensor")
     with replaced(module, is_fake_tensor=lambda _: False) if is_there else nullcontext():

@@ -117,11 +117,9 @@ class OnlineRegion(ReplacedForward):
             self.token = torch.zeros((), device=device, requires_grad=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OnlineRegion:
-        """Return the region of a copy of the module, without schedules, which belong to the original.
-
-        It has the copy of the optimizer if that was made first, else the original one, whose state is
-        resident as well.
-        """
+        """Return the region of a copy of the module, without schedules, which belong to the original."""
+        # It has the copy of the optimizer if that was made first, else the original one, whose
+        # state is resident as well.
         copied = memo[id(self)] = type(self).__new__(type(self))
         # `deepcopy` records what it has copied so far in `memo`.
         optimizer = memo.get(id(self._optimizer), self._optimizer)

@@ -43,9 +43,6 @@ def peak_within(
 ) -> int | None:
     """Return the peak bytes of one forward and backward under the runtime; None if a request does not fit.
 
-    The first step has no optimizer state, and a step's first micro-batch has no gradients: there the runtime
-    keeps more values and evicts others. All of these cases must fit.
-
     Args:
         step: The recorded step.
         region: The model's forward and backward in it.
@@ -53,6 +50,8 @@ def peak_within(
         budget_bytes: Budget of the device while the region runs.
         costs: Costs, reserve and workspace.
     """
+    # The first step has no optimizer state, and a step's first micro-batch has no gradients: there the
+    # runtime keeps more values and evicts others. All of these cases must fit.
     peak_bytes = 0
     gradients = _added_to(step)
     sums_bytes, state_bytes = int(step.storages.bytes[gradients].sum()), _state_bytes(step, region)
@@ -93,11 +92,9 @@ def _state_bytes(step: Step, region: Region) -> int:
 
 
 def with_peak(step: Step, peak_bytes: int) -> Step:
-    """Return `step` with the runtime's extra bytes at its peak in forward and backward.
-
-    The runtime evicts as late as it can, a schedule frees as early as it can, so the runtime's peak is
-    higher.
-    """
+    """Return `step` with the runtime's extra bytes at its peak in forward and backward."""
+    # The runtime evicts as late as it can, a schedule frees as early as it can, so the runtime's peak
+    # is higher.
     live = step.live_bytes()[: step.backward_end + 1]
     more = peak_bytes - int(live.max(initial=0))
     if more <= 0:
@@ -112,9 +109,8 @@ def least_budget_bytes(
 ) -> int | None:
     """Return a budget that the runtime meets, within 0.1 % of one that it does not; None if it misses the
     plain peak.
-
-    A policy may fail above a budget that it meets, so bisection finds one such budget, not the least.
     """
+    # A policy may fail above a budget that it meets, so bisection finds one such budget, not the least.
     high = step.peak_bytes()
     if high <= too_little_bytes or peak_within(step, region, policy, high, costs) is None:
         return None

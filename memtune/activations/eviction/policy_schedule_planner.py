@@ -136,9 +136,6 @@ def freeze(
     """Return the cheapest schedule of `options` whose step stays within `budget_bytes`; None if none is
     found.
 
-    A policy accounts the region's values alone. Its budget is what the rest of the step leaves, reduced until
-    the whole step's peak fits. An option is played only until it costs more than the best before it.
-
     Args:
         region: The model's forward and backward.
         traces: Alternatives from `region_trace`, each tried if those before yield no valid schedule.
@@ -148,6 +145,9 @@ def freeze(
         accepts: Whether the option can be used; others decide only if none can.
         below_s: Seconds of recomputation that a schedule must stay below.
     """
+    # A policy accounts the region's values alone. Its budget is what the rest of the step leaves,
+    # reduced until the whole step's peak fits. An option is played only until it costs more than the
+    # best before it.
     allowed = budget_bytes - int((region.background_bytes + region.scratch_bytes).min())
     limits = _Limits(_with_holes(allowed, options), _WORK_LIMIT, below_s)
     rejected: PolicySchedule | None = None

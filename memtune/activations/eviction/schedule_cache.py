@@ -94,10 +94,8 @@ class ScheduleCache:
         """Reason why the last run was decided online although a schedule was due."""
 
     def ready(self, key: Any, *, alone: bool) -> ScheduledRegion | None:
-        """Return the region with the schedule of this case, or None.
-
-        A schedule was decided for one forward at a time, so a waiting forward ends it.
-        """
+        """Return the region with the schedule of this case, or None."""
+        # A schedule was decided for one forward at a time, so a waiting forward ends it.
         case = self.cases.get(key)
         if case is None or case.frozen is None:
             return None
@@ -205,10 +203,8 @@ def why_outputs_differ(tape: Tape) -> str:
 
 
 def schedule_of(tape: Tape, decided: Decided) -> Schedule | str:
-    """Return the schedule that repeats the decisions, or the reason why there is none.
-
-    Ops that are not on the tape (autograd's handling of gradients) are skipped.
-    """
+    """Return the schedule that repeats the decisions, or the reason why there is none."""
+    # Ops that are not on the tape (autograd's handling of gradients) are skipped.
     found = places_of(tape, decided.ran, decided.n_forward)
     if isinstance(found, str):
         return found
@@ -232,13 +228,12 @@ def schedule_of(tape: Tape, decided: Decided) -> Schedule | str:
 def places_of(tape: Tape, ran: Sequence[OpMetadata], n_forward: int) -> list[int] | str:
     """Return for each op of the tape its number among the ops that ran, or the reason why there is none.
 
-    Ops that are not on the tape (autograd's handling of gradients) are skipped.
-
     Args:
         tape: The captured region.
         ran: Every op of one forward and backward, in order.
         n_forward: Number of them in forward.
     """
+    # Ops that are not on the tape (autograd's handling of gradients) are skipped.
     found: list[int] = []
     at, end = 0, len(ran)
     for op, call in enumerate(tape.calls):

@@ -203,10 +203,8 @@ class _Offloaded:
     stage: I32
 
     def seen_by(self, step: Step, storages: I32, blocks: I32) -> I32:
-        """Return the row here of each of `storages` if a block in `blocks` finds it offloaded; -1 for others.
-
-        A storage that another stage offloads is resident for this one.
-        """
+        """Return the row here of each of `storages` if a block in `blocks` finds it offloaded, else -1."""
+        # A storage that another stage offloads is resident for this one.
         index = self.index(step)[storages]
         # A block before the one that offloads the storage has saved it while it was resident.
         same = (self.stage[blocks] == self.stage[self.block[index]]) & (blocks >= self.block[index])
@@ -257,9 +255,8 @@ def _hold_sources(
 def _free_sources(edit: Edit, storage: I32, d2h: I32, write: I32, copy_ends: _CopyEnds) -> None:
     """Free each source just before the copy that completes its own (Rule 6): the next one, or the
     `at_once`-th next.
-
-    A source without such a copy is held through the op after which its copy is complete.
     """
+    # A source without such a copy is held through the op after which its copy is complete.
     by_next, n = copy_ends.by_next, copy_ends.at_once
     completed_by = np.where(write[:-n] >= 0, write[:-n], d2h[n:])
     edit.release_before(storage[:-n][by_next[:-n]], completed_by[by_next[:-n]])
@@ -298,12 +295,10 @@ def _hold_until_copied(
 
 
 def _readers_and_saves(step: Step, moved: _Offloaded) -> tuple[I32, I32]:
-    """Return (u,) and (v,): the offloaded storage that each use or save finds reloaded, -1 for all others.
-
-    Those are reads in backward or recomputation of a claimed block, and saves in the block itself and in
-    later claimed ones. If backward is differentiated again, also what it saves of its reads, and the readers
-    of that.
-    """
+    """Return (u,) and (v,): the offloaded storage that each use or save finds reloaded, -1 for all others."""
+    # Those are reads in backward or recomputation of a claimed block, and saves in the block itself and
+    # in later claimed ones. If backward is differentiated again, also what it saves of its reads, and
+    # the readers of that.
     later = (step.use_phase == Phase.BACKWARD) | (step.use_phase == Phase.RECOMPUTE)
     readers = np.where(later, moved.seen_by(step, step.uses.storage, step.ops.block[step.uses.op]), -1)
     saves, index = moved.seen_by(step, step.saves.storage, step.saves.block), moved.index(step)
@@ -438,10 +433,10 @@ def insert_reloads(
 ) -> tuple[I32, I32]:
     """Insert the reloads, each just before its first read and after the SSD reads it starts; return both in
     order of `asked`.
-
-    A reload belongs to the block whose backward reads the tensor first: a tensor saved by several blocks is
-    reloaded with the last of them. `stage` is that of each tensor; SSD reads are prefetched within a stage.
     """
+    # A reload belongs to the block whose backward reads the tensor first: a tensor saved by several
+    # blocks is reloaded with the last of them. `stage` is that of each tensor; SSD reads are prefetched
+    # within a stage.
     fetched, is_read = asked, np.zeros(len(asked), bool)
     moving = asked
     if on.any():
@@ -513,10 +508,9 @@ def insert_prefetches(
     """Insert reloads as `insert_reloads` does, with prefetches by the rule of `activations.offload.prefetch`.
 
     Also return the last copy that each reload starts, in order of `asked`, -1 for none.
-
-    Prefetches run on a separate stream, after the compute issued so far. Their sources remain on the `host`
-    until they are read and the copies that this starts have begun.
     """
+    # Prefetches run on a separate stream, after the compute issued so far. Their sources remain on the
+    # `host` until they are read and the copies that this starts have begun.
     # Schedules recompute ops, not blocks. A backward that is differentiated has this phase, but no copy_of.
     # A block that runs again asks for its tensors in forward order, one that does not in reverse.
     runs_again = (step.ops.phase == Phase.RECOMPUTE) & (step.ops.copy_of >= 0) & (not step.runs_schedules)
@@ -553,12 +547,10 @@ def insert_prefetches(
 def insert_ssd_spill(
     edit: Edit, n_bytes: I64, host: I32, write: I32, asked: I32, back: I32, read: I32, *, on_stages: bool
 ) -> I32:
-    """Insert the tiers of spilled storages; return their host storages after the read.
-
-    Host memory is held until the write completes, SSD until the reload. On pipeline stages
-    `activations.offload.pipeline_slots_pass`, which knows the other micro-batches, sets when a write
-    completes.
-    """
+    """Insert the tiers of spilled storages; return their host storages after the read."""
+    # Host memory is held until the write completes, SSD until the reload. On pipeline stages
+    # `activations.offload.pipeline_slots_pass`, which knows the other micro-batches, sets when a write
+    # completes.
     spilled = edit.add_storages(n_bytes, producer=write, tier=Tier.SSD)
     edit.add_uses(write, host)
     if not on_stages:

@@ -47,10 +47,8 @@ def accepts(policy: SavedTensorPolicy, tensor: Tensor) -> bool:
 
 
 def is_cast_weight(tensor: Tensor, shapes: frozenset[torch.Size]) -> bool:
-    """Return whether `tensor` is autocast's cast of a parameter; `shapes` are those of the region's.
-
-    The cast of a frozen parameter, or in a compiled graph, has no node that tells, but its shape.
-    """
+    """Return whether `tensor` is autocast's cast of a parameter; `shapes` are those of the region's."""
+    # The cast of a frozen parameter, or in a compiled graph, has no node that tells, but its shape.
     base = tensor if tensor._base is None else tensor._base
     node = base.grad_fn
     if node is None:

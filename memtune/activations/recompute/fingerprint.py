@@ -199,13 +199,11 @@ def first_op(fingerprints: Sequence[Fingerprint | QuickFingerprint]) -> str:
 
 
 def magnitude(tensor: Tensor) -> Tensor | float | None:
-    """Return the norm of up to 1,024 values of `tensor`; None if it has no readable values (fake, gaps).
-
-    On CPU a float, computed without a tensor; on other devices a tensor, so that the host does not wait.
-
-    A tensor that no op returned, such as attention's padded log-sum-exp, may contain uninitialized memory, so
-    it has none.
-    """
+    """Return the norm of up to 1,024 values of `tensor`; None if it has no readable values (fake, gaps)."""
+    # On CPU a float, computed without a tensor; on other devices a tensor, so that the host does not
+    # wait.
+    # A tensor that no op returned, such as attention's padded log-sum-exp, may contain uninitialized
+    # memory, so it has none.
     if type(tensor) is not Tensor or tensor.grad_fn is None or not tensor.numel():
         return None
     # A view of a parameter: both runs read the same weights, and numpy would fix the size of their storage,

@@ -277,10 +277,8 @@ def _starts(step: Step, ops: I32, new_op: I32, cloned_in: I32, clones: I32) -> I
 
 
 def _taken_before(step: Step, kept: Mask, again: Mask, new_op: I32, anchor: I32) -> I32:
-    """Return (n,) the op before which the second run takes a kept op's outputs.
-
-    That is the block's next op, or backward's first op after the block's last.
-    """
+    """Return (n,) the op before which the second run takes a kept op's outputs."""
+    # That is the block's next op, or backward's first op after the block's last.
     taken = np.full(step.ops.n, -1, np.int32)
     rerun = np.flatnonzero(again)
     rows = np.flatnonzero(kept)

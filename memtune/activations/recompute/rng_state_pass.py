@@ -51,11 +51,9 @@ def states_of(draws: Mask, again: Mask, first: I32) -> dict[str, npt.NDArray[Any
 
 
 def states_online(step: Step) -> Step:
-    """Return `step`, whose ops run by a schedule, with the random states that online eviction keeps.
-
-    This is an upper bound: each op that draws keeps a state until backward is over at the latest (it is freed
-    with the op's outputs). Any of them may run again, so the current state is saved as well.
-    """
+    """Return `step`, whose ops run by a schedule, with the random states that online eviction keeps."""
+    # This is an upper bound: each op that draws keeps a state until backward is over at the latest (it
+    # is freed with the op's outputs). Any of them may run again, so the current state is saved as well.
     draws = np.flatnonzero(
         (step.ops.rng > 0) & (step.ops.copy_of < 0) & (step.ops.phase < Phase.BOUNDARY)
     ).astype(np.int32)

@@ -321,9 +321,8 @@ class SkippedCalls:
     def read_by(self, func: Any, args: Any, out: Any, *, before: int) -> None:
         """Check an op that runs again and read `args`: it may read the shape of a skipped output, or make a
         view, but not read values.
-
-        memtune's own ops copy saved tensors, which the second run does not repeat.
         """
+        # memtune's own ops copy saved tensors, which the second run does not repeat.
         if func.namespace in ("prim", "memtune") or str(func) in SHAPE_ALONE:
             return
         if not any(self.is_output(t) for t in tree_leaves(args) if isinstance(t, Tensor)):

@@ -127,10 +127,9 @@ def over_budget(problem: Problem, computes: Sequence[Sequence[int]], kept: Seque
 def completed(problem: Problem, kept: Flags, *, proven: bool = False) -> Solution:
     """Return the cheapest schedule that keeps at least `kept`, (n, n) of stages and nodes (the paper's second
     phase).
-
-    A stage runs its own node, the nodes that the next stage keeps and this one has not kept, and their
-    missing inputs. Nodes that must not run again are kept from their first run on.
     """
+    # A stage runs its own node, the nodes that the next stage keeps and this one has not kept, and
+    # their missing inputs. Nodes that must not run again are kept from their first run on.
     n = problem.n
     # The paper's S is strictly lower triangular: a stage keeps nodes that ran in an earlier one.
     keep = np.tril(kept, -1)
@@ -197,13 +196,12 @@ def solve_rounded(problem: Problem, *, time_limit_s: float = 10.0) -> Solution:
     """Return a schedule by two-phase rounding: the cheapest within the budget, else the one that exceeds it
     least.
 
-    If rounding meets the budget nowhere and the relaxation does, the first schedule that the integer program
-    finds is the start.
-
     Args:
         problem: Up to some 100 nodes in seconds.
         time_limit_s: Time limit of each relaxation, and of the integer program.
     """
+    # If rounding meets the budget nowhere and the relaxation does, the first schedule that the integer
+    # program finds is the start.
     candidates = [
         completed(problem, keep_all(problem), proven=True),
         # Keeps nothing: known without the solver, and the least memory if it runs out of time.

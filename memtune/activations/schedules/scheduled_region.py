@@ -269,9 +269,8 @@ class ScheduledRegion(ReplacedForward):
     def _capture(self, args: Any, kwargs: Any, guards: Guards) -> _Captured | str:
         """Capture the region with gradients of outputs that give the ops of the schedule; backward has not
         run yet.
-
-        First the loss if an output is one, else all outputs, contiguous; then guesses.
         """
+        # First the loss if an output is one, else all outputs, contiguous; then guesses.
         for _, name, tensor in named_state(self.module):
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 return f"{name} requires a gradient, but is no parameter"
@@ -336,9 +335,8 @@ class ScheduledRegion(ReplacedForward):
     def alone_code(self, captured: _Captured) -> CheckedCode:
         """Return the code whose forward keeps nothing, for a forward without backward (packs that run forward
         alone).
-
-        It frees every value after its last reader.
         """
+        # It frees every value after its last reader.
         with self._lock:
             if captured.alone is None:
                 alone = forward_only(captured.tape.graph, self.schedule)
@@ -350,10 +348,9 @@ class ScheduledRegion(ReplacedForward):
     ) -> tuple[CheckedCode, frozenset[int] | None]:
         """Return the code whose backward takes these gradients, and the parameters that they reach; None for
         the latter means all.
-
-        New layouts are captured again. If that gives another program, the gradients are converted to the
-        layouts of the first capture.
         """
+        # New layouts are captured again. If that gives another program, the gradients are converted
+        # to the layouts of the first capture.
         key = tuple(sorted((i, tuple(g.shape), g.stride(), g.dtype) for i, g in gradients.items()))
         with self._lock:
             self._capture_with(captured, key, gradients)

@@ -13,10 +13,9 @@ def tile_regions(step: Step, regions: tuple[tuple[PositionWise, int], ...]) -> S
 
     Forward makes the inner tensors of one part at a time and saves only the input; backward runs each part's
     forward again just before its backward, and sums the gradients of the parameters.
-
-    Sums over micro-batches follow the region, in the order of the plain step. Autograd's order may be
-    another, but before and after them the same bytes are live.
     """
+    # Sums over micro-batches follow the region, in the order of the plain step. Autograd's order may be
+    # another, but before and after them the same bytes are live.
     edit = Edit(step)
     gone, saves = np.zeros(step.ops.n, bool), np.zeros(step.saves.n, bool)
     for region, _ in regions:

@@ -33,11 +33,11 @@ class ChunkPlan:
 def chunk_sizes(n_bytes: Units, block: Units, *, above: bool = False) -> Units:
     """Return sizes worth trying, ascending: from the largest parameter's to the largest block's, or with
     `above` to that of all; evenly spread ones if there are many.
-
-    Any packing has a fullest chunk, whose parameters are adjacent: a chunk of just their bytes packs the same
-    way with the least waste. So the best size is a sum of neighbours. One above the largest block loads
-    parameters of other blocks, which moves fewer bytes where they are used before the chunk is evicted.
     """
+    # Any packing has a fullest chunk, whose parameters are adjacent: a chunk of just their bytes packs
+    # the same way with the least waste. So the best size is a sum of neighbours. One above the largest
+    # block loads parameters of other blocks, which moves fewer bytes where they are used before the
+    # chunk is evicted.
     of_block = [0] * (block[-1] + 1)
     for size, index in zip(n_bytes, block, strict=True):
         of_block[index] += size

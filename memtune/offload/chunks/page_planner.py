@@ -75,15 +75,15 @@ def schedule(pages: Pages, compute_s: Sequence[float], load_s: float) -> Units:
         compute_s: (moments,) seconds of each moment's computation.
         load_s: Seconds that the load of a page takes.
 
-    A moment lasts until its computation and its prefetches are over, and then waits for the pages that the
-    next one needs. So a moment hides as many loads as its computation covers; one more costs less than
-    waiting for it later, further ones cost the same. Loads are assigned in the order of that cost as long as
-    one more page can be prefetched (sets of such pages are the independent sets of a transversal matroid, in
-    which greedy is optimal). `timeline` then chooses the pages: the one whose use is nearest first.
-
     Source: the unified scheduler of Angel-PTM (arXiv:2303.02868, section 5), which takes page-ins in the
     order of need and pulls each one as early as memory allows; here time is taken into account as well.
     """
+    # A moment lasts until its computation and its prefetches are over, and then waits for the pages
+    # that the next one needs. So a moment hides as many loads as its computation covers; one more costs
+    # less than waiting for it later, further ones cost the same. Loads are assigned in the order of
+    # that cost as long as one more page can be prefetched (sets of such pages are the independent sets
+    # of a transversal matroid, in which greedy is optimal). `timeline` then chooses the pages: the one
+    # whose use is nearest first.
     loads = loads_of(pages)
     bounds = until(loads, len(compute_s))
     parts = [divmod(each, load_s) for each in compute_s]

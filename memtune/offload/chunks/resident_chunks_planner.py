@@ -204,10 +204,9 @@ def _moves_by_kept(chunks: Chunks, prefetch: int) -> tuple[I64, I64, I64]:
     Returns:
         (chunks, chunks + 1) by slots, the number of loads, and the fewest slots with no more loads; (chunks,)
         the largest number of chunks that a moment uses.
-
-    `residency.lru_moves` without the first chunks, for all numbers of them in one walk: a chunk's stack
-    distance is the number of offloaded chunks used since.
     """
+    # `residency.lru_moves` without the first chunks, for all numbers of them in one walk: a chunk's
+    # stack distance is the number of offloaded chunks used since.
     count, uses = chunks.count, chunks.uses(prefetch)
     kept, latest = np.arange(count), np.full(count, -1, np.int64)
     missed, least = np.zeros(count * (count + 1), np.int64), np.zeros(count, np.int64)

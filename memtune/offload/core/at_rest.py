@@ -115,10 +115,8 @@ def ssd_values(context: Context, parameter: nn.Parameter, name: str) -> Tensor:
 def freed_memory(
     context: Context, parameter: nn.Parameter, gathered: GatheredBlocks | None = None
 ) -> Tensor | None:
-    """Return freed device memory for a parameter at rest, which is at rest no more; None for other ones.
-
-    Its owner is `OffloadedParameter` from here on.
-    """
+    """Return freed device memory for a parameter at rest, which is at rest no more; None for other ones."""
+    # Its owner is `OffloadedParameter` from here on.
     if parameter not in context.placement.at_rest:
         return None
     context.placement.at_rest.discard(parameter)

@@ -88,10 +88,8 @@ class GatheredBlocks:
     def before_gathers(
         self, block: int, load: Callable[[], None], pieces: Callable[[], list[Tensor]]
     ) -> None:
-        """Call `load` before FSDP2 gathers the rows of `block`; `pieces` then returns their memory.
-
-        Rows that are not resident by then are loaded here, synchronously.
-        """
+        """Call `load` before FSDP2 gathers the rows of `block`; `pieces` then returns their memory."""
+        # Rows that are not resident by then are loaded here, synchronously.
         unit = self._units[block]
         gather = unit.unshard
 

@@ -85,10 +85,8 @@ def optimizer_parameter(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
 
 
 def model_order(context: Context) -> dict[nn.Parameter, int]:
-    """Return the position of each model parameter and its replacements in the order of predictions.
-
-    An optimizer's groups may have another order, for example where weight decay differs.
-    """
+    """Return the position of each model parameter and its replacements in the order of predictions."""
+    # An optimizer's groups may have another order, for example where weight decay differs.
     return {
         each: place
         for place, mine in enumerate(context.model.parameters())

@@ -142,10 +142,8 @@ class Loads(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def loads_of(pages: Pages) -> Loads:
-    """Return all loads of a step: a page is loaded where its frame had another page since its last use.
-
-    `opens` is made monotone, so that pages can be loaded in this order.
-    """
+    """Return all loads of a step: a page is loaded where its frame had another page since its last use."""
+    # `opens` is made monotone, so that pages can be loaded in this order.
     frame = np.asarray(pages.frame, np.int32)
     there, last = np.full(pages.frames, -1, np.int32), np.full(pages.frames, -1, np.int32)
     found: list[tuple[I32, I32, I32]] = []

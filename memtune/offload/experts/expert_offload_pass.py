@@ -72,10 +72,9 @@ _CHANCE_MAX = 0.01
 def used_in(step: Step, experts: tuple[Expert, ...]) -> tuple[Expert, ...]:
     """Return the experts that get rows whenever a step like this one runs; all of them if its routing may be
     an accident.
-
-    A product with no row has no FLOPs. If T rows are distributed at random over E experts, some expert gets
-    none with a probability of at most E (1 - 1/E)^T.
     """
+    # A product with no row has no FLOPs. If T rows are distributed at random over E experts, some
+    # expert gets none with a probability of at most E (1 - 1/E)^T.
     columns, forward = columns_of(step.parameters), step.ops.phase == Phase.FORWARD
     flops = np.zeros(step.storages.n)
     np.add.at(flops, step.uses.storage, np.where(forward, step.ops.flops, 0.0)[step.uses.op])
@@ -310,12 +309,11 @@ def _flags(edit: Edit, before: I32, n_bytes: I64, ranks: int) -> I32:
 def with_separate_gradients(step: Step, resident: Mask) -> Step:
     """Return `step`, sharded by FSDP2, with the reduced gradients of some parameters in memory of their own.
 
-    Reduced gradients of a block are views of one buffer; copied ones do not keep others in memory.
-
     Args:
         step: A step in which all parameters of blocks belong to their block.
         resident: (parameters,) True for gradients to copy; sums of earlier micro-batches are copies already.
     """
+    # Reduced gradients of a block are views of one buffer; copied ones do not keep others in memory.
     columns, rows = columns_of(step.parameters), rows_of_gradients(step)
     mine, edit = rows.where(resident[rows.parameter]), Edit(step)
     if (mine.sums >= 0).any():

@@ -79,10 +79,8 @@ class BlockGradients:
 
 @functools.lru_cache(maxsize=8)
 def weights_are_free(step: Step) -> bool:
-    """Return whether no op reads a block's weight after the weight's gradient is ready.
-
-    False under FSDP2: it may have resharded a weight's rows by then.
-    """
+    """Return whether no op reads a block's weight after the weight's gradient is ready."""
+    # False under FSDP2: it may have resharded a weight's rows by then.
     grads = BlockGradients.from_step(step)
     if gathers_of(step) is not None:
         return False
@@ -110,13 +108,12 @@ def averaged(
 def average_on_device(step: Step, resident: Mask, ranks: int) -> Step:
     """Return `step` with an all-reduce of the gradient of each parameter in `resident`, in each micro-batch.
 
-    The sum up to then is averaged.
-
     Args:
         step: One that `offload.parameters.parameter_offload_pass.not_in_layers` accepts.
         resident: (parameters,) parameters of blocks whose gradients are not offloaded.
         ranks: Number of replicas; with one there is nothing to average.
     """
+    # The sum up to then is averaged.
     grads = BlockGradients.from_step(step)
     mine = np.flatnonzero(resident[grads.parameter])
     if ranks == 1 or not len(mine):

@@ -93,11 +93,9 @@ def average_ready(edit: Edit, step: Step, offloaded: Rows, ranks: int) -> None:
 def ready_or_reduced(
     edit: Edit, step: Step, mine: Rows, watched: int, bucket_bytes: int, ranks: int, *, delayed: bool
 ) -> ReadyGradients:
-    """Return `ready_gradients`, or on several ranks the order in which reductions end.
-
-    Reduced gradients are parts of one storage of their unit or bucket. Their sums are therefore made on the
-    host, and the sentinel is copied into a storage of its own.
-    """
+    """Return `ready_gradients`, or on several ranks the order in which reductions end."""
+    # Reduced gradients are parts of one storage of their unit or bucket. Their sums are therefore made
+    # on the host, and the sentinel is copied into a storage of its own.
     if ranks == 1:
         return ready_gradients(step, mine, watched, bucket_bytes)
     columns, reduced = columns_of(step.parameters), reduced_among(step, mine)

@@ -271,8 +271,6 @@ def watch_loads(
 ) -> None:
     """Call `on_loaded` with those of `with_copy` whose module has loaded new weights.
 
-    A copied or pickled model has no such hooks.
-
     Args:
         context: Hooks are registered on its model's modules; a parameter includes its replacement (this
             rank's rows).
@@ -280,6 +278,7 @@ def watch_loads(
         on_loaded: Called after each module's load, children before parents.
         before: Called before each module's load.
     """
+    # A copied or pickled model has no such hooks.
     for module in context.model.modules():
         chains = (
             context.placement.param_chain(each) for each in module._parameters.values() if each is not None

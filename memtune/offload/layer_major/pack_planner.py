@@ -12,10 +12,8 @@ from memtune.offload.layer_major.packs import Span, spans
 
 
 def greedy(n_bytes: Sequence[int], cap_bytes: int) -> tuple[Span, ...]:
-    """Return packs of as many blocks as `cap_bytes` holds, filled from the last block on.
-
-    A block larger than `cap_bytes` is a pack by itself.
-    """
+    """Return packs of as many blocks as `cap_bytes` holds, filled from the last block on."""
+    # A block larger than `cap_bytes` is a pack by itself.
     sizes = [0]
     filled = 0
     # From the end, so that a partial pack is the first one: the last one holds the turnaround and its loss.

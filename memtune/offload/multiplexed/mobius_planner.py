@@ -44,10 +44,8 @@ class StageCosts:
 
 
 def step_s(costs: StageCosts, stages: Sequence[Span]) -> float:
-    """Return the seconds of a step: in each phase, the longer of compute and the load that overlaps with it.
-
-    The last stage runs forward and backward at once; all others recompute forward in backward.
-    """
+    """Return the seconds of a step: per phase the longer of compute and the load that overlaps with it."""
+    # The last stage runs forward and backward at once; all others recompute forward in backward.
     found = _Stage.from_costs(costs, stages[0]).load
     for stage, following in itertools.pairwise(stages):
         one, other = _Stage.from_costs(costs, stage), _Stage.from_costs(costs, following)

@@ -22,11 +22,9 @@ from memtune.program import F64, I64
 
 
 def contention(ranks: Sequence[int], per_root: int) -> float:
-    """Return the contention of stages on `ranks`: the sum over pairs under one root of 1 / distance.
-
-    `per_root` neighbouring ranks share a root complex. A pair on one rank never loads at once and does not
-    count.
-    """
+    """Return the contention of stages on `ranks`: the sum over pairs under one root of 1 / distance."""
+    # `per_root` neighbouring ranks share a root complex. A pair on one rank never loads at once and
+    # does not count.
     return sum(
         1.0 / (later - stage)
         for stage, one in enumerate(ranks)
@@ -41,11 +39,10 @@ MOST_RANKS = 10
 
 @cache
 def cross_mapping(stages: int, ranks: int, per_root: int) -> tuple[int, ...]:
-    """Return the rank of each stage with the least contention; the order of `ranks` ranks repeats.
-
-    Ranks of one root are interchangeable, so orders of roots are tried, each root's ranks in sequence. Their
-    number grows like a factorial: all are tried up to `MOST_RANKS`; beyond that roots alternate.
-    """
+    """Return the rank of each stage with the least contention; the order of `ranks` ranks repeats."""
+    # Ranks of one root are interchangeable, so orders of roots are tried, each root's ranks in
+    # sequence. Their number grows like a factorial: all are tried up to `MOST_RANKS`; beyond that roots
+    # alternate.
     if per_root <= 1 or per_root >= ranks:
         return tuple(stage % ranks for stage in range(stages))
     if ranks > MOST_RANKS:
@@ -104,9 +101,6 @@ def steps_s(
 ) -> F64:
     """Return the seconds of a step under several partitions, simulated.
 
-    Each rank runs its uses in order: a micro-batch when its message has arrived, a stage when its weights are
-    loaded. With prefetch a stage's load starts when the use before it begins, otherwise when that has ended.
-
     Args:
         costs: Costs of the blocks.
         bounds: (p, stages + 1) the first block of each stage and the end of the last, of p partitions.
@@ -117,6 +111,9 @@ def steps_s(
     Returns:
         (p,) seconds.
     """
+    # Each rank runs its uses in order: a micro-batch when its message has arrived, a stage when its
+    # weights are loaded. With prefetch a stage's load starts when the use before it begins, otherwise
+    # when that has ended.
     forward, backward, load = (
         stage_sums(each, bounds) for each in (costs.forward_s, costs.backward_s, costs.load_s)
     )
@@ -156,11 +153,9 @@ class BlockBytes:
 
 
 def needed_bytes(sizes: BlockBytes, bounds: I64, ranks: Sequence[int], *, prefetch: bool) -> F64:
-    """Return (p, ranks) the largest bytes of blocks on the device.
-
-    A rank holds a stage, a prefetched one, and in backward gradients and activations. With prefetch a stage's
-    gradients are offloaded during the next stage.
-    """
+    """Return (p, ranks) the largest bytes of blocks on the device."""
+    # A rank holds a stage, a prefetched one, and in backward gradients and activations. With prefetch a
+    # stage's gradients are offloaded during the next stage.
     weights, gradients, saved = (
         stage_sums(each, bounds) for each in (sizes.weights, sizes.gradients, sizes.saved)
     )

@@ -99,11 +99,10 @@ class UpdaterLink:
     def ready(self, numel: Sequence[int]) -> list[Tensor]:
         """Wait until the updater is ready; return one tensor per extent of its file, of `numel` float32 each.
 
-        The tensors are mapped and never read; they represent the extents in tables and state.
-
         Raises:
             EnvironmentFault: The updater could not start; gives its reason.
         """
+        # The tensors are mapped and never read; they represent the extents in tables and state.
         found = self.answer("ready")
         with open(found["path"], "rb") as file:
             mapped = (

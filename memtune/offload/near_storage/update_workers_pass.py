@@ -198,9 +198,8 @@ def _op_columns(
 ) -> I64:
     """Return the columns of `_InsertedOps` but the last, op by op; cached because many candidates
     share them.
-
-    With gradients on the host, that of parameter `watched` alone is on the device.
     """
+    # With gradients on the host, that of parameter `watched` alone is on the device.
     active = [
         [i for i, group in enumerate(groups) if any(given[segment.parameter] for segment in group.segments)]
         for groups in layout.domains

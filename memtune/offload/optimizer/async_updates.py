@@ -80,10 +80,8 @@ class AsyncUpdates:
         yield
 
     def add_gradients(self, gradients: Gradients) -> None:
-        """Add a step's gradients to those that wait; wait while the weights would be too stale.
-
-        `gradients` is emptied, so that each one is freed once it is in the sum.
-        """
+        """Add a step's gradients to those that wait; wait while the weights would be too stale."""
+        # `gradients` is emptied, so that each one is freed once it is in the sum.
         with tier(HOST), torch.no_grad():
             while gradients:
                 # One at a time, so that a gradient is freed as soon as it is in the sum.

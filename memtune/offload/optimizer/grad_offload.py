@@ -187,12 +187,11 @@ class GradientOffload:
     def sync(self, last: bool) -> Iterator[None]:
         """Return the context of a micro-batch; during backward of the last one the host updates.
 
-        Only `Tuned.step` and `Tuned.micro_batch` announce the last micro-batch; in other loops
-        `optimizer.step()` updates all.
-
         Raises:
             ApplyError: A backward with updates has raised, and no state dict has been loaded since.
         """
+        # Only `Tuned.step` and `Tuned.micro_batch` announce the last micro-batch; in other loops
+        # `optimizer.step()` updates all.
         self._backward_end.settle()
         self._early_updates.step_begins()
         # Updates that the last step left read no gradient of this one, so they overlap with its forward.

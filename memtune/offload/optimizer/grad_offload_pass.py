@@ -320,10 +320,8 @@ def host_gradients(
     rows: I32,
     delayed: bool,
 ) -> tuple[I32, I32]:
-    """Return (mine,) the host gradients that this step produces for an update, and those its updates read.
-
-    They differ where updates are delayed by a step.
-    """
+    """Return (mine,) the host gradients that this step produces for an update, and those its updates read."""
+    # They differ where updates are delayed by a step.
     what, row, _ = inserted
     sums = np.append(grads.sums, -1)  # the last: the sentinel
     copies, source = rows[what == COPY], row[what == COPY]
@@ -388,10 +386,8 @@ def _update(
 
 
 def _freed_before(early: Rows, what: I32, row: I32, room: int, n_bytes: I64) -> Rows:
-    """Return (early,) the ops before which the gradients read by the updates `early` are freed.
-
-    That is a later update, or the first op of the step.
-    """
+    """Return (early,) the ops before which the gradients read by the updates `early` are freed."""
+    # That is a later update, or the first op of the step.
     # Updates that one trigger starts together are one round of `PendingUpdates`.
     first_of_run = np.flatnonzero(np.append(True, what[1:] != what[:-1]))
     run = np.searchsorted(first_of_run, early, side="right") - 1

@@ -478,10 +478,8 @@ class HostOptimizer:
 
     @torch.no_grad()
     def copy_weights(self, gradients: dict[nn.Parameter, Tensor], hosts: set[nn.Parameter] | None) -> None:
-        """Copy the new weights of `hosts` (None: of all) to the device; free `gradients` group by group.
-
-        A bfloat16 weight is in the memory of its gradient.
-        """
+        """Copy the new weights of `hosts` (None: of all) to the device; free `gradients` group by group."""
+        # A bfloat16 weight is in the memory of its gradient.
         # No copies for these: the offloader loads the new weights before their next use.
         for host in self._with_offloader.intersection(gradients):
             _drop(gradients, host)

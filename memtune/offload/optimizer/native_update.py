@@ -58,9 +58,6 @@ def update_(
 ) -> None:
     """Implement `torch.ops.memtune.host_update_`: one step of `rule` over one parameter.
 
-    Tensors may have any strides. Those whose strides differ from the weight's are copied during the update,
-    and so is a weight with gaps.
-
     Args:
         rule: `adamw` with `settings` (lr, beta1, beta2, eps, weight_decay), `sgd` (lr, momentum, dampening,
             weight_decay, nesterov), `adagrad` (lr, lr_decay, eps, weight_decay), `lion` (lr, beta1, beta2,
@@ -78,6 +75,8 @@ def update_(
         maximize: Maximize the objective.
         seed: Of stochastic rounding, together with `step`.
     """
+    # Tensors may have any strides. Those whose strides differ from the weight's are copied during the
+    # update, and so is a weight with gaps.
     # Read on the calling thread: OpenMP keeps the number per thread.
     threads = torch.get_num_threads()
 

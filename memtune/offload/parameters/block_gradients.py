@@ -289,15 +289,14 @@ class BlockGradients:
     def show_to_user(self, lacking: int) -> None:
         """Show the offloaded gradients to the user at the end of backward.
 
-        A step that has used some inside backward cannot follow a change of the others, nor one whose ranks
-        average them later: their versions are noted, so that changes are found.
-
         Args:
             lacking: Number of gradients that this rank lacks.
 
         Raises:
             ApplyError: This rank has skipped parameters, which other ranks average.
         """
+        # A step that has used some inside backward cannot follow a change of the others, nor one
+        # whose ranks average them later: their versions are noted, so that changes are found.
         self._flush()
         if lacking:
             raise refusals.not_averaged(lacking)

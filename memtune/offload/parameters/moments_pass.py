@@ -97,10 +97,8 @@ class Frames(NamedTuple):
 
 
 def copies_of_pages(step: Step, pages: Pages, residency: Residency) -> tuple[Pieces, Residency, Frames]:
-    """Return a piece for each copy, with the residency of these pieces.
-
-    A copy moves adjacent pages that are loaded at the same moment.
-    """
+    """Return a piece for each copy, with the residency of these pieces."""
+    # A copy moves adjacent pages that are loaded at the same moment.
     copies, mine = _copies(pages, residency), in_blocks(step)
     of_parameter, again = (np.full(len(step.parameters) + 1, -1, np.int32) for _ in range(2))
     of_parameter[mine], again[mine] = copies.of_parameter, copies.again
@@ -404,8 +402,6 @@ def hold_for_updates(
 ) -> None:
     """Hold host gradients until a later block's update, or until the optimizer's step has them all.
 
-    This is the bound of `PendingUpdates`, which the mechanism uses as well.
-
     Args:
         edit: Of `step`.
         step: Before the edit.
@@ -415,6 +411,7 @@ def hold_for_updates(
         update: (blocks,) the first op of each block's update, -1 for deferred ones.
         order: Blocks in the order of their updates.
     """
+    # This is the bound of `PendingUpdates`, which the mechanism uses as well.
     waiting, until = PendingUpdates[int](waiting_room(step)), {}
     sizes = np.bincount(block, n_bytes, len(update)).astype(np.int64).tolist()
     for each in order:

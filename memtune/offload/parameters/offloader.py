@@ -153,10 +153,8 @@ class BlockUpdates:
             self._host.start_deferred()
 
     def complete(self, block: int | None, *, is_end: bool) -> None:
-        """Update `block`, whose gradients were all ready in the moment before; None: no block is complete.
-
-        Overlapped, one moment later: by then the block's last copies have ended too.
-        """
+        """Update `block`, whose gradients were all ready in the moment before; None: no block is complete."""
+        # Overlapped, one moment later: by then the block's last copies have ended too.
         arrived = [block]
         if self.overlaps:
             arrived, self._copying = [self._copying], block

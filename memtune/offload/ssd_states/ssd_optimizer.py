@@ -399,9 +399,8 @@ class SsdOptimizer:
     def adopt_state(self, piece: Piece, state: dict[str, Any], moments: list[Tensor]) -> None:
         """Copy state that was loaded since the last step into the record, and put the record's moments back
         into `state`.
-
-        Moments that are absent (a parameter without a gradient so far) start at zero.
         """
+        # Moments that are absent (a parameter without a gradient so far) start at zero.
         self._count_steps(state)
         for name, host, own in zip(piece.moments, moments, piece.parts(piece.ssd)[1:], strict=True):
             value = state.get(name)

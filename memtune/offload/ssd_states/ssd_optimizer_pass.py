@@ -297,14 +297,13 @@ def swept_from_ssd(step: Step, read_ahead: int, offloaded: OffloadedParameters) 
     """Return `step` with its optimizer's ops replaced by a sweep at its start, over the last step's
     gradients.
 
-    The pass of `offload.ssd_states.ssd_lock_free`, for the pace at which a sweep applies the gradients of one
-    step.
-
     Args:
         step: A step that `offload.parameters.parameter_offload_pass` wrote.
         read_ahead: Records that are read ahead.
         offloaded: The offloaded parameters of `step`.
     """
+    # The pass of `offload.ssd_states.ssd_lock_free`, for the pace at which a sweep applies the
+    # gradients of one step.
     columns, (mine, optimizer) = columns_of(step.parameters), _updated(step, offloaded)
     on_device = columns.gradient >= 0
     if not len(mine) or not optimizer.any():
@@ -348,9 +347,8 @@ def _add_asynchronous_copies(
 ) -> None:
     """Add D2H copies of the gradients of `mine`, which remain on the host, then H2D copies of the `published`
     weights.
-
-    All are inserted before the op `anchor`.
     """
+    # All are inserted before the op `anchor`.
     columns = columns_of(step.parameters)
     gradients, sizes = columns.gradient[mine], columns.n_bytes[mine]
     at = np.full(len(mine), anchor, np.int32)

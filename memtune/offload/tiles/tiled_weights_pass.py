@@ -39,11 +39,9 @@ _LARGE = 2
 
 @functools.lru_cache(maxsize=8)
 def tileable(step: Step, tiles: int) -> tuple[int, ...]:
-    """Return the parameters of `step` to load in `tiles` tiles: large weights of blocks' linear layers.
-
-    Only matrix products read such a weight, in forward one of its own module, and one product makes its
-    gradient. A weight that is cast, shared or frozen is not tiled.
-    """
+    """Return the parameters of `step` to load in `tiles` tiles: large weights of blocks' linear layers."""
+    # Only matrix products read such a weight, in forward one of its own module, and one product makes
+    # its gradient. A weight that is cast, shared or frozen is not tiled.
     columns, raw = columns_of(step.parameters), raw_gradients(step)
     two = np.asarray([len(shape) == 2 and shape[0] >= tiles for shape in columns.shapes], bool)
     mine = np.flatnonzero(two & (columns.block >= 0) & (raw >= 0) & (columns.gradient >= 0))
@@ -80,8 +78,6 @@ def large_ones(step: Step, found: Sequence[int]) -> tuple[int, ...]:
 def is_linear(step: Step, p: int, readers: I32, raw: int, shape: tuple[int, ...]) -> bool:
     """Return whether the weight is read once in forward, by its module, and at most once in backward.
 
-    The module's output has a column for each row of the weight.
-
     Args:
         step: Any.
         p: The parameter.
@@ -89,6 +85,7 @@ def is_linear(step: Step, p: int, readers: I32, raw: int, shape: tuple[int, ...]
         raw: Its gradient.
         shape: Of the whole weight, rows and columns.
     """
+    # The module's output has a column for each row of the weight.
     columns = columns_of(step.parameters)
     forward, back = (
         readers[step.ops.phase[readers] == Phase.FORWARD],
@@ -113,10 +110,8 @@ def is_linear(step: Step, p: int, readers: I32, raw: int, shape: tuple[int, ...]
 
 
 def weights_before_biases(step: Step, weights: tuple[int, ...]) -> Step:
-    """Return `step` as if gradients of `weights` were ready before those of their biases.
-
-    The D2H copy of their last tile starts within their node.
-    """
+    """Return `step` as if gradients of `weights` were ready before those of their biases."""
+    # The D2H copy of their last tile starts within their node.
     columns = columns_of(step.parameters)
     index = {name: i for i, name in enumerate(columns.names)}
     adds = adding_ops(step)
@@ -318,10 +313,8 @@ class TiledLayer:
             self.reads_sum = self.down + 1
 
     def drop_load(self, there: int) -> tuple[int, list[int]]:
-        """Drop the load of the whole weight; return its source and the ops that use the weight.
-
-        The source is held as long as the weight was.
-        """
+        """Drop the load of the whole weight; return its source and the ops that use the weight."""
+        # The source is held as long as the weight was.
         step = self.step
         load, *users = self._of.users[there]
         source = next(each for each in self.sequences.used_by(load) if each != there)
@@ -450,10 +443,8 @@ def _biases(names: tuple[str, ...]) -> I32:
 
 @functools.lru_cache(maxsize=8)
 def tileable_rows(step: Step, tiles: int, ranks: int) -> tuple[int, ...]:
-    """Return the `tileable` weights of a step that FSDP2 shards evenly over `ranks` ranks.
-
-    Each block keeps a trained parameter that FSDP2 gathers and reduces.
-    """
+    """Return the `tileable` weights of a step that FSDP2 shards evenly over `ranks` ranks."""
+    # Each block keeps a trained parameter that FSDP2 gathers and reduces.
     columns, whole_tensors, product = (
         columns_of(step.parameters),
         _WholeTensors.from_step(step),

@@ -251,10 +251,9 @@ class RingReduction(SeamReduceScatter):
     ) -> dist.Work | None:
         """Reduce `input_tensor` (ranks · numel) over the ranks and keep this rank's part in `output_tensor`
         (numel).
-
-        A node's sums for the ranks of another pass from node to node: each adds its own, and the last one is
-        their node.
         """
+        # A node's sums for the ranks of another pass from node to node: each adds its own, and the
+        # last one is their node.
         inside, between, nodes = self._place.inside, self._place.between, self._place.nodes
         name = {dist.ReduceOp.AVG: "avg", dist.ReduceOp.SUM: "sum"}.get(op)
         if name is None or async_op:

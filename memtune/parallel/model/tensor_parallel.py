@@ -175,9 +175,8 @@ def cut(context: Context, pairs: Sequence[Pair], degree: int) -> None:
 def share_step(context: Context, mesh: DeviceMesh, copies: DeviceMesh | None) -> None:
     """Rotate micro-batches among the ranks of `mesh`, and average gradients over those of `copies` (rules 3
     and 4).
-
-    Gradients are averaged here only if no other mechanism shards or replicates states.
     """
+    # Gradients are averaged here only if no other mechanism shards or replicates states.
     context.loop.rotation = MicroBatchRotation(mesh.get_group())
     handles: list[Any] = []
     handles.append(

@@ -109,11 +109,9 @@ _NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch._foreach_norm, torc
 
 
 def parameter_places(model: nn.Module) -> list[ParameterPlace]:
-    """Return the name of each parameter as `named_parameters` has it, and where a module holds it.
-
-    To walk all modules at each step takes longer than a block of small ops, and FSDP2 replaces parameters
-    at their places only.
-    """
+    """Return the name of each parameter as `named_parameters` has it, and where a module holds it."""
+    # To walk all modules at each step takes longer than a block of small ops, and FSDP2 replaces
+    # parameters at their places only.
     seen, found = set[nn.Parameter](), list[ParameterPlace]()
     for path, module in model.named_modules():
         for key, parameter in module._parameters.items():

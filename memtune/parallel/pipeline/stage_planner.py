@@ -38,9 +38,8 @@ def balanced(seconds: F64, n_bytes: F64, cuts: Sequence[int], count: int) -> tup
 def _least_worst(costs: F64, limited: F64, count: int, limit: float) -> tuple[float, list[int]]:
     """Return the smallest largest sum of `costs` over stages whose sums of `limited` stay within `limit`, and
     the starts of the stages.
-
-    best[s, j] is the value for the first j pieces in s stages; n² · count sums.
     """
+    # best[s, j] is the value for the first j pieces in s stages; n² · count sums.
     n = costs.shape[1]
     sums, bounds = (
         np.concatenate([np.zeros((count, 1)), np.cumsum(each, 1)], 1) for each in (costs, limited)

@@ -24,10 +24,8 @@ def drain_at_exit() -> None:
 
 
 def wait() -> None:
-    """Return when gloo's threads have been seen asleep several times in a row, after at most two seconds.
-
-    Between two polls this thread releases the GIL, so a sleeping thread has no tensor left to free.
-    """
+    """Return when gloo's threads have been seen asleep several times in a row, after at most two seconds."""
+    # Between two polls this thread releases the GIL, so a sleeping thread has no tensor left to free.
     stop_s, quiet = time.monotonic() + _LONGEST_S, 0
     while (states := _states()) and quiet < _QUIET and time.monotonic() < stop_s:
         quiet = quiet + 1 if set(states) == {"S"} else 0

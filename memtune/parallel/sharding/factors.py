@@ -204,10 +204,9 @@ def cheapest(
 ) -> Factors | None:
     """Return the factors with the least link time among those whose shards fit into `limit_bytes`; None if
     none fits.
-
-    Ties are resolved by the bytes held, then by how little is sharded. A larger limit only adds alternatives,
-    so it never raises the time.
     """
+    # Ties are resolved by the bytes held, then by how little is sharded. A larger limit only adds
+    # alternatives, so it never raises the time.
     fitting = (
         each for each in among or all_factors(schedule.ranks) if held_bytes(each, whole).total <= limit_bytes
     )

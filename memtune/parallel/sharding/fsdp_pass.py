@@ -431,9 +431,8 @@ class GatherTiming:
     def starts(self, count: I64, rows: int) -> tuple[I64, I64]:
         """Return (units,) first rows: of the `rows` of each gather, and of the `count` + 1 rows of each
         copy-out.
-
-        A prefetching gather is inserted after the copy-out of the unit at its place.
         """
+        # A prefetching gather is inserted after the copy-out of the unit at its place.
         units, early = np.arange(len(count)), self.issued < self.used
         # At one place: a gather used there first, then the copy-out, then gathers that prefetch.
         keys = (np.concatenate([units, units]), np.concatenate([2 * early, np.ones_like(units)]))
@@ -642,12 +641,10 @@ def reduce_gradients(edit: Edit, step: Step, how: Sharding) -> ReducedUnit:
 
 
 def _insert(edit: Edit, how: Sharding, of: Reductions, shards: Shards, messages: _Messages) -> _ReductionOps:
-    """Insert the ops.
-
-    Per unit: a buffer, the copy-in, the sharded gradient, the reduce-scatter, the all-reduce between replicas
-    if there are any, a cast if the message had another dtype, an addition for each sum. In two hops the
-    all-reduce is over the sums of the unit before.
-    """
+    """Insert the ops."""
+    # Per unit: a buffer, the copy-in, the sharded gradient, the reduce-scatter, the all-reduce between
+    # replicas if there are any, a cast if the message had another dtype, an addition for each sum. In
+    # two hops the all-reduce is over the sums of the unit before.
     n_bytes, sent, averaged = messages.n_bytes, messages.sent, messages.averaged
     per_unit = of.sums.count + 4
     per_unit[averaged] += 1

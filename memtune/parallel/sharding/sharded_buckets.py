@@ -402,9 +402,9 @@ class ShardedBuckets:
     def gather(self) -> None:
         """All-gather the rows that the other ranks have updated, each bucket while the one before it is
         copied out.
-
-        From here on only the shards have gradients, so that zeroing the optimizer's gradients frees them.
         """
+        # From here on only the shards have gradients, so that zeroing the optimizer's gradients
+        # frees them.
         for part in self.parts:
             part.parameter.grad = None
         in_flight: tuple[Bucket, Tensor, Any] | None = None

@@ -80,11 +80,9 @@ def forward_visits(step: Step, blocks_per_unit: int) -> UnitVisits:
 
 @functools.lru_cache(maxsize=8)
 def backward_visits(step: Step, blocks_per_unit: int) -> UnitVisits:
-    """Return the visits of backward.
-
-    The root unit, whose inputs have no gradient, stays unsharded from its first one to the end; it has one
-    per call of the model.
-    """
+    """Return the visits of backward."""
+    # The root unit, whose inputs have no gradient, stays unsharded from its first one to the end; it
+    # has one per call of the model.
     units = units_of(step, blocks_per_unit)
     if _runs_once(step):
         order = np.arange(len(units))[::-1]

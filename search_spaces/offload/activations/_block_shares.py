@@ -27,11 +27,9 @@ def leading_bytes(ratio: float, sizes: Sequence[int]) -> list[int]:
 
 
 def spread_bytes(ratio: float, sizes: Sequence[int]) -> list[int]:
-    """Return as many bytes as `leading_bytes`, in equal shares of all blocks but the last.
-
-    With equal shares the copies of a block have the time of the next block. The last block offloads only the
-    rest that the others cannot hold, since no block after it overlaps with its copies.
-    """
+    """Return as many bytes as `leading_bytes`, in equal shares of all blocks but the last."""
+    # With equal shares the copies of a block have the time of the next block. The last block offloads
+    # only the rest that the others cannot hold, since no block after it overlaps with its copies.
     total, before = round(ratio * sum(sizes)), sum(sizes[:-1])
     if total >= before:
         return [*sizes[:-1], total - before]

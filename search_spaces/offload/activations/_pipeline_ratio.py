@@ -33,10 +33,8 @@ class Ratios:
 
 
 def stages_with_slots(stages: Stages, micro_batches: int) -> list[bool]:
-    """Return for each stage whether its micro-batches wait long enough to be offloaded and reloaded.
-
-    That takes two slots between forward and backward (`activations.offload.pipeline_slots`).
-    """
+    """Return for each stage whether its micro-batches wait long enough to be offloaded and reloaded."""
+    # That takes two slots between forward and backward (`activations.offload.pipeline_slots`).
     found = [False] * len(stages.starts)
     for rank in range(stages.ranks):
         actions = stage_actions(stages.schedule, rank, stages.ranks, stages.per_rank, micro_batches)
@@ -46,10 +44,8 @@ def stages_with_slots(stages: Stages, micro_batches: int) -> list[bool]:
 
 
 def ratios_by_stage(program: Program, ratios: Sequence[float]) -> list[float]:
-    """Return the ratio of each stage from that of its rank, one ratio without a pipeline.
-
-    A stage without two slots between forward and backward keeps everything resident.
-    """
+    """Return the ratio of each stage from that of its rank, one ratio without a pipeline."""
+    # A stage without two slots between forward and backward keeps everything resident.
     if program.stages is None:
         return list(ratios)
     waits = stages_with_slots(program.stages, program.accumulate)

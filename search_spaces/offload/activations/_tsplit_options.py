@@ -160,10 +160,8 @@ class _Prices:
         return Action(tuple(frees), tuple(out), tuple(back), self._added_s(region, parts))
 
     def _between(self, region: PositionWise, offloads: list[Action]) -> list[tuple[int, int, int]]:
-        """Return the bytes freed between forward and backward of the module.
-
-        All offloaded tensors are freed, those of the last part only when its copies have ended.
-        """
+        """Return the bytes freed between forward and backward of the module."""
+        # All offloaded tensors are freed, those of the last part only when its copies have ended.
         first, stop = region.forward[-1] + 1, region.backward[0]
         copied = max(each.frees[0][0] for each in offloads)
         offloaded_bytes = sum(each.frees[0][2] for each in offloads)
@@ -175,10 +173,8 @@ class _Prices:
     def _while_running(
         self, region: PositionWise, parts: int, in_flight_bytes: int
     ) -> list[tuple[int, int, int]]:
-        """Return (op, op + 1, bytes) that parts need less than the module at once, negative if more.
-
-        Both y and dx are allocated throughout.
-        """
+        """Return (op, op + 1, bytes) that parts need less than the module at once, negative if more."""
+        # Both y and dx are allocated throughout.
         forward = self._live_bytes(region.forward, {region.y}, region.forward)
         y = int(self.step.storages.bytes[region.y])
         inner = self._live_bytes(region.forward, {region.y}, region.backward)

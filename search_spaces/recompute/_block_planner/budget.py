@@ -147,11 +147,9 @@ def _plain_bytes(
 
 
 def later_techniques(target: Target, after: str = "recompute") -> tuple[Technique, ...]:
-    """Return the chosen techniques whose passes come after the slot `after` and change the step.
-
-    If ranks hold parts of a model, the technique that made the parts comes first: its pass has already run,
-    but later passes ask it which ranks hold the same part.
-    """
+    """Return the chosen techniques whose passes come after the slot `after` and change the step."""
+    # If ranks hold parts of a model, the technique that made the parts comes first: its pass has
+    # already run, but later passes ask it which ranks hold the same part.
     chosen = target.chosen
     later = tuple(
         chosen[slot] for slot in _later_slots(after) if slot in chosen and _changes_step(chosen[slot])
@@ -168,10 +166,9 @@ def apply_later_passes(
 ) -> Program:
     """Return `program` after every pass of `later` that fits it; lists with a common prefix share its cached
     results.
-
-    Passes on the whole step are skipped: gradient sums inside a group are formed in place once per step, and
-    a pipeline has `steps_of_stages`.
     """
+    # Passes on the whole step are skipped: gradient sums inside a group are formed in place once per
+    # step, and a pipeline has `steps_of_stages`.
     chosen = {each.slot: each for each in later} | (
         {} if pass_inputs.recompute is None else {"recompute": pass_inputs.recompute}
     )
@@ -327,10 +324,9 @@ class _Search:
     def faster_technique_plan(self, seconds: float, budget_bytes: int) -> tuple[int, float, I32] | None:
         """Return peak, seconds and plan of the fastest other technique within the budget that takes less than
         `seconds`, if any.
-
-        The frontier contains every decision of these techniques, but one of them may still be faster where
-        the frontier overestimates its peak or is thinned out.
         """
+        # The frontier contains every decision of these techniques, but one of them may still be
+        # faster where the frontier overestimates its peak or is thinned out.
         for takes, i in sorted((self._other_seconds(i), i) for i in range(len(self.levels.others))):
             # Sorted by time, so none of the rest is faster.
             if takes >= seconds * (1 - 1e-9):
@@ -370,10 +366,9 @@ class _Search:
     def refined(self, plan: tuple[int, float, I32], budget_bytes: int) -> tuple[int, float, I32]:
         """Return `plan` with blocks, from the last, set to the fastest level that keeps the true peak within
         the budget.
-
-        Where prices are inaccurate, no row of the frontier shows the plans between two techniques, so they
-        are tried.
         """
+        # Where prices are inaccurate, no row of the frontier shows the plans between two
+        # techniques, so they are tried.
         peak, _, choice = plan
         tries, seconds = _REFINE_TRIES, self.levels.seconds
         # The last block's tensors live shortest, so holding them costs the least at the peak.

@@ -185,15 +185,14 @@ def _sources(block: Block, op: int) -> set[int]:
 def _split(block: Block, again: set[int]) -> tuple[set[int], set[int]]:
     """Return the ops to keep and the ops to skip in the second run, if the ops `again` run in it.
 
-    An op is kept if autograd saved its output and it is not in `again`; then its output is held from forward
-    on. An op that saved nothing is skipped, unless an op of the second run reads its output: then it runs
-    too, or is kept if it is a product or attention, so that no product runs twice. So `again` is a lower
-    bound: a policy names what it gives up, and what that needs follows.
-
     Args:
         block: Forward of the block.
         again: Rows of the ops whose outputs are not held.
     """
+    # An op is kept if autograd saved its output and it is not in `again`; then its output is held from
+    # forward on. An op that saved nothing is skipped, unless an op of the second run reads its output:
+    # then it runs too, or is kept if it is a product or attention, so that no product runs twice. So
+    # `again` is a lower bound: a policy names what it gives up, and what that needs follows.
     kept = {block.producer[s] for s in block.saved} - again - block.spoiled
     run: set[int] = set()
     waiting = again | {op for op in block.spoiled if block.saved.intersection(block.makes[op])}

@@ -207,9 +207,8 @@ def _undominated(need: I64, seconds: F64, changes: I32) -> npt.NDArray[np.intp]:
 def _spread(need: I64, seconds: F64, width: int) -> npt.NDArray[np.intp]:
     """Return at most `width` rows: the ends, and from each equal interval of need the fastest row and the one
     closest to the lower convex hull.
-
-    Many blocks need the rows near the hull: a mix of a few such plans comes closest to any budget.
     """
+    # Many blocks need the rows near the hull: a mix of a few such plans comes closest to any budget.
     # Two rows an interval are kept, the fastest and the one near the hull, besides the ends.
     count = max(width // 2 - 1, 1)
     interval = ((need - need[0]) * count) // (need[-1] - need[0] + 1)

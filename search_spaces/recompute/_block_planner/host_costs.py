@@ -51,10 +51,8 @@ def claims_s(step: Step, block: int, claims: Claims, hardware: Hardware) -> floa
 
 
 def schedule_s(step: Step, calls: int, hardware: Hardware) -> float:
-    """Return the host seconds that schedules, run `calls` times a micro-batch, add to `step`.
-
-    Its ops take no longer than in the plain model: generated code calls them below autograd.
-    """
+    """Return the host seconds that schedules, run `calls` times a micro-batch, add to `step`."""
+    # Its ops take no longer than in the plain model: generated code calls them below autograd.
     if not is_host_visible(step, hardware):
         return 0.0
     gradients = int((step.storages.kind == Kind.PARAMETER).sum())

@@ -471,11 +471,9 @@ def windows(step: Step, order: I32) -> I32:
 
 
 def held_bytes(step: Step, order: I32, hardware: Hardware) -> I64:
-    """Return the (blocks,) bytes that only autograd holds from each block's forward to its backward.
-
-    A tensor that several blocks saved counts for the last of them: the block that received it as input holds
-    it, whether or not the block that made it keeps or recomputes it.
-    """
+    """Return the (blocks,) bytes that only autograd holds from each block's forward to its backward."""
+    # A tensor that several blocks saved counts for the last of them: the block that received it as
+    # input holds it, whether or not the block that made it keeps or recomputes it.
     rounding = hardware.allocation_rounding_bytes
     forward, _ = _ends(step)
     last = int(forward.max(initial=0))

@@ -182,10 +182,8 @@ def argmin_convex(cost: Callable[[int], float], last: int) -> int:
 
 
 def exposed_s(ranked: Sequence[Part], hardware: Hardware) -> list[float]:
-    """Return, by the number of `ranked` parts swapped, the seconds of copies that no compute can overlap.
-
-    These are the copies of one block: out after the last forward, in before the first backward.
-    """
+    """Return, by the number of `ranked` parts swapped, the seconds of copies that no compute can overlap."""
+    # These are the copies of one block: out after the last forward, in before the first backward.
     by_block, most, found = Counter[int](), 0, [0.0]
     for part in ranked:
         by_block[part.block] += part.n_bytes
@@ -219,9 +217,6 @@ class SwapChoice:
     ) -> SwapChoice:
         """Return the smallest number of parts with which a step takes the least time.
 
-        Copies that nothing can overlap (`exposed_s`) are added to T. They only grow, so the number is at most
-        the one that minimizes T alone.
-
         Args:
             parts: Parts of all blocks.
             busy: Seconds of everything else.
@@ -231,6 +226,8 @@ class SwapChoice:
             spill: Bytes beyond `host_bytes` go on to SSD; otherwise they are not swapped.
             waits: Compute waits for every copy.
         """
+        # Copies that nothing can overlap (`exposed_s`) are added to T. They only grow, so the
+        # number is at most the one that minimizes T alone.
         ranked = sorted(parts, key=lambda each: -each.benefit)
         swapped = fixed_bytes + np.concatenate([[0], np.cumsum([each.n_bytes for each in ranked])]).astype(
             np.int64

@@ -98,13 +98,11 @@ class _Priced:
 def combinations(
     ops: tuple[BlockOp, ...], limit: int, known: Sequence[frozenset[int]] = ()
 ) -> list[Combination]:
-    """Return at most `limit` undominated combinations, bytes descending.
-
-    With at most `BITS` tensors to decide on, all combinations are priced. With more, the search starts from
-    decisions for groups of alike tensors (same op, same size) and from the sets in `known` of ops to keep,
-    and tries every change of one or two tensors on the undominated ones. In a block of hundreds of tensors
-    (an LSTM, a scan) runs of alike tensors change together.
-    """
+    """Return at most `limit` undominated combinations, bytes descending."""
+    # With at most `BITS` tensors to decide on, all combinations are priced. With more, the search
+    # starts from decisions for groups of alike tensors (same op, same size) and from the sets in
+    # `known` of ops to keep, and tries every change of one or two tensors on the undominated ones. In a
+    # block of hundreds of tensors (an LSTM, a scan) runs of alike tensors change together.
     undecided = _undecided(ops)
     few = _keeping(undecided, known)
     resident: OffloadActions = [None] * len(ops)

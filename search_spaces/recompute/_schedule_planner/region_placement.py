@@ -209,10 +209,8 @@ def schedules_nothing(target: Target, *slots: str) -> Reason | None:
 
 
 def needs_own_budget(target: Target, kind: str) -> Reason | None:
-    """Return a reason if `kind` has no budget of its own but runs with updates inside backward.
-
-    A search would solve for the target's budget under each micro-batch, which takes seconds.
-    """
+    """Return a reason if `kind` has no budget of its own but runs with updates inside backward."""
+    # A search would solve for the target's budget under each micro-batch, which takes seconds.
     if (other := active(target, "execution.order")) is None:
         return None
     fix = f"recompute: {{kind: {kind}, budget_bytes: {target.budget_bytes or 20_000_000_000}}}"

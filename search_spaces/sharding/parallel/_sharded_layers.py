@@ -147,11 +147,9 @@ class PartitionedWeights(PartitionedLayers):
     """
 
     def rewrite(self, program: Program, plan: Any, target: Target) -> Program:
-        """Return the recorded step, with averages of replicated parameters and copies.
-
-        Techniques of `sharding.states` average gradients between copies themselves; `_average_in_group` then
-        averages replicated parameters.
-        """
+        """Return the recorded step, with averages of replicated parameters and copies."""
+        # Techniques of `sharding.states` average gradients between copies themselves;
+        # `_average_in_group` then averages replicated parameters.
         degree, ranks, node = (
             self.degree or target.ranks,
             target.ranks,
@@ -223,10 +221,9 @@ class MicroBatchRotation(SharedLayers):
     def rewrite(self, program: Program, plan: Any, target: Target) -> Program:
         """Return the recorded step with divided layers, batches sent to the group, and gradients averaged
         between groups.
-
-        Techniques of `sharding.states` average gradients themselves; `_sum_in_group` then sums inside a
-        group.
         """
+        # Techniques of `sharding.states` average gradients themselves; `_sum_in_group` then sums
+        # inside a group.
         degree, node = self.degree or target.ranks, target.hardware.local_ranks(target.ranks)
         accumulate = program.accumulate * degree
         between = Resource.INTER_LINK if degree % node == 0 else Resource.INTRA_LINK

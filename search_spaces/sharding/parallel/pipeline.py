@@ -270,11 +270,10 @@ class Pipeline(Technique):
 
 
 def _representatives(step: Step, how: PipelineSettings, target: Target) -> dict[int, list[int]]:
-    """Return the ranks of a pipeline whose steps are simulated → the ranks that each represents.
-
-    These are the first, the second and the last rank. Those between them have fewer micro-batches in flight
-    than the second; the one that holds most and the slowest represent themselves, and the second all others.
-    """
+    """Return the ranks of a pipeline whose steps are simulated → the ranks that each represents."""
+    # These are the first, the second and the last rank. Those between them have fewer micro-batches in
+    # flight than the second; the one that holds most and the slowest represent themselves, and the
+    # second all others.
     chain = chain_of(step)
     assert isinstance(chain, Chain), "fits refuses others"
     seconds, n_bytes = _costs(step, chain, target, len(how.starts), how.micro_batches)

@@ -89,9 +89,6 @@ def within_budget(
 ) -> T | None:
     """Return the plan that `solve` finds and the pass confirms; None if a few tries find none.
 
-    Sums of sizes omit other bytes on the device, which only the pass knows. So the room of a rank whose peak
-    exceeds the budget becomes its needed bytes less the excess, and `solve` runs again.
-
     Args:
         solve: Maps the room for blocks on each rank to the best plan by sums of sizes; None if there is none.
         needed: Maps a plan to (ranks,) that sum.
@@ -99,6 +96,8 @@ def within_budget(
         budget_bytes: Budget of each rank.
         ranks: Ranks with a room of their own.
     """
+    # Sums of sizes omit other bytes on the device, which only the pass knows. So the room of a rank
+    # whose peak exceeds the budget becomes its needed bytes less the excess, and `solve` runs again.
     room = np.full(ranks, float(budget_bytes))
     for _ in range(_TRIES):
         found = solve(room)

@@ -27,11 +27,9 @@ from memtune.search_spaces.offload.states._common.chunk_technique import (
 
 
 def with_resident_chunks(program: Program, found: ChunkPlan, budget_bytes: int) -> ChunkPlan:
-    """Return `found` with as many chunks resident and updated on the device as fit next to all others.
-
-    The others are then loaded once a step. No larger number stays within the budget: each is rewritten by the
-    pass.
-    """
+    """Return `found` with as many chunks resident and updated on the device as fit next to all others."""
+    # The others are then loaded once a step. No larger number stays within the budget: each is
+    # rewritten by the pass.
     sizes, device_bytes = sizes_in_blocks(program.step), on_device(program.step)
     room, taken = _room(program, budget_bytes, found.in_place), device_bytes.bytes_at(len(found.slots))
 

@@ -33,11 +33,10 @@ class RatioSolution:
 def smallest_ratio(
     program: Program, native: Native, early: OffloadTiming, budget_bytes: int
 ) -> RatioSolution:
-    """Return the smallest ratio under which `program` stays within the budget; 1 if none does.
-
-    A further resident parameter never lowers the peak, so the largest number that fits is found by bisection.
-    Bytes of a parameter's state and gradient guide the first steps, and each step is the pass itself.
-    """
+    """Return the smallest ratio under which `program` stays within the budget; 1 if none does."""
+    # A further resident parameter never lowers the peak, so the largest number that fits is found by
+    # bisection. Bytes of a parameter's state and gradient guide the first steps, and each step is the
+    # pass itself.
     step, n_bytes = program.step, _trained_bytes(program.step)
     peak = least = overlap_optimizer(step, native, early, program.ranks).peak_bytes()
     low, high, tries = 0, len(n_bytes), 0
