@@ -53,9 +53,7 @@ class Region:
     """Shape of the full gradient."""
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """Yield the contiguous runs of the piece in the flat full gradient as (first, length), in row-major
-        order.
-        """
+        """Yield the contiguous runs of the piece in the flat full gradient as (first, length)."""
         dims = len(self.shape)
         # The innermost dimension that is cut: from there on inward the piece is contiguous.
         split = next((dim for dim in reversed(range(dims)) if self.shape[dim] != self.whole[dim]), 0)

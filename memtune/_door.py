@@ -43,9 +43,7 @@ def open_door(room: str) -> Callable[[str], Any]:
 
 
 def read_exports(room: str) -> dict[str, str]:
-    """Return the module that defines each name which `room` imports under `if TYPE_CHECKING:`; a submodule
-    maps to itself.
-    """
+    """Return the module of each name which `room` imports under `if TYPE_CHECKING:`."""
     spec = importlib.util.find_spec(room)
     if spec is None or spec.origin is None:
         raise ImportError(f"the room '{room}' has no source file")

@@ -29,9 +29,7 @@ def audit_claims(context: Context) -> dict[str, Any]:
 
 
 def _check_parameters(context: Context) -> int:
-    """Return the number of trainable parameters, all of which the optimizer holds, or holds a host
-    copy of.
-    """
+    """Return the number of trainable parameters, all of which the optimizer holds, or copies of them."""
     held = {id(p) for group in context.optimizer.param_groups for p in group["params"]}
     held |= {id(device) for device in context.placement.optimizer_params}
     lost = [name for name, p in context.model.named_parameters() if p.requires_grad and id(p) not in held]

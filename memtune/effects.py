@@ -23,9 +23,7 @@ GRADIENTS_AT_END = "compiled graphs return all gradients at their end, not one b
 
 @dataclass(frozen=True)
 class Effects:
-    """Effects of a technique with its present knobs; the defaults are those of a technique that does
-    nothing.
-    """
+    """Effects of a technique with its present knobs; by default those of one that does nothing."""
 
     averages: Averages = "none"
     """Gradients that it averages over ranks itself before it uses them; DDP excludes them from its

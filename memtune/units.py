@@ -52,9 +52,7 @@ def parse_seconds(text: str) -> float:
 
 
 def format_bytes(n_bytes: float) -> str:
-    """Return `n_bytes` with three significant digits in the largest binary unit that is not larger: `1.50
-    GiB`.
-    """
+    """Return `n_bytes` with three significant digits in the largest fitting binary unit: `1.50 GiB`."""
     sign, size = ("-" if n_bytes < 0 else ""), abs(float(n_bytes))
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = 0
@@ -108,9 +106,7 @@ def format_ranks(degree: int | None) -> str:
 
 
 def format_budget(budget_bytes: int | None, share: float | None) -> str:
-    """Return the purpose of a plan: to stay within bytes, a share of the range from the smallest peak
-    to the plain one, or the limit of the search.
-    """
+    """Return the purpose of a plan: within bytes, a share of the range of peaks, or the search's limit."""
     if budget_bytes is not None:
         return f"to stay within {format_bytes(budget_bytes)}"
     if share is not None:

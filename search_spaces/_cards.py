@@ -81,9 +81,7 @@ def _homes(path: Path, base: str) -> Iterable[Path]:
 
 
 def _heads(path: Path) -> dict[str, tuple[str, dict[str, Any], dict[str, str]]]:
-    """Return base, class variables (texts, and the names of enum members) and docstrings of fields of each
-    class in a file.
-    """
+    """Return base, class variables and docstrings of fields of each class in a file."""
     found = {}
     for match in _HEAD.finditer(path.read_text()):
         (tree,) = ast.parse(match[0]).body

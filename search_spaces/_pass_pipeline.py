@@ -118,9 +118,7 @@ class TrackedSlots(Mapping[str, Technique]):
 
 
 def on_replicas(program: Program, parts: int) -> Program:
-    """Return `program` on the ranks that hold the same part; groups of collectives between parts are marked
-    by their sign.
-    """
+    """Return `program` on the ranks with the same part; a sign marks groups between parts."""
     # Groups between the copies, inserted by an earlier pass, are unchanged. The complete step of a
     # pipeline's rank is used once and therefore not cached.
     return _of_one_part(program, parts) if program.unrolled > 1 else _known(program, parts)
@@ -140,9 +138,7 @@ def _of_one_part(program: Program, parts: int) -> Program:
 
 
 def on_every_rank(program: Program, parts: int, hardware: Hardware) -> Program:
-    """Return the result of passes on `on_replicas`, on all ranks: members of a group among copies are `parts`
-    ranks apart.
-    """
+    """Return the result of passes on `on_replicas`, on all ranks: groups are `parts` ranks apart."""
     step = program.step
     theirs = step.ops.group > 1
     group = np.where(theirs, step.ops.group + APART * (parts - 1), np.abs(step.ops.group)).astype(np.int32)

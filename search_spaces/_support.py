@@ -65,9 +65,7 @@ def needs_calls_of_blocks(config: Config) -> bool:
 
 
 def one_for_all_buckets(chosen: Mapping[str, Technique], compiled: CompileScope) -> tuple[str, Reason | None]:
-    """Return the setting under which length buckets cannot have plans of their own, and why; no setting and
-    None if they can.
-    """
+    """Return the setting under which length buckets have no plans of their own, and why, if any."""
     if compiled:
         text = "a length bucket has no plan of its own under torch.compile, which decides what is saved"
         return f"execution: {{compile: {compiled}}}", Reason(text, "compile: false, or remove buckets")
@@ -475,9 +473,7 @@ PAIRS = (
 
 
 def conflict(technique: Technique, config: Config, *slots: str) -> Reason | None:
-    """Return the first reason why `technique` does not work with the techniques in `slots`, in
-    their order.
-    """
+    """Return the first reason why `technique` does not work with those in `slots`, in their order."""
     for slot in slots:
         other = config.chosen.get(slot) or null(slot)
         reason = _by_rule(technique.slot, technique.effects, other, config, technique) or _by_pair(
@@ -550,9 +546,7 @@ def matrix(techniques: Iterable[Technique]) -> dict[tuple[Technique, Technique],
 
 
 def matrix_by_knobs(techniques: Iterable[Technique]) -> Iterator[tuple[Technique, str, Technique, Reason]]:
-    """Yield each pair that is refused only for knobs that differ from the defaults: the technique with these
-    knobs, the knobs as text, the other one, the reason.
-    """
+    """Yield each pair refused only for other knobs than the defaults, with the knobs and the reason."""
     every = tuple(techniques)
     restricted = [*(rule.excluded.where for rule in RULES), *(pair.where for pair in PAIRS)]
     wheres = dict.fromkeys(tuple(where.items()) for where in restricted if where)

@@ -108,9 +108,7 @@ def accelerator_autocast_on_cpu(kind: str) -> Iterator[None]:
 
 
 def _autocast_queries(kind: str) -> dict[str, Callable[..., Any]]:
-    """Return functions of torch that answer queries about autocast of `kind`, here the default device, with
-    the state of CPU's.
-    """
+    """Return torch's queries about autocast of `kind`, here the default, with the state of CPU's."""
     # Its own state never changes: Dynamo would restore it to the answer, and find that it had changed.
     enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
     set_enabled, set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype

@@ -88,9 +88,7 @@ def batch_is_lossless(
 
 
 def repeated_blocks(recording: Recording) -> tuple[str, ...]:
-    """Return the blocks that a comparison leaves out: none, or, where it takes long, all but the first of
-    those that run the same ops in one container.
-    """
+    """Return the blocks that a comparison leaves out where it takes long: all but the first of alike ones."""
     step = recording.step
     if parameter_bytes(recording) <= _LARGE_BYTES and _draw_flops(recording) <= _LARGE_FLOPS:
         return ()
@@ -171,9 +169,7 @@ def _check(workload: Workload, model: nn.Module, draws_count: int, activation_by
 
 
 def _short_model(workload: Workload, without: Sequence[str]) -> nn.Module:
-    """Return the user's model with the blocks of `without` removed from lists of modules, and with parameters
-    drawn here.
-    """
+    """Return the user's model without the blocks of `without`, with parameters drawn here."""
     with _parameters_on_meta():
         model = workload.build_model()
     children = defaultdict(set)

@@ -77,9 +77,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _OutputStructure:
-    """Structure of a block's output: for each tensor the index of the argument with the same specification.
-    Leaves that are no tensors are stored as they are.
-    """
+    """Structure of a block's output: for each tensor the index of the argument with its specification."""
 
     called: tuple[Any, ...]
     leaves: tuple[Any, ...]
@@ -185,9 +183,7 @@ class BlockDedup:
     def partial_recording(
         self, tracer: Tracer, calls: Sequence[Call], optimizer: Optimizer, gradients: tuple[Any, ...]
     ) -> PartialRecording:
-        """Return what `tracer` recorded without the skipped blocks; the last op is that of
-        `optimizer_mark`.
-        """
+        """Return what `tracer` recorded without the skipped blocks; the last op is `optimizer_mark`."""
         rows: dict[str, list[int]] = {}
         for name in self._blocks:
             block = self._model.get_submodule(name)
@@ -239,9 +235,7 @@ class BlockDedup:
 
 
 def optimizer_mark(tracer: Tracer) -> None:
-    """Append one op that represents the optimizer phase; storages live until its end are live until this
-    op.
-    """
+    """Append one op that represents the optimizer phase; storages that outlive backward live until it."""
     tracer.draft.append(
         [("memtune.optimizer", 0, -1, int(Phase.OPTIMIZER), int(Resource.NOTHING), 0.0, 0, 0, 0, -1, 0, 0)],
         [""],

@@ -330,9 +330,7 @@ class BlockExpansion:
         )
 
     def _tables(self) -> dict[str, tuple[_RowSpace, dict[str, tuple[npt.NDArray[Any], _RowSpace | None]]]]:
-        """Return each table's row space, its columns, and the row space to which a column refers (None:
-        none).
-        """
+        """Return each table's row space, its columns, and the row space that a column refers to (or None)."""
         step, ops, storages, blocks = self._step, self._ops, self._storages, self._blocks
         refer: dict[str, tuple[_RowSpace, Table, dict[str, _RowSpace]]] = {
             "ops": (ops, step.ops, {"module": self._modules, "call": blocks, "sequence_nr": self._nodes}),

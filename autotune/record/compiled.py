@@ -58,9 +58,7 @@ class CompiledRecordings:
     def attempt(
         self, compiling: Compiling | None, change: Callable[[Session], None] | None = None
     ) -> Recording | Reason:
-        """Return the recording of the model under `compiling` (None: eager) after `change`, or why there is
-        none.
-        """
+        """Return the recording of the model under `compiling` after `change`, or why there is none."""
         try:
             with recording_graphs() if compiling else nullcontext():
                 recording = self._record(compiling=compiling, change=change)

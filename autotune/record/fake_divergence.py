@@ -90,9 +90,7 @@ class BatchValues:
 
     @contextmanager
     def answering_reads(self, assumed: list[str]) -> Iterator[None]:
-        """Answer reads of values computed from known ones alone as in training; append each assumption to
-        `assumed`.
-        """
+        """Answer reads of values computed from known ones as in training; note assumptions in `assumed`."""
         reads = _KnownValueReads(self, assumed)
         convert = Tensor.numpy
         swap: Any = torch.utils.swap_tensors
@@ -174,9 +172,7 @@ def _of_finite(func: Any, args: Any) -> bool | None:
 
 
 def _spread_evenly(func: Any, args: Any, kwargs: Any, chosen: Tensor) -> Tensor:
-    """Return indices of the layout of `chosen`, along the dimension that `func` chooses from: those of one
-    slice differ, and all are equally frequent.
-    """
+    """Return indices of `chosen`'s layout, different in a slice, and all equally frequent."""
     source = args[0]
     declared = [each.name for each in func._schema.arguments]
     given = dict(zip(declared, args, strict=False)) | kwargs
@@ -190,9 +186,7 @@ def _spread_evenly(func: Any, args: Any, kwargs: Any, chosen: Tensor) -> Tensor:
 
 
 class _OptimizerScalarReads(OpVisitor):
-    """Visitor that answers 1 where the optimizer reads a fake tensor's value; active while the optimizer
-    steps.
-    """
+    """Visitor that answers 1 where the optimizer reads a fake tensor's value in its step."""
 
     def __init__(self, assumed: list[str]) -> None:
         self._assumed, self._recorder = assumed, EagerRecorder(self)

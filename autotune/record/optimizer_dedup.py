@@ -78,9 +78,7 @@ class OptimizerDedup:
         self.disabled_reason = _reason_not_per_parameter(optimizer)
 
     def first_step(self) -> None:
-        """Create the optimizer's state: step two parameters of each signature, copy their state to the
-        others.
-        """
+        """Create the optimizer's state: step two parameters of each signature, copy to the others."""
         if self.disabled_reason or self._optimizer.state:
             self._optimizer.step()
             return
@@ -132,9 +130,7 @@ class OptimizerDedup:
         self._optimizer.step()
 
     def foreach(self) -> Step | None:
-        """Return the result of `foreach_phase`, recorded again only if a signature or a buffer's size
-        changed.
-        """
+        """Return the result of `foreach_phase`, recorded again only if a signature or buffer size changed."""
         if self.disabled_reason:
             return foreach_phase(self._model, self._optimizer, self._blocks)
         signatures = self._signatures([_with_gradient(group) for group in self._optimizer.param_groups])
@@ -181,9 +177,7 @@ class OptimizerDedup:
     def _record_segment(
         self, scratch: Tracer, number: int, kinds: Sequence[Hashable], neighbours: list[Tensor]
     ) -> _Segment | str:
-        """Return the ops of the first of `neighbours`, which have these signatures, or the rule that does not
-        hold.
-        """
+        """Return the ops of the first of `neighbours` of these signatures, or the rule that does not hold."""
         group = self._optimizer.param_groups[number]
         alone = []
         for kind, parameter in zip(kinds, neighbours, strict=True):

@@ -26,9 +26,7 @@ Matrix Multiplication Background User's Guide, "Tensor Core Requirements").
 
 
 def precision_of(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
-    """Return the `Precision` of op `name`, plus UNALIGNED if a 16-bit matrix has rows of other lengths, or
-    CHANNELS_FIRST, or COMPLEX alone.
-    """
+    """Return the `Precision` of op `name`, plus UNALIGNED or CHANNELS_FIRST, or COMPLEX alone."""
     if any(each.is_complex() for each in (*inputs, *outputs)):
         return COMPLEX
     floating = next((each.dtype for each in inputs if each.is_floating_point()), None)

@@ -226,9 +226,7 @@ def check(
     workspace: WorkspaceTable | None = None,
     trace: Trace | None = None,
 ) -> Recording:
-    """Record at `micro_batch` too, unless `trace` is given, use that step for this size, and note errors of
-    the affine sizes.
-    """
+    """Record at `micro_batch` too, use that step for this size, and note errors of the affine sizes."""
     if micro_batch in recording.checked:
         return recording
     trace = trace or session.traced(micro_batch)

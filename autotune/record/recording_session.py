@@ -296,9 +296,7 @@ class Session:
 
 @contextmanager
 def fake_errors_unlogged() -> Iterator[None]:
-    """Silence torch's log of an op that failed on fake tensors: it raises too, and the next attempt may
-    succeed.
-    """
+    """Silence torch's log of an op that failed on fake tensors: it raises too, and may be tried again."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was, log.disabled = log.disabled, True
     try:
@@ -431,9 +429,7 @@ def _with_dedup(session: Session) -> Session:
 
 
 def _with_compile(session: Session, compiling: Compiling) -> Session:
-    """Return `session` with the model compiled as `compiling` specifies; a model compiled whole has no
-    blocks.
-    """
+    """Return `session` with the model compiled as specified; a model compiled whole has no blocks."""
     regions = session.blocks if compiling.scope == "blocks" else [""]
     compiled = CompiledModel(
         session.model, regions, f"recorded {compiling.backend}", dict(compiling.partitioning)

@@ -405,9 +405,7 @@ class Tracer(WatchingMode):
         return len(self.draft.ops) - 1
 
     def _note_model_generator_state(self, state: Tensor) -> None:
-        """Record a generator state that the model's own checkpoint keeps: kilobytes allocated without an
-        op.
-        """
+        """Record a generator state that the model's own checkpoint keeps: kilobytes without an op."""
         if not self._paused and current_tier() == DEVICE:
             op = self._allocates(*self._place(torch._C._autograd._get_sequence_nr() - 1))
             self._new_storage(state.untyped_storage(), Kind.TEMPORARY, producer=op)

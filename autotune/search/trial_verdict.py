@@ -116,9 +116,7 @@ class Measured:
         return self.spread_s / self.samples_per_step if goal == "throughput" else 0.0
 
     def per_round(self, goal: Goal) -> list[float]:
-        """Return the value in each round, NaN where it had left; empty without rounds, or if rounds make no
-        difference.
-        """
+        """Return the value in each round, NaN where it had left; empty if rounds make no difference."""
         if goal != "throughput":
             return []
         return [

@@ -162,9 +162,7 @@ def _variants(choice: Choice) -> Iterator[tuple[str, str, str, Choice]]:
 
 
 def trade(whole: StepCost, without: StepCost) -> dict[str, dict[str, float]]:
-    """Return what a setting `costs` and `saves`, by field of `StepCost`, both positive; negligible
-    differences are omitted.
-    """
+    """Return what a setting `costs` and `saves`, by field of `StepCost`, without negligible differences."""
     found: dict[str, dict[str, float]] = {"costs": {}, "saves": {}}
     for each in fields(StepCost):
         saved = getattr(without, each.name) - getattr(whole, each.name)

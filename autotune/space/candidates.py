@@ -444,9 +444,7 @@ class Rewriter:
         watched: TrackedSlots,
         plan: Plan | None = None,
     ) -> tuple[Program, Plan]:
-        """Return the program of `node` after the pass of `technique`, which fits, and its plan; solved unless
-        given.
-        """
+        """Return the program of `node` after the pass of `technique`, and its plan: solved unless given."""
         assert isinstance(node.result, Program)
         self.n_passes += 1
         seen, parts = self._seen_by(watched, choice), self._parts(technique, choice)

@@ -207,9 +207,7 @@ class Proposer:
     def _by_prediction(
         self, pruner: Pruner, tried: Collection[str], best: float | None, model: StepTimeModel
     ) -> Iterator[Scored]:
-        """Yield the best few that are not pruned: first those expected to fit, then one of each group of
-        equals.
-        """
+        """Yield the best few that are not pruned: those expected to fit, then one of each group of equals."""
         # The coarse level is optimistic, so its best are simulated op by op and ranked again.
         seen = {alike(self.scores.by_key[key].prediction) for key in tried if key in self.scores.by_key}
 

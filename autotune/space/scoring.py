@@ -308,9 +308,8 @@ def score_all(
 
 
 def _execution_for_pairs(space: Space, scorer: Scorer) -> Execution:
-    """Return the largest micro-batch whose activations take a part of the budget only: combinations of
-    techniques tell most about each other there.
-    """
+    """Return the largest micro-batch whose activations take a part of the budget only."""
+    # Pairs of techniques tell most about each other there.
     first, budget_bytes = space.executions[0], scorer.rewriter.target.budget_bytes
     # Executions that differ in nothing but the micro-batch, the largest first, as bisection needs them.
     sizes = [each for each in space.executions if each == first.of_size(each.micro_batch, each.accumulate)]

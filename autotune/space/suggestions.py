@@ -93,9 +93,7 @@ class Improvement:
 
 
 def improvements(scorer: Scorer, best: Scored, others: Iterable[Scored]) -> tuple[Improvement, ...]:
-    """Return the changes of memory, batch and ranks under which a step is predicted to be faster
-    than `best`, the fastest candidate that fits; the largest gain first.
-    """
+    """Return the changes of memory, batch and ranks predicted to be faster than `best`, largest first."""
     base = best.prediction.samples_per_s
     tried = (*_more_memory(scorer, others), *_larger_batch(scorer, best.choice), *_more_ranks(scorer, best))
     found = [

@@ -82,9 +82,8 @@ def _same_storages(step: Step, phase: Step) -> I32:
 
 
 def _owners(step: Step, phase: Step, new_of: I32) -> I32:
-    """Return (phase.m,) the owner of each temporary: foreach ops return one tensor for each of their first
-    list.
-    """
+    """Return (phase.m,) the owner of each temporary."""
+    # Foreach ops return one tensor for each of their first list.
     owner = np.where(new_of >= 0, step.storages.owner[np.maximum(new_of, 0)], -1)
     made_by: dict[int, list[int]] = {}
     for storage in np.flatnonzero(phase.storages.producer >= 0).tolist():

@@ -250,9 +250,7 @@ def _compiled_attention(fusion: KernelFusion, hints: Hints, context: _Context) -
 
 
 def _kernel(call: Call, step: Step, context: _Context) -> FusedKernel | None:
-    """Return the kernel that the device runs for `call`; None if it runs the same ops as CPU, or if memtune
-    does not know.
-    """
+    """Return the kernel that the device runs for `call`; None if CPU's ops, or an unknown one."""
     if call.kind == "dropout":
         context.count("native_dropout")
         return FusedKernel(
@@ -338,9 +336,7 @@ def _drop_scratch(fusion: KernelFusion) -> None:
 
 
 def _add_workspaces(edit: Edit, step: Step, hints: Hints, context: _Context) -> None:
-    """Add cuBLAS's workspaces, and the scratch of kernels: measured on the device, or that of convolutions
-    estimated.
-    """
+    """Add cuBLAS's workspaces, and the scratch of kernels: measured, or estimated for convolutions."""
     # cuBLAS allocates its workspaces with the first product of a process and keeps them.
     if any(name.startswith(_MATMULS) for name in step.names):
         size = table.cublas_workspace_bytes(context.architecture, os.environ.get("CUBLAS_WORKSPACE_CONFIG"))

@@ -67,9 +67,7 @@ def clip(text: str, width: int) -> str:
 
 
 def wrapped(text: str, width: int, indent: int = 0) -> list[str]:
-    """Return `text` as lines of at most `width`, longer only where a word is; the second and later ones are
-    indented.
-    """
+    """Return `text` as lines of at most `width` unless a word is longer, indented from the second on."""
     blanks = " " * indent
     lines = textwrap.wrap(
         text, width, subsequent_indent=blanks, break_long_words=False, break_on_hyphens=False
@@ -148,9 +146,7 @@ def wear(result: TrialResult) -> str:
 
 
 def grouped(refused: Mapping[str, int]) -> dict[str, int]:
-    """Return the number of refusals by reason; reasons that differ in names of techniques, numbers or the
-    remedy alone are one group, which has the first one's text without its remedy.
-    """
+    """Return the number of refusals by reason; texts that differ in names and numbers are one group."""
     names = {kind for slot in SLOTS for kind in kinds(slot)}
     groups: dict[str, list[str]] = {}
     for reason in refused:

@@ -136,9 +136,7 @@ class LinePrinter:
                 self._print(event.text, "yellow" if event.level == "warning" else "")
 
     def tick(self, elapsed_s: float) -> None:
-        """Show the present on the status line, and print a heartbeat if nothing was printed for a minute.
-        `elapsed_s` is the search's own clock.
-        """
+        """Show the present on the status line, with a heartbeat after a minute without a line."""
         for line in drain(self.progress) if self.progress is not None else ():
             self._status.finish(line)
         if self.view.running:
@@ -350,9 +348,7 @@ def _partly(view: SearchView) -> str:
 
 
 def _by_slot(names: Iterable[str]) -> str:
-    """Return `recompute coop, dtr · allocator async` for `recompute: coop`, `recompute: dtr`, `allocator:
-    async`.
-    """
+    """Return `recompute coop, dtr · allocator async` for `recompute: coop`, `recompute: dtr` and so on."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         slot, _, kind = name.partition(": ")

@@ -93,9 +93,7 @@ def gpu_parts(query: str, pcie: str = "") -> Iterator[str]:
 
 
 def link_bytes(interfaces: str, disks: str, drives: set[str]) -> dict[str, int]:
-    """Return the bytes since the start of the machine: received over networks, loopback included, read from
-    `drives` and written to them; from /proc/net/dev and /proc/diskstats.
-    """
+    """Return the bytes since boot: over networks, loopback included, read from and written to `drives`."""
     found: dict[str, int] = {}
     received = [
         rest.split()[0] for _, _, rest in (line.partition(":") for line in interfaces.splitlines()) if rest

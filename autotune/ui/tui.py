@@ -567,9 +567,8 @@ def run_tui(
 
 
 def _interrupt(thread: threading.Thread) -> None:
-    """Raise KeyboardInterrupt in `thread` and wait for its end, so that native threads that it started are
-    joined: the process would abort otherwise.
-    """
+    """Raise KeyboardInterrupt in `thread` and join it."""
+    # Its native threads must be joined: the process would abort otherwise.
     assert thread.ident is not None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt)

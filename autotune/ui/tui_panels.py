@@ -33,9 +33,7 @@ def header(view: SearchView, now_s: float, width: int, stopping: bool = False) -
 
 
 def running(view: SearchView, width: int, rows: int = 4, phase: str = "") -> Text:
-    """Return a line for each running trial: device bytes against the budget, stage, settings; without one
-    the `phase` of the search.
-    """
+    """Return a line for each running trial, or without one the `phase` of the search."""
     trials = view.running
     if not trials:
         return _join([Text("paused, p resumes" if view.paused else phase or _idle(view), DIM)], width)

@@ -76,9 +76,7 @@ class TrialView:
 
     @cached_property
     def sentence(self) -> str:
-        """The techniques as clauses that a user can read; the short summary for settings of a newer
-        version.
-        """
+        """The techniques as clauses that a user can read; the short summary for a newer version's."""
         from memtune.config import load_config
 
         if not self.settings:
@@ -321,9 +319,7 @@ class SearchView:
         return self.best_changed.samples_per_s if self.best_changed is not None else None
 
     def noise(self, number: int | None) -> float:
-        """Return by how much the rates of a trial's setting differ, relatively: over its repeats, and over
-        the steps of each.
-        """
+        """Return by how much a setting's rates differ, relatively: over repeats, and over steps of each."""
         trial = self.trials.get(-1 if number is None else number)
         if trial is None:
             return 0.0

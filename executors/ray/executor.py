@@ -385,9 +385,7 @@ class RayExecutor(PoolExecutor):
         return [each for each in found if each]
 
     def trials_per_node(self, ranks: int, kind: str) -> int:
-        """Return the number of trials that run on a node at the same time, `ranks` of each on devices of
-        `kind`.
-        """
+        """Return the number of trials, each of `ranks` on devices of `kind`, that share a node."""
         if kind == "CPU":
             return self.slots
         return min(self.slots, max(1, max(self.nodes(kind), default=1) // ranks))

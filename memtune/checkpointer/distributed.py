@@ -201,9 +201,7 @@ def _require_fit(
     held: list[ParameterEntry],
     found: Mapping[str, tuple[tuple[int, ...], Any]],
 ) -> None:
-    """Raise if names or shapes do not fit; `found` has shapes by checkpoint key. Nothing has been changed
-    yet.
-    """
+    """Raise if names or shapes do not fit those `found` by checkpoint key, before anything changes."""
     absent = context.placement.absent
     shapes = {
         name: tuple(absent.get(name, value.shape))

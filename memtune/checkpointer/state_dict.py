@@ -61,9 +61,7 @@ class ParameterEntry:
 
 
 def held_parameters(context: Context) -> list[ParameterEntry]:
-    """Return the optimizer's parameters, in the order of its state dict; the name is empty for one that is
-    not the model's.
-    """
+    """Return the optimizer's parameters in the order of its state dict; '' for one not of the model."""
     of: dict[int, ParameterEntry] = {}
     for name, parameter in context.model.named_parameters():
         layout = parameter
@@ -108,9 +106,7 @@ def full_value(context: Context, name: str, value: Any) -> Any:
 
 
 def full_tensor(value: Any) -> Any:
-    """Return a sharded tensor gathered from all its ranks, on the device of its rows; anything else
-    unchanged.
-    """
+    """Return a sharded tensor gathered from all ranks, on the device of its rows; others unchanged."""
     if not isinstance(value, DTensor):
         return value
     rows, mesh = value._local_tensor, value.device_mesh

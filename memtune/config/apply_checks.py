@@ -140,9 +140,7 @@ def check_environment(settings: Settings, *, device: str = DEFAULT_ACCELERATOR) 
 
 
 def _started_without(wanted: Mapping[str, str]) -> bool:
-    """Return True if torch reports that the device runs in this process with other allocator settings than
-    `wanted`.
-    """
+    """Return True if torch says that the device runs here with other allocator settings than `wanted`."""
     import torch
 
     from memtune.device import accelerator

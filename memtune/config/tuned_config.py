@@ -88,9 +88,7 @@ class Settings:
         return settings
 
     def sentences(self) -> dict[str, str]:
-        """Return one plain clause by slot for the execution and each technique that is not null, as a config
-        lists them; the execution's is missing if the training script decides it.
-        """
+        """Return a plain clause by slot for the execution, if decided here, and each technique."""
         ordered = sorted(self.techniques, key=lambda each: SLOTS.index(each.slot))
         clauses = {"execution": self.execution.sentence()} | {each.slot: each.described() for each in ordered}
         return {slot: clause for slot, clause in clauses.items() if clause}

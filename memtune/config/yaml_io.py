@@ -51,9 +51,7 @@ class Document:
         self.lines = lines
 
     def where(self, path: KeyPath) -> str:
-        """Return `tuned.yaml:7` for the part at `path`, or for the nearest enclosing part with a line;
-        `config` without lines.
-        """
+        """Return `tuned.yaml:7` for the part at `path`, or for the nearest part around it with a line."""
         for length in range(len(path), -1, -1):
             if path[:length] in self.lines:
                 return f"{self.source}:{self.lines[path[:length]]}"

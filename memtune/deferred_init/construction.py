@@ -204,9 +204,9 @@ class _Memory:
 
 
 class _Converter(FakeTensorConverter):
-    """Converter that does not memoize outputs of ops, because `Module.to` cannot swap a parameter that has a
-    weak reference.
-    """
+    """Converter that does not memoize outputs of ops."""
+
+    # `Module.to` cannot swap a parameter that has a weak reference.
 
     def set_tensor_memo(self, t: torch.Tensor, v: FakeTensor) -> None:
         """Memoize real tensors only, which may be converted again."""
@@ -233,9 +233,8 @@ class OneFakeMode(FakeTensorMode):
         return self
 
     def _prep_args_for_hash(self, result: list[object], args: Any, *more: Any) -> None:
-        """Append the key of `args` in torch's cache of fake ops; torch's own takes half of the time of a fake
-        op.
-        """
+        """Append the key of `args` in torch's cache of fake ops."""
+        # torch's own takes half of the time of a fake op.
         if type(args) not in (tuple, list):
             return super()._prep_args_for_hash(result, args, *more)
         result += (type(args), len(args))

@@ -39,9 +39,8 @@ def is_present() -> bool:
 
 
 def is_started() -> bool:
-    """Return whether the accelerator is in use: torch starts it at the first use, and no tensor is on it
-    before.
-    """
+    """Return whether the accelerator is in use."""
+    # Torch starts it at the first use, and no tensor is on it before.
     found = torch.accelerator.current_accelerator()
     if found is None:
         return False
@@ -76,9 +75,7 @@ def name(device: torch.device | int = 0) -> str:
 
 
 def visible_devices(kind: str) -> str:
-    """Return the variable that lists the devices of type `kind` for this process, with its value, as evidence
-    of a message.
-    """
+    """Return the variable that lists this process's devices of `kind`, with its value, for messages."""
     variable = platform_of(kind).visible_devices
     return (
         f"{variable}={os.environ.get(variable, '(not set)')}"
@@ -109,18 +106,14 @@ def architecture(device: torch.device | int = 0) -> str:
 
 
 def reaches_peer(first: int, second: int) -> bool | None:
-    """Return whether a device reaches the memory of another one without the host; None if the driver cannot
-    be asked.
-    """
+    """Return whether a device reaches another's memory without the host; None if that is unknown."""
     kind = device_type()
     asked = None if kind is None else getattr(module_of(kind), "can_device_access_peer", None)
     return None if asked is None else bool(asked(first, second))
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Return `device` with an index: its own, else the current device's, else `LOCAL_RANK` in a rank of
-    torchrun that has selected no device.
-    """
+    """Return `device` with an index: its own, the current device's, or `LOCAL_RANK` under torchrun."""
     if device.index is not None:
         return device
     index, rank = torch.accelerator.current_device_index(), os.environ.get("LOCAL_RANK", "")

@@ -54,9 +54,7 @@ def reset_pinned_peaks(device: torch.device) -> None:
 
 
 def pinned_bytes(device: torch.device, which: str) -> int:
-    """Return pinned host bytes, `current` or `peak`, the only host memory that torch counts; 0 if the module
-    of `device` does not count it.
-    """
+    """Return pinned host bytes, `current` or `peak`; 0 if the device's module does not count them."""
     counted = getattr(module_of(device), "host_memory_stats", None)
     found = {} if counted is None else counted()
     return int(found.get(f"active_bytes.{which}", found.get(f"allocated_bytes.{which}", 0)))

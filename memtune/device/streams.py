@@ -56,9 +56,7 @@ class on:
 
 
 def recorded(device: torch.device, stream: torch.Stream | None = None) -> torch.Event:
-    """Return an event that passes when the work issued so far to `stream`, by default the current one of
-    `device`, is done.
-    """
+    """Return an event that passes when the work issued so far to `stream`, by default the current, ends."""
     event = torch.Event(device)
     event.record(current(device) if stream is None else stream)
     return event

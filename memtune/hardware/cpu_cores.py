@@ -53,9 +53,7 @@ def threads_per_rank(cores: int, ranks: int) -> int:
 
 
 def use_share_of_cores() -> None:
-    """Run torch on this rank's share of the cores if torchrun has left it on one thread, as it does by
-    default.
-    """
+    """Run torch on this rank's share of the cores if torchrun has left it on one thread."""
     # Trials run on that share; on one thread an optimizer update on the host would take many times as
     # long.
     import torch

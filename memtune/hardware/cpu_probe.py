@@ -171,9 +171,7 @@ def _matmul_flops_per_s(dtype: torch.dtype, *, budget_s: float = 0.04) -> float:
 
 
 def _op_s() -> float:
-    """Return the overhead of an op: seconds per op of a tiny training step, with Python, autograd and
-    optimizer.
-    """
+    """Return the overhead of an op: seconds per op of a tiny training step in Python and autograd."""
     # The median, not the minimum: it includes the garbage collector and cold caches of a real program.
     layers, width = 6, 8
     parts = [

@@ -111,9 +111,7 @@ class OpClock(TorchDispatchMode):
         self._update.__exit__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op with the device idle before and after it; for a DTensor, time the op on the local
-        tensor.
-        """
+        """Run the op with the device idle before and after it; for a DTensor, time the local op."""
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}

@@ -228,9 +228,7 @@ def factor_on(residual: Curve, at_peak_s: F64) -> F64:
 
 
 def matmul_dtype(step: Step) -> str:
-    """Return the dtype of matrix products, inferred from columns: most parameters', or 16 bits under
-    autocast.
-    """
+    """Return the dtype of matrix products: that of most parameters, or 16 bits under autocast."""
     if not step.parameters:
         return "float32"
     columns = columns_of(step.parameters)

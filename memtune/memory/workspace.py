@@ -382,9 +382,8 @@ _GROUPED_PRODUCT = "aten._grouped_mm.default"
 
 
 def _wide_grouped_product(func: Any, left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return the fake output of a grouped product in another type than bfloat16, the only one that the fake
-    implementation takes.
-    """
+    """Return the fake output of a grouped product in another type than bfloat16."""
+    # The fake implementation takes only that.
     narrow = (torch.empty_like(each, dtype=torch.bfloat16) for each in (left, right))
     out: Tensor = func(*narrow, *args, **kwargs)
     return left.new_empty(out.shape)

@@ -40,9 +40,8 @@ _WRITTEN_IN_PLACE = ("bytes", "kind", "producer", "held_until", "grad_ready_afte
 
 
 def held_in_backward(step: Step, last: int, end: int) -> npt.NDArray[np.bool_]:
-    """Return (m,) tensors of forward (the batch, the loss), and gradients of leaves that are no parameters,
-    that Python holds until backward has returned: after op `last`, its last one, and at most until `end`.
-    """
+    """Return (m,) tensors that Python holds until backward has returned: after `last`, at most to `end`."""
+    # Those are tensors of forward (the batch, the loss), and gradients of leaves that are no parameters.
     held = (step.storages.held_until >= last) & (step.storages.held_until <= end)
     is_forward = step.ops.phase[step.storages.producer] == Phase.FORWARD
     is_read = np.zeros(step.storages.n, bool)  # by the last op; nothing else may hold it until then

@@ -52,9 +52,7 @@ class Hop:
         return np.ones(len(float_bytes), bool)
 
     def least_bytes(self, min_bytes: int, largest_input: int) -> int:
-        """Return the size of the smallest storage that it packs in a region with inputs of at most
-        `largest_input` bytes.
-        """
+        """Return the smallest storage that it packs in a region with inputs up to `largest_input` bytes."""
         return max(min_bytes, 1)  # empty tensors have nothing to copy
 
 

@@ -154,9 +154,8 @@ def resize_to_shards(edit: Edit, step: Step, ratio: F64, storages: I32, owner: I
 
 @functools.lru_cache(maxsize=8)
 def _shares_of_updates(step: Step, ratio_bytes: bytes) -> tuple[I32, F64]:
-    """Return the ops of the update that use parameters, gradients or state, and for each the bytes that it
-    uses sharded over those that it uses whole; equal for all techniques that shard a step by one ratio.
-    """
+    """Return the ops of the update, and the bytes that each uses sharded over those it uses whole."""
+    # Equal for all techniques that shard a step by one ratio.
     columns, ratio = columns_of(step.parameters), np.frombuffer(ratio_bytes, np.float64)
     # A bucket holds gradients of several parameters: its share is theirs together.
     storage, owner = sharded_storages(step)

@@ -44,9 +44,7 @@ class Traffic(Protocol):
 
 
 class Activations(Protocol):
-    """Claims on the blocks' activations; `apply` makes one table and installs it after all slots have
-    claimed.
-    """
+    """Claims on the blocks' activations: one table, installed after all slots have claimed."""
 
     ssd_spill: Any
     """Host copies spilled to SSD (`activations.offload.ssd_spill`)."""
@@ -169,18 +167,15 @@ class Snapshot:
 
 
 def _held(attributes: dict[str, Any]) -> dict[str, tuple[Any, dict[Any, Any] | None]]:
-    """Return each attribute and, for the dictionaries of hooks, parameters and children, a copy of the
-    contents.
-    """
+    """Return each attribute, with copies of the dictionaries of hooks, parameters and children."""
     return {
         name: (value, dict(value) if isinstance(value, dict) else None) for name, value in attributes.items()
     }
 
 
 def _put_back(attributes: dict[str, Any], held: dict[str, tuple[Any, dict[Any, Any] | None]]) -> None:
-    """Restore attributes. Dictionaries are refilled, not replaced, because handles of the user's hooks
-    reference them.
-    """
+    """Restore attributes."""
+    # Dictionaries are refilled, not replaced, because handles of the user's hooks reference them.
     # First: attributes that `apply` has added must go as well.
     attributes.clear()
     for name, (value, content) in held.items():

@@ -28,9 +28,7 @@ class Event(Generic[P]):
         self._subscribers.append(callback)
 
     def emit(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call all subscribers, the earliest first; an exception of one is raised here and skips the later
-        ones.
-        """
+        """Call all subscribers, the earliest first; an exception skips the later ones."""
         # In the order of subscription, that is, of the slots in `apply`: later slots may rely on what earlier
         # ones have done.
         for callback in self._subscribers:
@@ -38,9 +36,7 @@ class Event(Generic[P]):
 
 
 class GradReady(Event[[Tensor]]):
-    """Event whose emitter costs a hook per parameter or message, and therefore starts at the first
-    subscription.
-    """
+    """Event whose emitter costs a hook per parameter or message: it starts at the first subscription."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,9 +51,7 @@ class GradReady(Event[[Tensor]]):
         self._start, self.has_emitter = start, True
 
     def subscribe(self, callback: Callable[[Tensor], Any]) -> None:
-        """Subscribe as in `Event.subscribe`; there must be an emitter. The caller keeps the owner of
-        `callback` alive (`weakly`).
-        """
+        """Subscribe as in `Event.subscribe`; the caller keeps the owner of `callback` alive (`weakly`)."""
         assert self.has_emitter
         super().subscribe(callback)
         # Dropped after the first use: `emit` becomes a tensor's hook, which must not keep the model alive.

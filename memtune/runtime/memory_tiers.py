@@ -49,9 +49,7 @@ def current_tier() -> Tier:
 
 
 class tier:
-    """Context in which storages that this thread makes belong to tier `name`; nests, and restores the
-    previous tier.
-    """
+    """Context in which storages that this thread makes belong to tier `name`; nests."""
 
     __slots__ = ("_before", "_name")
 
@@ -75,9 +73,7 @@ class tier:
 
 
 def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages that hold `tensor`'s bytes on this rank: one for a plain or fake tensor, the inner
-    ones of a DTensor.
-    """
+    """Yield the storages of `tensor`'s bytes on this rank: the inner ones of a DTensor."""
     # A tensor subclass has no storage of its own; its bytes are those of its inner tensors.
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:

@@ -52,9 +52,7 @@ def is_between_nodes(group: dist.ProcessGroup) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Nodes:
-    """Ranks that share a copy of the model state, as nodes × ranks of a node; groups are those of this
-    rank.
-    """
+    """Ranks that share a copy of the model state, as nodes × ranks of a node; groups of this rank."""
 
     inside: dist.ProcessGroup
     """Ranks of this node."""

@@ -102,9 +102,7 @@ def one_pass_bytes(inputs: list[Tensor], written: list[Tensor]) -> int:
 
 @functools.cache
 def _writes(func: Any) -> tuple[int | None, tuple[tuple[int, str], ...]]:
-    """Return the index of the argument that enables undeclared writes (None if there are none), and the
-    written arguments.
-    """
+    """Return the index of the argument that enables undeclared writes, and the written arguments."""
     if func.namespace == "c10d":  # its schemas do not declare that the first argument is written
         return None, () if func._schema.name in _SENDS else ((0, func._schema.arguments[0].name),)
     arguments = enumerate(func._schema.arguments)

@@ -24,9 +24,7 @@ class RemoteParameters(Protocol):
         """Return True if this rank sends the value of `name` to the others."""
 
     def full_value(self, name: str, here: Any) -> Any:
-        """Return the value of `name` from the rank that holds it; collective, in the same order on all
-        ranks.
-        """
+        """Return the value of `name` from the rank that holds it; collective, in one order on all ranks."""
 
     def optimizer_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the optimizer state of `name` from the rank that holds it; collective."""

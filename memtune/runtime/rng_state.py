@@ -43,9 +43,7 @@ class RandomState:
     def capture(
         cls, module: nn.Module, generators: Iterable[Generator] = (), *, python: bool = False
     ) -> RandomState:
-        """Return the current state, with the states of `generators` in addition to torch's own, and, if
-        `python`, with those of Python and numpy.
-        """
+        """Return the current state, also of `generators` and, if `python`, of Python and numpy."""
         # Without a context no parameter is on a device, and the walk to the first one takes longer than an
         # op.
         first = next(module.parameters(), None) if accelerator.is_started() else None
@@ -141,9 +139,7 @@ def seed_generators(seed: int) -> None:
 
 @contextmanager
 def observe_kept(note: Callable[[Tensor], None]) -> Iterator[None]:
-    """Call `note` in this context with the CPU part of every state that a pass counts, when it is
-    captured.
-    """
+    """Call `note` in this context with the CPU part of every counted state when it is captured."""
     _notes.append(note)
     try:
         yield
@@ -193,9 +189,7 @@ class NoteGenerators(OpVisitor):
 
 
 def autocast_now() -> list[Callable[[], AbstractContextManager[Any]]]:
-    """Return context makers that restore the current autocast state, for code that runs again later; none if
-    autocast is off.
-    """
+    """Return context makers that restore the current autocast state, for later; none if it is off."""
 
     def maker(device: str) -> Callable[[], AbstractContextManager[Any]]:
         enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)

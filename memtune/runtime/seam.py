@@ -133,9 +133,7 @@ def _in_tier(fake: Callable[..., object], place: TierId) -> Callable[..., object
 
 
 def link_of(func: torch._ops.OpOverload, args: Sequence[object]) -> Resource:
-    """Return the link that a collective of the seam occupies: the network if no two of its ranks share a
-    node, else the node's.
-    """
+    """Return the link of a seam's collective: the network if no two ranks share a node, else the node's."""
     # By schema: operators have `group` at different places.
     name = args[[each.name for each in func._schema.arguments].index("group")]
     return Resource.INTER_LINK if is_between_nodes(_group(str(name))) else Resource.INTRA_LINK
@@ -207,9 +205,7 @@ def _reduce_scatter_on_gloo(
 
 
 def _wait_released(sent: list[Tensor]) -> None:
-    """Wait until gloo's thread has released these tensors, of which the caller holds the only other
-    references.
-    """
+    """Wait until gloo's thread has released these tensors; the caller has the only other references."""
     # gloo's thread wakes the waiting rank first and releases the tensors when it is scheduled next, ops or a
     # step later on a busy machine: bytes freed in between would remain allocated, and the peak would vary
     # from step to step. The wait sleeps, which yields the core to that thread, for as long as a busy machine
@@ -262,9 +258,7 @@ def _all_to_all_rows(
 
 
 def _send_next_into(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
-    """Run one step of a ring: send `x` to the next rank of the group, receive from the previous one into
-    `out`.
-    """
+    """Run one step of a ring: send `x` to the next rank, receive from the previous one into `out`."""
     members, mine, theirs = _group(group), out.detach(), x.detach()
     here = members.rank()
     # One batch: with separate calls, all ranks of a ring would send first and wait for a receiver.
@@ -281,9 +275,7 @@ def _send_next_into(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
 
 
 def _shift_into(out: Tensor | None, x: Tensor | None, group: str, distance: int, ranks: int) -> None:
-    """Send `x` to the rank at `distance`, receive into `out` from the one at minus `distance`; either may be
-    None on some ranks.
-    """
+    """Send `x` to the rank at `distance`, receive into `out` from the one at minus `distance`, if given."""
     members = _group(group)
     here = members.rank()
     ours = [None if each is None else each.detach() for each in (out, x)]
@@ -305,9 +297,7 @@ def _shift_into(out: Tensor | None, x: Tensor | None, group: str, distance: int,
 
 
 def _all_gather_positions(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
-    """Gather every rank's `x` (samples, positions, …) along dim 1, one sample at a time, without a staging
-    copy.
-    """
+    """Gather every rank's `x` (samples, positions, …) along dim 1, sample by sample, without staging."""
     members = _group(group)
     if x.device.type == "cpu":
         parts = [part for sample in out.detach() for part in sample.chunk(ranks)]
@@ -324,9 +314,7 @@ def _all_gather_positions(out: Tensor, x: Tensor, group: str, ranks: int) -> Non
 
 
 def _reduce_scatter_positions(out: Tensor, x: Tensor, group: str, ranks: int) -> None:
-    """Reduce-scatter along dim 1: this rank's positions of the sum of every rank's `x`, which gloo sums in
-    place.
-    """
+    """Reduce-scatter along dim 1: this rank's positions of the sum, which gloo makes in place."""
     members = _group(group)
     if x.device.type == "cpu":
         ours = x.detach()
@@ -340,9 +328,8 @@ def _reduce_scatter_positions(out: Tensor, x: Tensor, group: str, ranks: int) ->
 
 
 def _below_autograd(kernel: Callable[..., None]) -> Callable[..., None]:
-    """Return `kernel` with its collectives below autograd, so that `activations.recompute.collective_guard`
-    does not refuse them.
-    """
+    """Return `kernel` with its collectives below autograd."""
+    # `collective_guard` would refuse them.
 
     @wraps(kernel)
     def called(*args: object) -> None:

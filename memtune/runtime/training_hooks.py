@@ -67,9 +67,7 @@ def before_step(
 
 
 def after_step(optimizer: Optimizer, hook: Callable[[Optimizer, Any, Any], None]) -> RemovableHandle:
-    """Call `hook` after the optimizer's update, before the user's hooks and before those registered here so
-    far.
-    """
+    """Call `hook` after the optimizer's update, before the user's hooks and those registered so far."""
     handle = optimizer.register_step_post_hook(hook)
     hooks: Any = optimizer._optimizer_step_post_hooks
     hooks.move_to_end(handle.id, last=False)
@@ -128,9 +126,7 @@ def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> None:
 
 
 def is_own_step(optimizer: Optimizer) -> bool:
-    """Return True if `optimizer.step` ends in its class's, with hooks of memtune and schedulers alone around
-    it.
-    """
+    """Return True if `optimizer.step` is its class's, but for hooks of memtune and schedulers."""
     step: Any = optimizer.step
     while True:
         function = getattr(step, "__func__", step)

@@ -15,9 +15,7 @@ from memtune.runtime.training_step import LossFunction, Order, SyncContext, trai
 
 
 class Rotation(Protocol):
-    """Micro-batch rotation: every rank of a model-parallel group runs the micro-batches of all of them, in
-    one order.
-    """
+    """Every rank of a model-parallel group runs the micro-batches of all of them, in one order."""
 
     def gather(self, batches: Iterable[Any]) -> list[Any]:
         """Return the micro-batches of all ranks of the group; collective."""
@@ -26,9 +24,7 @@ class Rotation(Protocol):
         """Return one of them on `device`, broadcast by its owner; collective."""
 
     def own_numbers(self, device: torch.device) -> AbstractContextManager[None]:
-        """Return a context in which random numbers follow the micro-batch; its end restores this rank's
-        generator state.
-        """
+        """Return a context with the micro-batch's random numbers; its end restores this rank's."""
 
 
 class PipelineStep(Protocol):

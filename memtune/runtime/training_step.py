@@ -21,9 +21,7 @@ Upload = Callable[[Any, torch.device], Any]
 
 
 class Order(Protocol):
-    """Runs micro-batches in another order than one after the other
-    (`offload.layer_major.layer_major_order`).
-    """
+    """Runs micro-batches in another order than one after the other (`layer_major_order`)."""
 
     def accumulate(
         self,

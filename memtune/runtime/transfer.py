@@ -264,9 +264,7 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 def to_device_with_tail(x: Tensor, tail: Tensor, device: torch.device) -> Tensor:
-    """Return a new 1-D tensor on `device`: the values of the host tensor `x`, then those of the device tensor
-    `tail`.
-    """
+    """Return a new 1-D tensor on `device`: the host tensor `x`, then the device tensor `tail`."""
     wait(x)
     out = torch.empty(x.numel() + tail.numel(), dtype=x.dtype, device=device)
     with torch.no_grad():
@@ -291,9 +289,7 @@ def _fill(out: Tensor, x: Tensor) -> None:
 
 @contextlib.contextmanager
 def prefetching(device: torch.device) -> Iterator[None]:
-    """Run copies to `device` in this context, and allocations for them, on a separate stream after all work
-    issued so far.
-    """
+    """Run copies to `device` on a separate stream after all work issued so far."""
     # The wait protects memory that compute has just freed from being overwritten while in use; see
     # `wait_prefetched`.
     if not accelerator.has_streams(device):
@@ -317,9 +313,7 @@ def issued(device: torch.device) -> torch.Event | None:
 
 
 class prefetching_separately:
-    """Like `prefetching`, with a separate wait (`wait_tensor`) for each tensor of `to_device`; on CPU a
-    thread copies.
-    """
+    """Like `prefetching`, with a separate `wait_tensor` for each tensor; on CPU a thread copies."""
 
     __slots__ = ("_on_stream",)
 
@@ -341,9 +335,7 @@ class prefetching_separately:
 
 
 def wait_tensor(out: Tensor) -> None:
-    """Wait for `out`, a tensor from `prefetching_separately`: the host waits on CPU, the current stream on
-    accelerators.
-    """
+    """Wait for `out` of `prefetching_separately`: the host on CPU, the current stream elsewhere."""
     if not _prefetched:
         return
     pending = _prefetched.pop(out.untyped_storage()._cdata, None)

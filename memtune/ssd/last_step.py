@@ -68,9 +68,7 @@ class Slots(Protocol):
         """Let later writes use the other slots, because a manifest names these."""
 
     def resume_from(self, run: DeadRun, manifest: Manifest) -> None:
-        """Copy the state that `manifest` names into the slots that are written next, and weights to the
-        device.
-        """
+        """Copy the state that `manifest` names into the slots written next, weights to the device."""
 
     def restore(self) -> None:
         """Restore the weights from before `resume_from`, even if it was interrupted."""

@@ -328,9 +328,7 @@ class RunFolder:
 
 
 def folders_of_own() -> list[RunFolder]:
-    """Return a new folder in every allowed directory for other processes (a trial's ranks); none if one
-    cannot be used.
-    """
+    """Return a new folder in every allowed directory for a trial's ranks; none if one cannot be used."""
     # Steps kept there are never mistaken for those of the user's own training, and are removed with the
     # folder however those processes end.
     with contextlib.ExitStack() as undo:
@@ -462,9 +460,7 @@ def remove_folder(path: Path) -> None:
 
 
 def _removed(path: Path, resumable: bool) -> bool:
-    """Remove the folder `path`, unless a run has locked it or made it resumable since the check; return
-    whether it is gone.
-    """
+    """Remove the folder `path`, unless a run has locked it or made it resumable; return whether it did."""
     lock = locked(path, _GLANCE_S)
     if lock is None and (path / _OWNER).exists():
         return False

@@ -135,9 +135,7 @@ def verified(ssd: Tensor) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes that `tensor` spans, without a copy: its own if contiguous, else all of its
-    storage.
-    """
+    """Return the bytes that `tensor` spans, without a copy: its own if contiguous, else its storage's."""
     whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     if not tensor.is_contiguous():
         return whole

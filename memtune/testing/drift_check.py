@@ -35,9 +35,8 @@ def recording_of(path: Path, device: str = "cpu") -> Recording:
 
 
 def plain_program(path: Path, micro_batch: int = 2, device: str = "cpu") -> Program:
-    """Return the workload in `path` as a program of one rank, without techniques; the same one each time,
-    since planners cache by the step.
-    """
+    """Return the workload in `path` as a program of one rank."""
+    # Always the same one: planners cache by the step.
     return _plain_program(path, micro_batch, device)
 
 

@@ -62,9 +62,7 @@ def config_of(
 def build(
     path: Path, device: torch.device = CPU, *, is_deferred: bool = False
 ) -> tuple[Workload, nn.Module, Optimizer]:
-    """Return the workload in `path`, its model in training mode on `device`, or deferred, and its optimizer,
-    from a fixed seed.
-    """
+    """Return workload, model in training mode on `device` (or deferred) and optimizer, from a seed."""
     workload = Workload.load(path)
     torch.manual_seed(SEED)
     made = deferred(workload.build_model, device) if is_deferred else workload.build_model().to(device)

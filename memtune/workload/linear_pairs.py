@@ -77,9 +77,7 @@ def find_pairs(shapes: Iterable[tuple[str, tuple[int, ...]]], blocks: Iterable[s
 
 
 def _pairs_of(owner: str, layers: Mapping[str, tuple[int, ...]]) -> Iterator[Pair | str]:
-    """Yield the pairs among the layers of a module: attention, or the reason why layers named like it do not
-    match, then an MLP of the other layers.
-    """
+    """Yield the pairs of a module: attention, or why it does not match, then an MLP of the others."""
     last = {module: module.rpartition(".")[2] for module in layers}
     columns = [m for m, name in last.items() if _QUERY.fullmatch(name) or _KEY_VALUE.fullmatch(name)]
     fused = [m for m, name in last.items() if _FUSED.search(name) and m not in columns]

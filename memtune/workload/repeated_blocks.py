@@ -85,9 +85,8 @@ def _are_stages(group: Sequence[_Unit]) -> bool:
 
 
 def _parts(prefix: str, module: nn.Module) -> list[str]:
-    """Return the units of `module` with parameters; lists of parameters, which nothing calls, are left out. A
-    wrapper around one module is looked through.
-    """
+    """Return the units of `module` with parameters, looking through wrappers."""
+    # Lists of parameters are called by nothing.
     units = [
         unit
         for unit in _units(prefix, module, through_sequential=False)

@@ -387,9 +387,7 @@ class Workload:
         return list(dict.fromkeys(names[id(block)] for block in blocks))
 
     def described(self) -> dict[str, str | int | None]:
-        """Return the workload's identity for a config: file name, object, SHA-256 of the source, global
-        batch.
-        """
+        """Return the workload's identity for a config: file, object, SHA-256 of the source, global batch."""
         return {
             "file": self.path.name,
             "name": self.name,

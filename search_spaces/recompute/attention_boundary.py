@@ -166,9 +166,8 @@ def _uncut(why: str, fix: str = ALTERNATIVE) -> ApplyError:
 
 @lru_cache(maxsize=64)
 def _by_blocks(place: Placement, every: int | None) -> BlockBoundariesPlan:
-    """Return the plan with a schedule per block; its peak only if no other technique offloads what the blocks
-    keep.
-    """
+    """Return the plan with a schedule per block."""
+    # Its peak only if no other technique offloads what the blocks keep.
     decided, schedules = _schedules(place.step, every, place.hardware)
     if any(each.slot == "offload.activations" for each in place.later):
         return BlockBoundariesPlan(**decided)

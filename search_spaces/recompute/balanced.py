@@ -44,9 +44,7 @@ class Balanced(Technique):
     effects: ClassVar[Effects] = Effects(activations="block", eager_only=DISPATCH_MODE)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Refuse blocks without norms or activation functions that feed matrix products, blocks that cannot
-        run again, and compiled code.
-        """
+        """Refuse blocks without norms or activation functions before products, and compiled code."""
         reason = cannot_recompute(program.step, target.compiled)
         if reason is None and not frees_saved_tensors(program.step, inputs_of_products):
             return Reason(

@@ -55,9 +55,7 @@ _LIMIT = 64
 
 
 class LohanPlan(OptionsPlan):
-    """Calls that each block recomputes and offloads, the blocks that go on to SSD, and the step times that
-    were compared.
-    """
+    """Calls that each block recomputes and offloads, blocks that go on to SSD, and the step times."""
 
     on_ssd: tuple[Index, ...] = ()
     """Blocks whose offloaded tensors go on from the host to SSD."""

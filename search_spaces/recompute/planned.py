@@ -184,9 +184,7 @@ class Planned(Technique):
         return rewrite_planned(program, plan)
 
     def apply(self, context: Context, plan: _Plans) -> None:
-        """Claim recomputed blocks in the activation table, with the calls that do not run again, or install
-        the schedule.
-        """
+        """Claim recomputed blocks with the calls that do not run again, or install the schedule."""
         if isinstance(plan, BudgetSchedulePlan):
             install_schedule(plan, context)
             return
@@ -225,9 +223,7 @@ class Planned(Technique):
         solution: Solution,
         found: FastestSchedule | None,
     ) -> Reason | None:
-        """Return why neither `found` nor the plan by blocks meets the budget, with a sufficient one; None if
-        `found` does.
-        """
+        """Return why neither `found` nor the plan by blocks meets the budget; None if `found` does."""
         # A sufficient budget is computed only if a config gave `budget_bytes`; a search tries many budgets.
         if found is not None:
             return None
@@ -256,9 +252,7 @@ class Planned(Technique):
     def _scheduled(
         self, program: Program, target: Target, solution: Solution
     ) -> FastestSchedule | Reason | None:
-        """Return a schedule that is faster than the plan by blocks, or that meets a budget which it does not;
-        else why not, or None if neither meets the budget.
-        """
+        """Return a schedule faster than the plan by blocks, or within a budget it misses; else why not."""
         # A schedule slower than a plan within the budget is of no use, so the search for one may stop there.
         below_s = solution.seconds if solution.is_within else math.inf
         found = fastest_schedule(program, target, solution.budget_bytes, below_s)
@@ -271,9 +265,7 @@ class Planned(Technique):
     def _instead_of_hooks(
         self, program: Program, target: Target, solution: Solution
     ) -> FastestSchedule | None:
-        """Return a schedule of the model that is faster than the plan, if the default allows one and the
-        plan's hooks cost enough for it.
-        """
+        """Return a schedule of the model that is faster than the plan, if the plan's hooks cost enough."""
         if self.by_schedule is False or not solution.is_within or not solution.has_costly_claims:
             return None
         if active(target, "execution.order") is not None and self.budget_bytes is None and self.share is None:

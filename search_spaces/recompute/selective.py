@@ -131,9 +131,7 @@ class Selective(Technique):
         return NO_PLAN if self._by_name else plan_calls(program.step, self._again)
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
-        """Return the program with every block run again except its matmuls and attention, or all but
-        attention's core.
-        """
+        """Return the program with blocks run again except matmuls and attention, or all but its core."""
         blocks = list(range(len(program.step.blocks)))
         keep = self._calls(plan, len(blocks)) or is_matmul_or_attention
         return program.with_step(recompute_blocks(program.step, blocks, keep))

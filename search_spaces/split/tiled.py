@@ -104,9 +104,7 @@ class Tiled(Technique):
         )
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Refuse a loss other than one cross-entropy over a linear head, logits with other readers, and
-        tensors too small to matter.
-        """
+        """Refuse other losses than one cross-entropy over a linear head, and tensors too small to matter."""
         if target.compiled:
             return Reason(self.effects.eager_only, "execution.compile: false")
         if self.chunks == self.mlp == self.norm == 1:
@@ -175,17 +173,13 @@ class Tiled(Technique):
         return TiledPlan(**fields)
 
     def rewrite(self, program: Program, plan: TiledPlan, target: Target) -> Program:
-        """Return the program with head, loss and their gradients part by part, and MLPs and norms part by
-        part in both directions.
-        """
+        """Return the program with head, loss, MLPs and norms part by part in both directions."""
         regions = self._regions(program.step)
         step = tile_regions(program.step, regions) if regions else program.step
         return program.with_step(step if self.chunks == 1 else tile_loss(_pattern(step), self.chunks))
 
     def apply(self, context: Context, plan: TiledPlan) -> None:
-        """Make the head return logits that are computed where they are read, and run MLPs and norms over
-        parts of the tokens.
-        """
+        """Make the head return logits computed where they are read; run MLPs and norms over parts."""
         if self.chunks > 1:
             install_lazy_head(context, plan.head, chunks=self.chunks, weight=plan.weight)
         if self.mlp > 1:

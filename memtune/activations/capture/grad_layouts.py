@@ -121,9 +121,8 @@ def match_layouts(tape: Tape, gradients: dict[int, Tensor], device: torch.device
 
 
 def is_watched(parameters: Iterable[Tensor]) -> bool:
-    """Return whether hooks may need gradients one by one; DDP's own C++ hooks are invisible, so several ranks
-    count.
-    """
+    """Return whether hooks may need gradients one by one."""
+    # DDP's own C++ hooks are invisible, so several ranks count.
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return True
     return any(map(is_hooked, parameters))

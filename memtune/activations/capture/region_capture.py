@@ -249,9 +249,7 @@ def _faked_state(
 
 
 def _set_in(held: dict[str, Any], before: dict[str, Any], twins: dict[int, Tensor]) -> Iterator[str]:
-    """Yield the names that a forward has set in `held` or removed; its tensors were twins of those in
-    `before`.
-    """
+    """Yield the names that a forward has set in `held` or removed; its tensors were twins before."""
     for name in {**before, **held}:
         tensor = before.get(name)
         if (name in held) is not (name in before) or held[name] is not (

@@ -301,9 +301,7 @@ class ConstantTensors:
             return func(*tree_map(self._real, args))
 
     def sized(self, func: Any, args: Any, kwargs: Any, mode: FakeTensorMode) -> Any | None:
-        """Return the fake output of one of `SIZED_BY_VALUES`, of the size that known values give it; None
-        where they are not known, or where no size depends on them.
-        """
+        """Return the fake output of one of `SIZED_BY_VALUES` in the size that known values give, if any."""
         if func in (_SELECTS, _INDEXES):
             return self._selected(args[0], [args[1]] if func is _SELECTS else args[1], flat=func is _SELECTS)
         if func is _ALIGNS:
@@ -341,9 +339,7 @@ class ConstantTensors:
         return torch.empty(shape, dtype=source.dtype, device=source.device)
 
     def _aligned(self, log_probs: Tensor, target_lengths: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the losses of CTC, and its table of log probabilities of every prefix of the longest target
-        with blanks, where the lengths of the targets are known.
-        """
+        """Return CTC's losses, and its table of log probabilities of prefixes, where lengths are known."""
         lengths = self.value(target_lengths)
         if lengths is None:
             return None

@@ -252,9 +252,7 @@ def written_since(what: str) -> ApplyError:
 def too_small(
     requester: str, wanted_bytes: int, held_bytes: int, background_bytes: int, *, waits: bool = False
 ) -> ApplyError:
-    """Return the error for a request of `requester` that eviction cannot satisfy; `waits`: another forward
-    waits for its backward.
-    """
+    """Return the error for a request that eviction cannot satisfy; `waits`: for another's backward."""
     first = ", or call backward() before the next forward" if waits else ""
     return ApplyError(
         f"the budget is too small for {requester}: nothing is left to evict.",

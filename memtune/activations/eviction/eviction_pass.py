@@ -107,9 +107,7 @@ def with_peak(step: Step, peak_bytes: int) -> Step:
 def least_budget_bytes(
     step: Step, region: Region, policy: Policy, too_little_bytes: int, costs: RuntimeCosts
 ) -> int | None:
-    """Return a budget that the runtime meets, within 0.1 % of one that it does not; None if it misses the
-    plain peak.
-    """
+    """Return a budget that the runtime meets, within 0.1 % of one that it does not, if it has any."""
     # A policy may fail above a budget that it meets, so bisection finds one such budget, not the least.
     high = step.peak_bytes()
     if high <= too_little_bytes or peak_within(step, region, policy, high, costs) is None:
@@ -290,9 +288,7 @@ class _RuntimeSimulation:
     # -- between forward and backward ------------------------------------------------------------------------
 
     def _leave_room(self, last: int) -> None:
-        """Reserve bytes for the loss after autocast's cache is freed, which may happen at the end of the
-        model's forward.
-        """
+        """Reserve bytes for the loss after autocast's cache is freed, maybe at the end of forward."""
         for storage in self._held:
             if self._released_after[storage] == last and self._is_cast_of_parameter(storage):
                 self._held[storage] = last + 1

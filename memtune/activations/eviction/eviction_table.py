@@ -196,9 +196,8 @@ class OnlineTable:
         return value
 
     def _copy_given(self, tensor: Tensor) -> None:
-        """Copy an outside tensor that ops have read and that is about to be written; parameters are too large
-        for that.
-        """
+        """Copy an outside tensor that ops have read and that is about to be written."""
+        # Parameters are too large for that.
         given = self._given.pop(tensor.untyped_storage()._cdata, None)
         if given is not None and not isinstance(tensor, nn.Parameter) and not self.backward:
             # Ops that have read the old values may have to run again after this write.

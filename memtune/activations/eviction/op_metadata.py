@@ -27,9 +27,7 @@ _ONCE = ("c10d", "_c10d_functional", "memtune")
 
 
 def key_of(func: Any, args: Any, kwargs: Any) -> Key:
-    """Return the key of an op call: shapes and dtypes of tensors (or of a tape's slots), other arguments by
-    value or text.
-    """
+    """Return the key of an op call: shapes and dtypes of tensors, other arguments by value or text."""
     if kwargs:
         return (func, *map(_plain, args), *((name, _plain(value)) for name, value in kwargs.items()))
     return (func, *map(_plain, args))

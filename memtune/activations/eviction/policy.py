@@ -148,9 +148,7 @@ _MEGTAICHI_NEIGHBOURS: tuple[Neighbours, ...] = ("closure", "ancestors")
 
 
 def dtr_options(base: Policy = DTR) -> tuple[Policy, ...]:
-    """Return the published heuristics, each in two forms: a recomputed value is dropped after the requesting
-    call, or remains until it is evicted, as in the DTR artifact.
-    """
+    """Return the published heuristics, each with recomputed values dropped at once or kept (DTR artifact)."""
     return tuple(
         replace(base, **terms, keep_replayed=kept, option=f"{name}{suffix}")
         for suffix, kept in (("", False), (_KEPT, True))
@@ -159,9 +157,7 @@ def dtr_options(base: Policy = DTR) -> tuple[Policy, ...]:
 
 
 def megtaichi_options(base: Policy = MEGTAICHI) -> tuple[Policy, ...]:
-    """Return `base` and its alternatives near thrashing: cost of the evicted ancestors alone, no age, and
-    recomputed values dropped after the requesting call.
-    """
+    """Return `base` and its alternatives near thrashing: other costs, no age, values dropped at once."""
     return tuple(
         replace(
             base,
@@ -177,9 +173,7 @@ def megtaichi_options(base: Policy = MEGTAICHI) -> tuple[Policy, ...]:
 
 
 def coop_options(base: Policy = COOP) -> tuple[Policy, ...]:
-    """Return `base` and its alternatives: a request takes the smallest hole that holds it, which leaves
-    larger ones, and recomputed values are dropped after the requesting call.
-    """
+    """Return `base` and its alternatives: the smallest hole that fits, recomputed values dropped at once."""
     return tuple(
         replace(base, best_fit=best_fit, keep_replayed=kept, option=f"{fit}{suffix}")
         for suffix, kept in ((_KEPT, True), ("", False))

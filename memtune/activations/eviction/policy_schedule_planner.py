@@ -103,9 +103,7 @@ def region_trace(
 
 
 def least_bytes(region: Region) -> int:
-    """Return a lower bound of the peak of any schedule of `region`: values held outside, and each op's reads
-    and outputs.
-    """
+    """Return a lower bound of any schedule's peak: values held outside, and an op's reads and outputs."""
     graph = region.graph
     held = np.zeros(graph.n_ops + 1, np.int64)
     outside = region.outside_until

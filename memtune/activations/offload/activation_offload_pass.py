@@ -253,9 +253,7 @@ def _hold_sources(
 
 
 def _free_sources(edit: Edit, storage: I32, d2h: I32, write: I32, copy_ends: _CopyEnds) -> None:
-    """Free each source just before the copy that completes its own (Rule 6): the next one, or the
-    `at_once`-th next.
-    """
+    """Free each source just before the copy that completes its own: the next, or `at_once`-th (Rule 6)."""
     # A source without such a copy is held through the op after which its copy is complete.
     by_next, n = copy_ends.by_next, copy_ends.at_once
     completed_by = np.where(write[:-n] >= 0, write[:-n], d2h[n:])
@@ -316,9 +314,7 @@ def _readers_and_saves(step: Step, moved: _Offloaded) -> tuple[I32, I32]:
 
 
 def _before_backward(step: Step, moved: _Offloaded, moved_save: I32) -> tuple[I32, I32]:
-    """Return the result of `_first_asked` for pipeline slots: the first op of each stage's backward, last
-    offloaded first.
-    """
+    """Return `_first_asked` for pipeline slots: the first op of a stage's backward, last offloaded first."""
     backward = np.flatnonzero(
         (step.ops.phase == Phase.RECOMPUTE) | (step.ops.phase == Phase.BACKWARD)
     ).astype(np.int32)
@@ -337,9 +333,7 @@ def _before_backward(step: Step, moved: _Offloaded, moved_save: I32) -> tuple[I3
 
 
 def _first_asked(step: Step, moved_save: I32, count: int) -> tuple[I32, I32]:
-    """Return (moved,) the op that first reads each storage, n_ops if none does, and the storages in order of
-    access.
-    """
+    """Return (moved,) the op that first reads each storage, or n_ops, and the storages in that order."""
     rows = np.flatnonzero((moved_save >= 0) & (step.saves.unpacked_before >= 0))
     # One op may unpack several: `unpack_order` is the order in which its node asked for them.
     rows = rows[np.lexsort((rows, step.saves.unpack_order[rows], step.saves.unpacked_before[rows]))]
@@ -431,9 +425,7 @@ def insert_reloads(
     ssd_prefetch: int,
     stage: I32,
 ) -> tuple[I32, I32]:
-    """Insert the reloads, each just before its first read and after the SSD reads it starts; return both in
-    order of `asked`.
-    """
+    """Insert reloads just before their first reads, after the SSD reads they start; return both."""
     # A reload belongs to the block whose backward reads the tensor first: a tensor saved by several
     # blocks is reloaded with the last of them. `stage` is that of each tensor; SSD reads are prefetched
     # within a stage.

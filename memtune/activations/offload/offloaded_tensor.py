@@ -85,9 +85,7 @@ class SavedStorage:
         self._back, self._asked = _flat_storage(tensor), True
 
     def offload(self, n_bytes: int) -> None:
-        """Start the copy of its first `n_bytes` to the host, and clone the rest; hold the source until
-        `complete_offload`.
-        """
+        """Start the copy of `n_bytes` to the host, clone the rest; hold the source until it has ended."""
         source, self._back = self._back, None
         assert source is not None
         self._source, self._asked, self.moved = source, False, True

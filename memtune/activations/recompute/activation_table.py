@@ -285,9 +285,7 @@ class ActivationTable:
             self.prefetcher.note_offload(entry, self._call, runs_again=region.recompute)
 
     def must_be_resident(self, tensor: Tensor, key: int) -> bool:
-        """Return whether `tensor` (`key`: its `id_of`) must be kept on the device: parameters, buffers of any
-        module, and parts being written.
-        """
+        """Return whether `tensor` must stay on the device: parameters, buffers, and parts being written."""
         # Most are of the class itself, which asking `nn.Parameter`'s metaclass costs more than to compare.
         is_parameter = type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)
         return is_parameter or key in self._lasting or is_written_part(tensor)
@@ -443,9 +441,7 @@ class _Frame:
         return visitors
 
     def _settle(self) -> None:
-        """Drop kept outputs that the second run does not read, and offload the claimed ones, after the first
-        run (Rule 5).
-        """
+        """After the first run drop kept outputs that no second run reads, offload claimed ones (Rule 5)."""
         needed = self.region.last_unpacked = max(self.wanted, default=-1)
         self.skipped.settle(needed, all_kept=self.kept.settle(needed))
         if not self.wanted:  # nothing to recompute, so the inputs are not needed either

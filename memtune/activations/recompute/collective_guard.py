@@ -93,9 +93,7 @@ def _kernels() -> tuple[torch.library.Library, ...]:
 def _look_above(
     library: torch.library.Library, op: str, found: Any, get_kernel: Callable[[Any, str], Any]
 ) -> None:
-    """Register a kernel per device key that raises inside a recomputed block, and otherwise calls the present
-    kernel.
-    """
+    """Register a kernel per device key that raises inside a recomputed block, else calls the present one."""
     # A Python kernel registered for `Autograd`, which covers all devices, would hide a present Python kernel
     # under a dispatch mode: ours would then call itself.
     for key in (f"Autograd{device}" for device in DISPATCH_KEYS):

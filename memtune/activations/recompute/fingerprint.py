@@ -309,9 +309,7 @@ def _numbers(node: Any) -> tuple[Any, ...]:
 
 @cache
 def _saved_attributes(node: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the node's attributes that hold plain numbers, and those that hold packed tensors, which
-    `getattr` would unpack.
-    """
+    """Return the node's attributes that hold numbers, and packed tensors, which `getattr` would unpack."""
     names = dir(node)
     plain = tuple(name for name in names if name.startswith("_saved_") and f"_raw{name}" not in names)
     return plain, tuple(name for name in names if name in _MAY_BE_NUMBERS)

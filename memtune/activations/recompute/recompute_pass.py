@@ -159,9 +159,7 @@ def _run_again(
 def _run_a_third_time(
     edit: Edit, step: Step, third: ThirdRuns, again: I32, skipped: Mask, end: I32, buffers: tuple[I32, I32]
 ) -> None:
-    """Insert a third run for what the last backward reads again (Rule 2 of `second_order`), after freeing the
-    second's outputs.
-    """
+    """Insert a third run for what the last backward reads again, after freeing the second's outputs."""
     n_made = np.bincount(step.storages.producer[step.storages.producer >= 0], minlength=step.ops.n)
     in_third = third.anchor[buffers[0]] < step.ops.n
     changed = buffers[0][in_third], buffers[1][in_third]
@@ -291,9 +289,7 @@ def _taken_before(step: Step, kept: Mask, again: Mask, new_op: I32, anchor: I32)
 
 
 def _changed_buffers(step: Step, forward: Mask, active: I32, *, may_read: bool = False) -> tuple[I32, I32]:
-    """Return blocks and buffers (block[i], storage[i]) that a block's forward writes (Rule 4); `may_read`
-    omits norms' statistics.
-    """
+    """Return (block[i], storage[i]) buffers that a forward writes (Rule 4), perhaps without statistics."""
     rows = np.flatnonzero(step.uses.mode == 1)
     rows = rows[step.storages.kind[step.uses.storage[rows]] == Kind.BUFFER]
     rows = rows[forward[step.uses.op[rows]]]
@@ -319,9 +315,7 @@ class _Before:
 
 
 def _copies_before(edit: Edit, step: Step, forward: Mask, until: I32) -> _Before:
-    """Clone the buffers that the second run must find unchanged; `until` is the op after which each block
-    frees its clones.
-    """
+    """Clone the buffers that the second run must find unchanged; each block frees its own at `until`."""
     block, buffer = _changed_buffers(
         step, forward, np.arange(len(step.blocks), dtype=np.int32), may_read=True
     )
@@ -431,9 +425,8 @@ def _made_by(step: Step, ops: Mask) -> Mask:
 
 
 def _hold_tried(edit: Edit, step: Step, tried: Mask, kept: Mask, number: Mask, end: I32) -> None:
-    """Hold all outputs that `keep` names until the block has run; only then is known which ones the second
-    run reads.
-    """
+    """Hold all outputs that `keep` names until the block has run."""
+    # Only then is known which ones the second run reads.
     # An output that autograd saved as well counts as a save: if it is offloaded, it is not held here either.
     storage = np.flatnonzero(_made_by(step, tried & ~kept)).astype(np.int32)
     block = step.ops.block[step.storages.producer[storage]]

@@ -57,9 +57,9 @@ class Region:
         return RegionContract(self.module)
 
     def checks_values(self, inputs: Iterable[Tensor]) -> bool:
-        """Return whether this run compares values: each run on CPU, else the first runs and then one in
-        `_VALUES_EVERY`, other blocks at other runs, since each comparison issues kernels.
-        """
+        """Return whether this run compares values."""
+        # On CPU each does, else the first runs and then one in `_VALUES_EVERY`, other blocks at other runs,
+        # since each comparison issues kernels.
         self.value_checks += 1
         if self.value_checks <= _VALUES_FIRST or all(each.device.type == "cpu" for each in inputs):
             return True

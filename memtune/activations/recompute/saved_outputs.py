@@ -64,9 +64,7 @@ class KeptOutputs:
         self._versions = []
 
     def claimed(self, tensor: Tensor, claim: Tensor | OffloadedTensor) -> Tensor | OffloadedTensor:
-        """Return `claim`, the table's decision on an output that autograd saved; drop the reference to an
-        offloaded output.
-        """
+        """Return `claim` on an output that autograd saved; drop the reference to an offloaded output."""
         # An output whose offload has not begun can still be changed in place, so its versions are kept.
         if isinstance(claim, OffloadedTensor) and claim.entry.moved:
             storage = tensor.untyped_storage()

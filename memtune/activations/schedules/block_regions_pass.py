@@ -314,9 +314,7 @@ def _joined(regions: BlockRegions, schedules: Sequence[Schedule]) -> Schedule:
 
 
 def find_block_schedule_error(graph: OpGraph, schedule: Schedule) -> str:
-    """Return why `schedule` cannot run a block, '' if it can: `find_schedule_error`, or a forward that is not
-    in plain order.
-    """
+    """Return why `schedule` cannot run a block, '' if it can: also a forward not in plain order."""
     forward = [
         op for each in schedule.forward if each.action == Action.COMPUTE for op in (*each.along, each.of)
     ]

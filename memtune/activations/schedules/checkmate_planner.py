@@ -125,9 +125,7 @@ def over_budget(problem: Problem, computes: Sequence[Sequence[int]], kept: Seque
 
 
 def completed(problem: Problem, kept: Flags, *, proven: bool = False) -> Solution:
-    """Return the cheapest schedule that keeps at least `kept`, (n, n) of stages and nodes (the paper's second
-    phase).
-    """
+    """Return the cheapest schedule that keeps at least `kept`, (stages, nodes): the second phase."""
     # A stage runs its own node, the nodes that the next stage keeps and this one has not kept, and
     # their missing inputs. Nodes that must not run again are kept from their first run on.
     n = problem.n
@@ -287,9 +285,7 @@ def _repetitions(problem: Problem, solution: Solution) -> list[tuple[float, int,
 
 
 class _Structure:
-    """Variables R[t, i], S[t, i], FREE[t, i, k], U[t, k] in one vector, and sparse constraints: all of the
-    program that no budget changes.
-    """
+    """Variables R[t, i], S[t, i], FREE[t, i, k], U[t, k] in one vector, and budget-free constraints."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem, n = problem, problem.n

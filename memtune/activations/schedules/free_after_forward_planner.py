@@ -55,9 +55,7 @@ class FreeAfterForwardPlanner:
         )
 
     def order(self, but: Set[int] = frozenset()) -> list[int]:
-        """Return the candidates, the cheapest per byte first, without those in `but`; of equal ones the one
-        read last comes first.
-        """
+        """Return the candidates not in `but`, the cheapest per byte first, then the one read last."""
         kept, found = set(self._saved), list[int]()
         running: set[int] = set()  # ops that run again for freed values
         priced_with: defaultdict[int, set[int]] = defaultdict(set)  # op → candidates whose price includes it
@@ -88,9 +86,7 @@ class FreeAfterForwardPlanner:
         return found
 
     def _chain(self, value: int, kept: Set[int]) -> set[int]:
-        """Return the ops that run again for `value` if of the values that can be recomputed only `kept` are
-        resident.
-        """
+        """Return the ops that run again for `value` if only `kept` of the recomputable ones are resident."""
         found: set[int] = set()
         stack = [value]
         while stack:

@@ -135,9 +135,7 @@ def added_gradients(step: Step) -> npt.NDArray[np.bool_]:
 
 
 def _added_from_outside(step: Step, inside: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Return (n,) ops in which autograd adds the model's gradient of a parameter to one that backward of the
-    loss has made, as of a penalty on weights: no ops of the model's forward.
-    """
+    """Return (n,) ops in which autograd adds a gradient to one of the loss's own, as of a penalty."""
     producer = step.storages.producer
     sums = np.zeros(step.ops.n, bool)
     sums[producer[(step.storages.kind == Kind.GRADIENT) & (producer >= 0)]] = True
@@ -191,9 +189,8 @@ def region_with(step: Step, rows: I32, n_forward: int, carried: dict[int, list[i
 def _before_writes(
     storage: I32, op: I32, reads: npt.NDArray[np.bool_], writes: npt.NDArray[np.bool_]
 ) -> set[int]:
-    """Return ops that read a storage which a later op writes; if they ran again after that, they would read
-    another value.
-    """
+    """Return ops that read a storage which a later op writes."""
+    # If they ran again after that, they would read another value.
     last = np.full(int(storage.max(initial=-1)) + 1, -1, np.int32)
     np.maximum.at(last, storage[writes], op[writes])
     return set(op[reads & (op < last[storage])].tolist())

@@ -267,9 +267,7 @@ class ScheduledRegion(ReplacedForward):
         return why
 
     def _capture(self, args: Any, kwargs: Any, guards: Guards) -> _Captured | str:
-        """Capture the region with gradients of outputs that give the ops of the schedule; backward has not
-        run yet.
-        """
+        """Capture the region with gradients of outputs that give the schedule's ops, before any backward."""
         # First the loss if an output is one, else all outputs, contiguous; then guesses.
         for _, name, tensor in named_state(self.module):
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
@@ -333,9 +331,7 @@ class ScheduledRegion(ReplacedForward):
         return generate(tape, schedule, random_state, self._device, checked=checked, claimed=claimed)
 
     def alone_code(self, captured: _Captured) -> CheckedCode:
-        """Return the code whose forward keeps nothing, for a forward without backward (packs that run forward
-        alone).
-        """
+        """Return the code whose forward keeps nothing, for a forward without backward (packs)."""
         # It frees every value after its last reader.
         with self._lock:
             if captured.alone is None:
@@ -346,9 +342,7 @@ class ScheduledRegion(ReplacedForward):
     def code_for(
         self, captured: _Captured, gradients: dict[int, Tensor]
     ) -> tuple[CheckedCode, frozenset[int] | None]:
-        """Return the code whose backward takes these gradients, and the parameters that they reach; None for
-        the latter means all.
-        """
+        """Return the code whose backward takes these gradients, and the parameters it reaches (None: all)."""
         # New layouts are captured again. If that gives another program, the gradients are converted
         # to the layouts of the first capture.
         key = tuple(sorted((i, tuple(g.shape), g.stride(), g.dtype) for i, g in gradients.items()))

@@ -322,9 +322,7 @@ class Cut:
 
 
 def cut_first(step: Step) -> Cut | None:
-    """Return `step` with the slice of its logits in front of their head; None if they are not sliced, or in
-    an unknown way.
-    """
+    """Return `step` with the slice of its logits in front of their head; None without a known slice."""
     clones = [
         op
         for op in np.flatnonzero((step.ops.phase == Phase.FORWARD) & (step.ops.block < 0)).tolist()
@@ -346,9 +344,7 @@ def cut_first(step: Step) -> Cut | None:
 
 
 def _up_to_product(step: Step, storage: int) -> list[int] | None:
-    """Return the ops from a product with a weight to the producer of `storage`; None if other ops than casts
-    follow the product.
-    """
+    """Return the ops from a weight's product to the producer of `storage`, if others are casts."""
     chain: list[int] = []
     while True:
         op = int(step.storages.producer[storage])

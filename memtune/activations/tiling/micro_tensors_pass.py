@@ -12,9 +12,7 @@ from memtune.program import Edit, NewOps, Phase, Step
 
 
 def split_regions(step: Step, regions: Sequence[PositionWise], chunks: Sequence[int]) -> Step:
-    """Return `step` with each of `regions` run over parts of its rows, forward and backward; each part saves
-    its own tensors.
-    """
+    """Return `step` with `regions` run over parts of their rows; each part saves its own tensors."""
     # No op runs twice. The parts' saves are separate rows, so a pass that offloads saved tensors
     # offloads each separately.
     edit = Edit(step)

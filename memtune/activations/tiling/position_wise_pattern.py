@@ -82,9 +82,7 @@ def position_wise(step: Step) -> tuple[PositionWise, ...]:
 
 @lru_cache(maxsize=8)
 def norms(step: Step) -> tuple[PositionWise, ...]:
-    """Return the norms inside the blocks of `step`, also those inside MLPs, that make more tensors than
-    backward needs.
-    """
+    """Return the norms inside blocks, also in MLPs, that make more tensors than backward needs."""
     if not has_norms(step):
         return ()
     return tuple(each for each in _outermost(step, norm_rows) if each.inner_bytes > 0)

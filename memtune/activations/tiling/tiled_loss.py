@@ -57,9 +57,7 @@ class TiledLoss:
         )
 
     def with_backward(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-        """Return the summed loss of some rows, under the current autocast state, and a function that computes
-        its gradient for their logits.
-        """
+        """Return the summed loss of some rows under autocast as now, and a function for its gradient."""
         if self.steps or self.label_smoothing or self.dtype is not None or target.dtype is not torch.long:
             # A leaf: the graph of one part reaches from its loss to its logits and is freed at once.
             logits.requires_grad_()
@@ -176,9 +174,7 @@ class _Gradients:
             self._bias = part.to(self._bias_dtype) if self._bias is None else self._bias.add_(part)
 
     def scaled(self, scale: Tensor) -> tuple[Tensor | None, ...]:
-        """Return all of them times `scale`, in place, and drop them, so that autograd may adopt the
-        tensors.
-        """
+        """Return all of them times `scale`, in place, and drop them: autograd may adopt the tensors."""
         found = (self._x, self._weight, self._bias)
         self._x = self._weight = self._bias = None
         return tuple(None if each is None else each.mul_(scale) for each in found)

@@ -64,9 +64,7 @@ class Parts:
         *,
         first: bool = False,
     ) -> None:
-        """Add one part of the module's own ops `rows`; `made` maps storages to the part's, `lasts` ops to new
-        ones.
-        """
+        """Add one part of the module's ops `rows`; `made` maps storages, `lasts` ops to the part's."""
         step, region = self.step, self.region
         share = part / region.rows
         held: list[tuple[int, int]] = []

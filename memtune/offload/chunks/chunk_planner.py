@@ -31,9 +31,7 @@ class ChunkPlan:
 
 @functools.lru_cache(maxsize=64)
 def chunk_sizes(n_bytes: Units, block: Units, *, above: bool = False) -> Units:
-    """Return sizes worth trying, ascending: from the largest parameter's to the largest block's, or with
-    `above` to that of all; evenly spread ones if there are many.
-    """
+    """Return sizes worth trying, ascending: the largest parameter's to the largest block's, or more."""
     # Any packing has a fullest chunk, whose parameters are adjacent: a chunk of just their bytes packs
     # the same way with the least waste. So the best size is a sum of neighbours. One above the largest
     # block loads parameters of other blocks, which moves fewer bytes where they are used before the

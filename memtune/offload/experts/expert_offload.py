@@ -154,9 +154,7 @@ class ExpertOptimizer:
 
     @torch.no_grad()
     def host(self, expert: int) -> list[Tensor]:
-        """Return weights and moments of the expert's parameters in host memory, with all missed updates
-        applied (Rule 4).
-        """
+        """Return weights and moments of the expert in host memory, missed updates applied (Rule 4)."""
         self.start_read(expert)
         self._cache.count_use(expert)
         hosts = self._resident[expert]

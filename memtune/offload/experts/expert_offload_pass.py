@@ -50,9 +50,7 @@ class ExpertOffloadSpec:
 
 
 def hide_dense_parameters(step: Step, experts: tuple[Expert, ...]) -> Step:
-    """Return `step` as if its blocks had no parameters but experts, for
-    `offload.parameters.parameter_offload_pass`.
-    """
+    """Return `step` as if its blocks had no parameters but experts, for `parameter_offload_pass`."""
     columns = columns_of(step.parameters)
     block = np.full(len(columns.block), -1, np.int32)
     mine = _parameters(experts)
@@ -70,9 +68,7 @@ _CHANCE_MAX = 0.01
 
 @memoized
 def used_in(step: Step, experts: tuple[Expert, ...]) -> tuple[Expert, ...]:
-    """Return the experts that get rows whenever a step like this one runs; all of them if its routing may be
-    an accident.
-    """
+    """Return the experts that get rows in any step like this; all if its routing may be an accident."""
     # A product with no row has no FLOPs. If T rows are distributed at random over E experts, some
     # expert gets none with a probability of at most E (1 - 1/E)^T.
     columns, forward = columns_of(step.parameters), step.ops.phase == Phase.FORWARD
@@ -243,9 +239,7 @@ def _transfers(
 
 
 def _gradient_averages(edit: Edit, step: Step, mine: npt.NDArray[np.intp], ranks: int) -> None:
-    """Add flags before each block's updates, the averages of gradients on the device, and flags in the
-    optimizer's step.
-    """
+    """Add flags before blocks' updates, averages of gradients on the device, flags in the step."""
     columns = columns_of(step.parameters)
     updates, parameter = _updates(step)
     of_block = np.bincount(columns.block[parameter], minlength=len(step.blocks))

@@ -265,9 +265,7 @@ class _Cut(NamedTuple):
 
 
 class _Tables(dict[int, I32]):
-    """A table of numbers by micro-batch, -1 for none; made on first use, as few micro-batches are written
-    (`_run_each`).
-    """
+    """A table of numbers by micro-batch, -1 for none, made on first use (`_run_each`)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -399,9 +399,7 @@ class _RankWriter:
                 rows.hold_number(number, rows.n_ops - 1)
 
     def _run_backward(self, ops: I32, action: StageAction, on_host: dict[int, int] | None) -> None:
-        """Add backward rows; the head's part of a tied weight is added at once, and gradients are offloaded
-        when ready.
-        """
+        """Add backward rows: a tied head's part is added at once, ready gradients are offloaded."""
         rows, step, key = self._rows, self._step, (action.stage, action.micro_batch)
         tied = {
             int(step.storages.producer[each.part]): each for each in self._parts.tied if action.micro_batch

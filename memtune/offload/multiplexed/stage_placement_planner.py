@@ -61,9 +61,7 @@ def cross_mapping(stages: int, ranks: int, per_root: int) -> tuple[int, ...]:
 
 
 def _orders(left: dict[int, int], size: dict[int, int]) -> Iterator[tuple[int, ...]]:
-    """Yield all orders of roots, each as often as it has ranks; the first unused root of a size represents
-    all of that size.
-    """
+    """Yield all orders of roots, each as often as it has ranks; roots of one size are alike."""
     if not any(left.values()):
         yield ()
         return

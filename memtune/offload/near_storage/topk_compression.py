@@ -32,9 +32,7 @@ class TopKCompression:
         ]
 
     def start_offload(self, segment: Segment, gradient: Tensor, slot: Tensor) -> None:
-        """Start the D2H copies of the largest elements of `gradient` plus residual to `slot`: values, then
-        indices in the segment.
-        """
+        """Start the D2H copies of the largest elements of `gradient` plus residual: values, indices."""
         count, places_at = topk_layout(segment, gradient.itemsize, self._share)
         kept = self._residual[segment.parameter][segment.start : segment.start + segment.numel]
         values, places = torch.ops.memtune.largest_(kept, gradient, count)

@@ -578,9 +578,7 @@ def _flat(tensor: Tensor | None, parameter: Tensor) -> Tensor:
 
 
 def _refuse(each: _Parameter, master: bool) -> None:
-    """Check that the parameter can be divided: float32 (or bfloat16 with masters), dense, without overlapping
-    elements.
-    """
+    """Require that the parameter can be divided: float32 (bfloat16 with masters), dense, no overlaps."""
     if each.device.dtype not in ((torch.float32, torch.bfloat16) if master else (torch.float32,)):
         fix = "update: master" if each.device.dtype is torch.bfloat16 else "offload: {states: {kind: none}}"
         raise refusals.error_of(refusals.float32_weights(fix), f"{each.name} is of {each.device.dtype}.")

@@ -196,9 +196,7 @@ def _moments(step: Step, trained: Trained) -> list[int]:
 def _op_columns(
     layout: Layout, spec: UpdatersSpec, given: tuple[bool, ...], itemsize: tuple[int, ...], watched: int
 ) -> I64:
-    """Return the columns of `_InsertedOps` but the last, op by op; cached because many candidates
-    share them.
-    """
+    """Return the columns of `_InsertedOps` but the last; cached because many candidates share them."""
     # With gradients on the host, that of parameter `watched` alone is on the device.
     active = [
         [i for i, group in enumerate(groups) if any(given[segment.parameter] for segment in group.segments)]

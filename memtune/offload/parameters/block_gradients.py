@@ -207,9 +207,7 @@ class BlockGradients:
 
     @torch.no_grad()
     def offload_rows(self, parameter: nn.Parameter, rows: slice, gradient: Tensor) -> None:
-        """Start the D2H copy of rows of a gradient, which are given in order; with the last ones it is
-        offloaded as others are.
-        """
+        """Start the D2H copy of rows of a gradient, in order; with the last it is offloaded as others are."""
         # One copy at a time: the previous rows are freed before the next ones are made.
         host = None if self._rows is None else self._rows[1]
         if host is None:
@@ -271,9 +269,7 @@ class BlockGradients:
     # -- use -------------------------------------------------------------------------------------------------
 
     def use_in_backward(self, blocks: Iterable[int]) -> list[nn.Parameter]:
-        """Notify listeners of gradients of `blocks` that are used, and freed, inside backward; return those
-        parameters.
-        """
+        """Notify listeners of gradients of `blocks` that are used and freed in backward; return those."""
         every = [each for block in blocks for each in self._blocks.of_block[block] if each in self._trained]
         if self._before_use is not None:
             self._before_use(every)

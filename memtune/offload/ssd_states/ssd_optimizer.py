@@ -221,9 +221,7 @@ class SsdOptimizer:
             self.update_all()
 
     def write_weights_to(self, kept: dict[nn.Parameter, Tensor]) -> None:
-        """Write new weights of these parameters to `kept`, not to the device; their gradients are offloaded
-        before `step`.
-        """
+        """Write new weights of these to `kept`, not to the device; gradients are offloaded before `step`."""
         if not self.offloaded_weights:
             self.writes.ignore_rows(kept)  # their memory changes at each load
         self.offloaded_weights.update(kept)
@@ -324,9 +322,7 @@ class SsdOptimizer:
             self._finish_oldest()
 
     def _update(self, piece: Piece, host: Tensor, seed: int) -> tuple[Tensor, Tensor] | None:
-        """Update the record in `host` and store its weight; return (on SSD, on the host) if the weight is
-        being written to SSD.
-        """
+        """Update the record in `host`, store its weight; return (on SSD, on the host) if it is written."""
         gradient = self.take_gradient(piece)
         self.update(piece, host, gradient, seed)
         new = new_weight(piece, host, gradient)
@@ -397,9 +393,7 @@ class SsdOptimizer:
         self._native.one(piece.group if settings is None else settings, weight, gradient, here, seed)
 
     def adopt_state(self, piece: Piece, state: dict[str, Any], moments: list[Tensor]) -> None:
-        """Copy state that was loaded since the last step into the record, and put the record's moments back
-        into `state`.
-        """
+        """Copy state loaded since the last step into the record, and the record's moments into `state`."""
         # Moments that are absent (a parameter without a gradient so far) start at zero.
         self._count_steps(state)
         for name, host, own in zip(piece.moments, moments, piece.parts(piece.ssd)[1:], strict=True):
@@ -422,9 +416,7 @@ class SsdOptimizer:
 
     @torch.no_grad()
     def _adopt_loaded_state(self) -> None:
-        """Write state that the optimizer has loaded to SSD, also of parameters without a gradient in the next
-        step.
-        """
+        """Write state that the optimizer has loaded to SSD, also of parameters without a gradient."""
         for piece in self.pieces:
             state = self.optimizer.state[piece.held]
             if all(

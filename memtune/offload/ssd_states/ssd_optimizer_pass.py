@@ -54,9 +54,7 @@ class OffloadedParameters:
 
     @classmethod
     def from_step(cls, step: Step) -> OffloadedParameters:
-        """Return the offloaded parameters of a step that
-        `offload.parameters.parameter_offload_pass` wrote.
-        """
+        """Return the offloaded parameters of a step that `parameter_offload_pass` wrote."""
         gradients, weights = (np.full(len(step.parameters), -1, np.int32) for _ in range(2))
         # The offload pass has left these gradients to the optimizer's ops, which still read them.
         used = np.unique(step.uses.storage[step.use_phase == Phase.OPTIMIZER])
@@ -254,9 +252,7 @@ class Pieces:
 
 
 def _hold_in_queue(edit: Edit, held: I32, writes: I32) -> None:
-    """Hold the memory that `writes` write until the write `WRITES_IN_FLIGHT` later starts, the last ones
-    until the last write.
-    """
+    """Hold the memory that `writes` write until the write `WRITES_IN_FLIGHT` later starts, or the last."""
     edit.release_before(held[:-WRITES_IN_FLIGHT], writes[WRITES_IN_FLIGHT:])
     last = held[-WRITES_IN_FLIGHT:]
     edit.hold_through(last, writes[-1])

@@ -165,9 +165,7 @@ def _gathers(edit: Edit, step: Step, how: Communication, degree: int, stream: in
 
 
 def _pairs(backward: Mask) -> tuple[I32, I32]:
-    """Return the forward gathers that keep a copy and the backward gathers that use it: units run in reverse
-    order in backward.
-    """
+    """Return the forward gathers that keep a copy and the backward gathers that use it, in reverse."""
     forward, again = np.flatnonzero(~backward), np.flatnonzero(backward)
     # The root, first in forward, is not resharded after it, so backward has no gather of it.
     return forward[::-1][: len(again)].astype(np.int32), again.astype(np.int32)
@@ -233,9 +231,7 @@ def _rings(
 
 
 def _ring_reductions(edit: Edit, step: Step, degree: int, local: int, *, stages_messages: bool) -> None:
-    """Reduce node by node: sums for a node are made inside this one while those of the node before are sent
-    to the next.
-    """
+    """Reduce node by node: sums for a node are made here while those before are sent to the next."""
     found, nodes = reductions(step, degree), degree // local
     edit.drop_ops(found.ops)
     whole, sums, arriving = step.storages.bytes[found.buffer], _used(step, found.ops, mutates=True), None
@@ -290,9 +286,7 @@ def _quantised(
 def _secondary(
     edit: Edit, step: Step, found: Messages, kept: I32, served: I32, local: int, stream: int
 ) -> None:
-    """Keep on each node what it gathered in forward, a part on each of its ranks; backward gathers that
-    inside the node.
-    """
+    """Keep on each node what it gathered in forward, a part per rank; backward gathers that there."""
     whole = step.storages.bytes[found.buffer[kept]]
     copy = edit.add_ops(
         "aten.clone.default",
@@ -319,9 +313,7 @@ def _secondary(
 
 
 def _exchanges(edit: Edit, step: Step, how: Communication, form: Form, degree: int) -> None:
-    """Replace every reduce-scatter by two hops: quantize, all-to-all, dequantize and sum, inside the node and
-    then between nodes.
-    """
+    """Replace reduce-scatters by two hops, inside the node and between: quantized all-to-all, sum."""
     found, local = reductions(step, degree), how.ranks_per_node
     nodes = degree // local
     edit.drop_ops(found.ops)
@@ -351,9 +343,7 @@ class _Hop:
     ranks: int
 
     def add(self, edit: Edit, given: tuple[I32, I64], made: tuple[I32, I64], n_bytes: I64) -> I32:
-        """Insert the ops from storages and their bytes to others, `n_bytes` sent and received each; return
-        the quantizing ops.
-        """
+        """Insert the ops, `n_bytes` sent and received each; return the quantizing ops."""
         at, phase = self.at, Phase.BACKWARD
         add = functools.partial(edit.add_ops, before=at, phase=phase, stream=self.stream)
         sent = _allocate(edit, at, phase, n_bytes)

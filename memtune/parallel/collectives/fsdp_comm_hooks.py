@@ -104,9 +104,9 @@ def _check(how: Communication, groups: list[Any]) -> dict[str, Any]:
 
 
 class Forward:
-    """Tracks if the model's current or last forward will have a backward; FSDP2's own hooks run without
-    gradients enabled.
-    """
+    """Tracks if the model's current or last forward will have a backward."""
+
+    # FSDP2's own hooks run without gradients enabled.
 
     def __init__(self, model: nn.Module) -> None:
         self.has_backward = False
@@ -249,9 +249,7 @@ class RingReduction(SeamReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce `input_tensor` (ranks · numel) over the ranks and keep this rank's part in `output_tensor`
-        (numel).
-        """
+        """Reduce `input_tensor` (ranks · numel) over the ranks; keep this rank's part in `output_tensor`."""
         # A node's sums for the ranks of another pass from node to node: each adds its own, and the
         # last one is their node.
         inside, between, nodes = self._place.inside, self._place.between, self._place.nodes

@@ -52,9 +52,7 @@ class Split:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Split:
-        """Return the division from plain data, also of versions without work sharing; raises KeyError for
-        damaged data.
-        """
+        """Return the division from plain data, also of older versions; KeyError for damaged data."""
         # Configs written before work sharing existed lack that field.
         named = {name: document[name] for name in cls.__dataclass_fields__ if name != "work_sharing"}
         return cls(**named, work_sharing=bool(document.get("work_sharing", False)))
@@ -130,9 +128,7 @@ class Grid:
         ) % self.inner.ranks
 
     def visible_slices(self, source: int, length: int, causal: bool) -> tuple[slice, slice, bool] | None:
-        """Return the slices of this context's `length` positions and of those of `source` that attend to each
-        other, and True for a causal mask; None for none.
-        """
+        """Return the slices of both positions that attend to each other, and True for a causal mask."""
         every, half = slice(0, length), length // 2
         if not causal or source == self.context:
             return every, every, causal

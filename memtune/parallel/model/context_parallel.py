@@ -85,9 +85,7 @@ class _Call:
         return self.causal and self.grid.split.work_sharing
 
     def forward(self, query: Tensor, pair: Tensor) -> Attended:
-        """Return attention of queries (B, H, P, D) of this context and heads to keys and values (2, B, G, P,
-        D) of all contexts.
-        """
+        """Return attention of queries (B, H, P, D) here to all contexts' keys and values (2, B, G, P, D)."""
         if self._helped:
             return balanced_attention.forward(self.grid.inner, query, pair, self.scale)
         total: Attended | None = None

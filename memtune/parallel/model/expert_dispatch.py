@@ -129,9 +129,7 @@ def _exchanged(counts: Tensor, group: str, ranks: int, rows: int) -> tuple[Hop, 
 
 
 def _assumed(counts: Tensor, group: str, ranks: int, rows: int) -> tuple[Hop, Tensor]:
-    """Return the hop and the counts of the rank to which most rows are sent, if all ranks send alike; for
-    recordings, whose other ranks do not exist.
-    """
+    """Return the hop and counts of the busiest rank if all send alike, for recordings."""
     try:
         sent = counts.sum(1).tolist()
     except DataDependentOutputException:
@@ -159,9 +157,7 @@ def _send_back(rows: Tensor, hops: Sequence[Hop], orders: Sequence[Tensor]) -> T
 
 
 class _Dispatched(torch.autograd.Function):
-    """Rows and weights of tokens (T, H), (T, K) at the owners of their experts: (R, H), (R); without weights
-    K is 1.
-    """
+    """Rows and weights of tokens (T, H), (T, K) at their experts' owners: (R, H), (R); K may be 1."""
 
     @staticmethod
     def forward(

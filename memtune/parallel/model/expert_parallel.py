@@ -162,9 +162,7 @@ def _numbers(module: nn.Module, experts: int) -> list[str]:
 
 
 def divisible_experts(model: nn.Module, degree: int) -> tuple[dict[str, int], list[str]]:
-    """Return the number of experts of each module that `degree` ranks can divide, and a line on each other
-    module that looks like experts.
-    """
+    """Return the experts of each module that `degree` ranks can divide, and a line on similar others."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
@@ -219,9 +217,7 @@ def divide_layers(
     owners: Owners,
     seen: list[Load] | None = None,
 ) -> dict[str, Piece]:
-    """Replace the weights of `layers` in `model`, with the number of experts of each, by this rank's experts;
-    return the piece of each parameter.
-    """
+    """Replace the weights of `layers` by this rank's experts; return the piece of each parameter."""
     piece, pieces = Piece(0, place.ranks, place.rank), dict[str, Piece]()
     for name, experts in layers.items():
         module = model.get_submodule(name)
@@ -234,9 +230,7 @@ def divide_layers(
 
 
 def owners_of(device_type: str, degree: int, inner_degree: int | None) -> Owners:
-    """Return the owners in this rank's group of `degree` ranks, to which rows go at once, or first among
-    `inner_degree` ranks (of a node).
-    """
+    """Return the owners in this rank's group, to which rows go at once, or first in `inner_degree`."""
     if inner_degree is None:
         return Owners(((meshes(device_type, degree)[1].get_group().group_name, degree),))
     nodes = node_topology.nodes_of(device_type, degree, inner_degree)

@@ -61,9 +61,7 @@ def _summed_share(part: Tensor, group: str, ranks: int) -> Tensor:
 
 
 class _Gathered(torch.autograd.Function):
-    """The shared input of column layers: all positions; its gradient is summed, and each rank keeps its
-    positions (rule 2).
-    """
+    """The shared input of column layers: all positions; its gradient is summed, then cut (rule 2)."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, group: str, ranks: int) -> Tensor:
@@ -164,9 +162,7 @@ class ColumnInput:
         return whole
 
     def product(self, name: str, given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return a column layer's output for `given`: the owner's gathered input, or (not `at_owner`) a share
-        of the positions.
-        """
+        """Return a column layer's output for the owner's gathered input, or for a share of the positions."""
         if not self.at_owner:
             # By identity: q, k and v layers get the same tensor object, and gather it once.
             given = self._whole if given is self._share and self._whole is not None else self.gathered(given)

@@ -183,9 +183,8 @@ def sum_gradients(context: Context, mesh: DeviceMesh, names: Sequence[str]) -> N
 
 
 def _sum_gradients(context: Context, mesh: DeviceMesh, names: Sequence[str]) -> None:
-    """Register the hooks when the sharding is known: FSDP2 unshards and frees a parameter, and the optimizer
-    holds a shard of it.
-    """
+    """Register the hooks when the sharding is known."""
+    # FSDP2 unshards and frees a parameter, and the optimizer holds a shard of it.
     # FSDP2 assigns the gradient of a shard itself: a tensor hook on the shard would never run. Its unsharded
     # parameter, which autograd sees, exists while the block runs.
     of_fsdp_units = {parameter for _, unit in units_of(context.model) for parameter in unit}

@@ -94,9 +94,9 @@ class Sharers:
     _taken: int = field(default=0, repr=False)
 
     def entered(self, x: Tensor) -> Tensor:
-        """Return `x` for one of the column layers; the same object for all layers with the same `x`, so that
-        autograd sums their gradients before the all-reduce.
-        """
+        """Return `x` for a column layer."""
+        # The same object for all layers with the same `x`: autograd sums their gradients before the
+        # all-reduce.
         copied = self._copied
         if copied is None or self._given is None or self._given() is not x:
             copied = _Copied.apply(x, self.group, self.ranks)  # type: ignore[no-untyped-call]
@@ -173,9 +173,7 @@ def cut(context: Context, pairs: Sequence[Pair], degree: int) -> None:
 
 
 def share_step(context: Context, mesh: DeviceMesh, copies: DeviceMesh | None) -> None:
-    """Rotate micro-batches among the ranks of `mesh`, and average gradients over those of `copies` (rules 3
-    and 4).
-    """
+    """Rotate micro-batches among `mesh`, and average gradients over `copies` (rules 3 and 4)."""
     # Gradients are averaged here only if no other mechanism shards or replicates states.
     context.loop.rotation = MicroBatchRotation(mesh.get_group())
     handles: list[Any] = []
@@ -196,9 +194,7 @@ def _average_copies(context: Context, copies: dist.ProcessGroup) -> None:
 
 
 def mix_plain_and_sharded() -> None:
-    """Make clipping and optimizers accept plain, replicated tensors together with DTensors; lasts until the
-    process ends.
-    """
+    """Make clipping and optimizers accept plain tensors with DTensors, until the process ends."""
     if not _MIXED:
         _MIXED.append(implicit_replication())
         # Never left: optimizers and clipping run long after `apply`.

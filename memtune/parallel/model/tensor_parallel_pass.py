@@ -32,9 +32,7 @@ class Sharing:
 
 
 def share(step: Step, how: Sharing) -> Step:
-    """Return `step`, recorded with sharded layers, with every uploaded batch broadcast and gradients averaged
-    at the end.
-    """
+    """Return `step` of sharded layers with batches broadcast, and gradients averaged at the end."""
     edit = Edit(step)
     _send(edit, step, how)
     if how.summed:

@@ -59,9 +59,8 @@ from memtune.runtime import Context, UncopiedHook, local
 
 
 def _add_product(sums: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `sums + left @ right`, in the memory of `sums` if given; of `dtype`, which under autocast
-    differs from the factors'.
-    """
+    """Return `sums + left @ right` in the memory of `sums`, of `dtype`."""
+    # Under autocast it differs from the factors'.
     right = right.to(left.dtype)
     if sums is None:
         return (left @ right).to(dtype)
@@ -271,9 +270,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _rows(index: Tensor, shard: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the row of each index in a shard (0 if it is in another shard), and a (…, 1) mask of indices in
-    other shards.
-    """
+    """Return the row of each index in a shard (0 elsewhere), and a (…, 1) mask of those elsewhere."""
     row = index - shard * rows
     is_remote = (row < 0) | (row >= rows)
     return row.masked_fill_(is_remote, 0), is_remote.unsqueeze(-1)
@@ -393,9 +390,7 @@ _KINDS = nn.Linear | nn.Embedding | nn.modules.conv._ConvNd
 
 
 def rotatable(model: nn.Module, degree: int) -> tuple[list[str], list[str]]:
-    """Return the layers of `model` whose weights can rotate among `degree` ranks, and a line on each other
-    linear layer, convolution and embedding.
-    """
+    """Return the layers whose weights can rotate among `degree` ranks, and a line on each other one."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, _KINDS)}
     refused = {name: why for name, module in layers.items() if (why := _not_plain(name, module, degree))}
     for name, module in layers.items():

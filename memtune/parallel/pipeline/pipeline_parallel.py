@@ -212,9 +212,7 @@ class Pipeline:
     def _schedule(
         self, model: nn.Module, loss_function: LossFunction, batches: Sequence[Any]
     ) -> tuple[Any, list[StageModule]]:
-        """Return torch's schedule for `batches` and its stage modules; reused until the count or shapes of
-        micro-batches change.
-        """
+        """Return torch's schedule for `batches` and its stage modules, reused while shapes are equal."""
         form = shared_batch_form(batches)
         if self._is_new(len(batches), form):
             self._made = self._make(self.run.probe(model, loss_function, batches[0]), len(batches))
@@ -222,9 +220,8 @@ class Pipeline:
         return self._made
 
     def _is_new(self, count: int, form: Any) -> bool:
-        """Return True if a new schedule is needed. A probe gathers parameters that FSDP2 shards over
-        pipelines, so all pipelines probe if one does.
-        """
+        """Return True if a new schedule is needed."""
+        # A probe gathers parameters that FSDP2 shards over pipelines, so all pipelines probe if one does.
         # torch's schedule depends on the number of micro-batches, its buffers on their shape.
         new: bool = self._made_for != (count, form)
         if self.run.ended is None or self._sharers is None or not has_real_peers(self._context.model):
@@ -301,9 +298,7 @@ class Pipeline:
         self._share_norms(held, trained)
 
     def _sum_between(self, held: RemoteParameters, trained: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Sum gradients over stages that share a weight, and average over pipelines; no reference to a
-        gradient is kept.
-        """
+        """Sum gradients over stages that share a weight, average over pipelines; no gradient is kept."""
         own = [(name, p) for name, p in trained if name not in held.absent]
         if self._tied is not None:
             # Both ends take part in the all-reduce, whichever of them has a gradient.
@@ -414,9 +409,7 @@ def _require_layout(context: Context, layout: Layout) -> None:
 
 
 def _tied_group(context: Context, layout: Layout) -> dist.ProcessGroup | None:
-    """Return the ranks of the first and last stage of this pipeline if they share a weight; collective, as
-    all ranks make all such groups.
-    """
+    """Return the ranks of the first and last stage if they share a weight; collective."""
     if not layout.first & layout.last:
         return None
     found = None

@@ -89,9 +89,7 @@ class PipelineSettings:
 
 
 def piped(program: Program, hardware: Hardware) -> tuple[PipelineSettings, int]:
-    """Return the division of `program`'s step, which still has all stages, and the number of times that its
-    unrolled rows run.
-    """
+    """Return the division of the step, which still has all stages, and how often its rows run."""
     stages, count, node = program.stages, program.accumulate, hardware.local_ranks(program.ranks)
     assert stages is not None
     # Neighbouring stages are neighbouring ranks, so on one node wherever it has several.
@@ -141,9 +139,7 @@ def pipelined(
 
 
 def _divided(parts: Parts, rank: int, divide: Divide, *, kept: bool) -> tuple[Parts, int, Mask]:
-    """Return the one stage of `rank` with its states sharded, in the same parts as all stages
-    (`parallel.pipeline.stage_view_pass`).
-    """
+    """Return the one stage of `rank` with its states sharded, in the same parts as all stages."""
     how, step, stage = parts.how, parts.step, rank
     last, mine = len(how.starts) - 1, parts.stage == stage
     backward = step.ops.phase > Phase.FORWARD
@@ -388,9 +384,7 @@ def _rank(parts: Parts, rank: int, held: Mask) -> Step:
 
 
 def _keep_to_end(parts: Parts, rows: UnrolledRows, stage: int) -> None:
-    """Hold parameters that are gathered once, and that are used after the copy-out, until their backward in
-    the last micro-batch.
-    """
+    """Hold parameters that are gathered once until their backward in the last micro-batch."""
     first = np.flatnonzero((parts.stage == stage) & (parts.step.ops.phase > Phase.FORWARD))
     if len(first) and len(parts.once):
         weights = parts.kept[parts.step.storages.held_until[parts.kept] >= first[0]]
@@ -398,9 +392,7 @@ def _keep_to_end(parts: Parts, rows: UnrolledRows, stage: int) -> None:
 
 
 def _kept_bytes(parts: Parts, stages: Sequence[int]) -> int:
-    """Return the bytes per micro-batch that a rank holds to the end of the step: the batch's tensors and,
-    under `interleaved`, all sent outputs.
-    """
+    """Return the bytes per micro-batch that a rank holds to the end: batches, `interleaved` outputs."""
     kept = int(parts.step.storages.bytes[parts.uploaded].sum())
     if parts.how.schedule == "1f1b":
         return kept

@@ -90,9 +90,7 @@ class Run:
     def replace_by_fake(
         self, module: nn.Module, name: str, like: Tensor, device: torch.device, mode: FakeTensorMode
     ) -> None:
-        """Use a fake tensor for the parameter `name` of `module` while the code before the blocks runs on a
-        later stage.
-        """
+        """Use a fake tensor for `name` of `module` while code before the blocks runs on a later stage."""
         with mode:
             fake = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
         self._absent.append((module._parameters, name, fake))
@@ -113,9 +111,7 @@ class Run:
         raise ApplyError("the loss was computed without a call of the model's first block.", code="MT395")
 
     def output_of(self, first: int, last: int, given: Tensor | None, call: Callable[[], Tensor]) -> Tensor:
-        """Return the output of blocks `first` to `last` for `given` (None: the model's own input) in `call`,
-        or the loss.
-        """
+        """Return the output of blocks `first` to `last` for `given` in `call`, or the loss."""
         with self._entered(first, last, given, absent=given is not None):
             if self.activations is not None and self.activations.own is not None:
                 self.activations.own.begin()

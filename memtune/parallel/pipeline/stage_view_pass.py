@@ -65,9 +65,7 @@ class Stage:
 
 
 def rank_step(step: Step, stage: Stage, held: Mask, divide: Divide, *, kept: bool) -> RankStep:
-    """Return the step of one rank with `stage` and the parameters `held`, after `divide`; with `kept` units
-    are gathered once.
-    """
+    """Return the step of a rank with `stage` and parameters `held`, after `divide`."""
     # As `returned`, the storages of messages are renumbered along by every pass.
     before, ids = alone(step, stage, held)
     after = divide(replace(before, returned=np.array(ids, np.int32)))
@@ -90,9 +88,7 @@ def rank_step(step: Step, stage: Stage, held: Mask, divide: Divide, *, kept: boo
 
 
 def alone(step: Step, stage: Stage, held: Mask) -> tuple[Step, list[int]]:
-    """Extract `stage` for one later micro-batch; return it with the storages that it receives, sends, returns
-    and uploads.
-    """
+    """Extract `stage` for a later micro-batch, with the storages it receives, sends, returns, uploads."""
     # Micro-batch 1, not 0: a later one, which adds to the sums.
     rows, key = UnrolledRows(step, held), (stage.index, 1)
     uploads, forward, backward = stage.rows
@@ -140,9 +136,7 @@ def _receive(rows: UnrolledRows, key: tuple[int, int], storage: int, phase: Phas
 
 
 def _entered(step: Step, kinds: I32) -> tuple[I32, I32]:
-    """Return the first and last op of the forward of each block, and of the model; beyond every op and -1 if
-    it is not in this step.
-    """
+    """Return the first and last op of the forward of each block, and of the model, in this step."""
     n_blocks = len(step.blocks)
     forward = np.flatnonzero((step.ops.phase == Phase.FORWARD) & (kinds == MINE)).astype(np.int32)
     enter, leave = np.full(n_blocks + 1, step.ops.n, np.int32), np.full(n_blocks + 1, -1, np.int32)
@@ -154,9 +148,7 @@ def _entered(step: Step, kinds: I32) -> tuple[I32, I32]:
 
 
 def _ready_after(step: Step) -> I32:
-    """Return (storages,) the op after which autograd has accumulated a gradient of this micro-batch: the op
-    that makes it.
-    """
+    """Return (storages,) the op after which autograd has accumulated this micro-batch's gradient."""
     found = np.full(step.storages.n, -1, np.int32)
     gradient = columns_of(step.parameters).gradient
     mine = gradient[(gradient >= 0) & (step.storages.producer[gradient] >= 0)]

@@ -25,9 +25,7 @@ _raised = 0
 
 
 class RankFailed(EnvironmentFault):
-    """Another rank ended in the middle of a collective; names the rank and the reason if that rank published
-    one (exit code 3).
-    """
+    """Another rank ended in the middle of a collective; names the rank and its reason, if published."""
 
 
 @contextmanager
@@ -62,9 +60,9 @@ def share_first_failure() -> Iterator[None]:
 
 
 def _is_of_a_collective(error: BaseException | None) -> bool:
-    """Return True for errors of a collective. Gloo's errors are plain RuntimeErrors that name its source
-    file; in a forward they may be the cause of another error.
-    """
+    """Return True for errors of a collective."""
+    # Gloo's errors are plain RuntimeErrors that name its source file; in a forward they may be the cause of
+    # another error.
     while error is not None:
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
             return True

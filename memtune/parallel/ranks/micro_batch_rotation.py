@@ -84,9 +84,7 @@ class MicroBatchRotation:
         ]
 
     def upload(self, rotated: RotatedBatch, device: torch.device) -> Any:
-        """Return the micro-batch on `device`, broadcast by its owner, and seed the generators with its seed;
-        collective.
-        """
+        """Return the micro-batch on `device`, broadcast by its owner, and seed the generators; collective."""
         seed_generators(rotated.seed)
         if rotated.owner == self._group.rank():
             here = upload(rotated.batch, device)

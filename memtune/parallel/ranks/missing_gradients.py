@@ -16,9 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def missing_here(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[nn.Parameter]:
-    """Return the `parameters` without a gradient here and with one on another rank of `group`; collective,
-    with the same parameters.
-    """
+    """Return the `parameters` without a gradient here and with one on another rank; collective."""
     if not parameters:
         return []
     return [
@@ -48,9 +46,7 @@ def inconsistent_indices(there: Sequence[bool], group: dist.ProcessGroup, like: 
 
 
 def _counted(there: Sequence[bool], group: dist.ProcessGroup, like: Tensor) -> Tensor | None:
-    """Return (entries,) the number of ranks that have each; None without real peers: for fake tensors and in
-    a fake group.
-    """
+    """Return (entries,) the number of ranks that have each; None without real peers."""
     # Not `local`, nor `detach`: the values of an offloaded parameter may be in flight, and are not needed.
     if isinstance(getattr(like, "_local_tensor", like), FakeTensor) or dist.get_backend(group) == "fake":
         return None

@@ -195,9 +195,8 @@ def gather_descriptions(description: Any, device: torch.device) -> list[Any]:
 
 
 def _require_same_weights(context: Context) -> None:
-    """Compare sums of the weights' bits between the ranks that hold the same ones; overwrites nothing, so
-    failures can be undone.
-    """
+    """Compare sums of the weights' bits between ranks that hold the same."""
+    # Nothing is overwritten, so failures can be undone.
     # Weights of deferred construction, and of a recording, have no bits to compare.
     parts = ((name, local(p.detach())) for name, p in context.model.named_parameters())
     named = [(name, part) for name, part in parts if not part.is_meta and not isinstance(part, FakeTensor)]

@@ -160,9 +160,7 @@ class RingSums:
         return None if hop is None else hop.arrived()
 
     def add(self, sums: Tensor) -> Tensor:
-        """Send `sums`, to which this rank has added its part, to the next rank; the last one belongs to the
-        own shard and is kept.
-        """
+        """Send `sums`, with this rank's part, to the next rank; the last one is this rank's shard."""
         self._left -= 1
         if self._left:
             self._hop = self._ring.send(sums)

@@ -133,9 +133,8 @@ class Replicas:
 
     @contextmanager
     def _last_micro_batch(self) -> Iterator[None]:
-        """Run the last micro-batch of a step. torch reports only in the next one that buckets were not full,
-        and so not averaged.
-        """
+        """Run the last micro-batch of a step."""
+        # torch reports only in the next one that buckets were not full, and so not averaged.
         # Counted by bytes in the comm hook, because the reducer's own state cannot be read from Python.
         before = self._averaged_bytes
         yield

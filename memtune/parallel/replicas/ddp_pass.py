@@ -135,9 +135,7 @@ def _others(step: Step, how: Replication) -> frozenset[int]:
 
 @memoized
 def _arrivals(step: Step, how: Replication) -> list[_Arrival]:
-    """Return gradients in the order in which they become ready; a sum over micro-batches is ready when this
-    one's gradient has been added.
-    """
+    """Return gradients in the order in which they become ready; sums when the last is added."""
     others = _others(step, how)
     owners = {
         p.gradient: index
@@ -163,9 +161,7 @@ def _at_end(step: Step) -> list[_Arrival]:
 
 
 def _buckets(step: Step, arrivals: list[_Arrival], bucket_bytes: int) -> list[list[_Arrival]]:
-    """Divide gradients into buckets by rule 1. Dtypes do not mix (item sizes distinguish them); open buckets
-    are closed at the end, in order of their start.
-    """
+    """Return ops `first` to `last` of `rows`, None if they use other storages or leave one behind."""
     full: list[list[_Arrival]] = []
     filling: dict[int, list[_Arrival]] = {}
     filled_bytes: dict[int, int] = {}
@@ -226,9 +222,7 @@ def _average(
 
 
 def _broadcast_buffers(edit: Edit, step: Step, how: Replication) -> bool:
-    """Insert the broadcast of the first rank's buffers before the first forward, as one flat message. Return
-    False if there are no buffers.
-    """
+    """Insert the broadcast of the first rank's buffers, one flat message; False if there are none."""
     buffers = np.flatnonzero(
         (step.storages.kind == Kind.BUFFER)
         & (step.storages.producer < 0)

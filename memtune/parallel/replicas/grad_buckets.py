@@ -98,9 +98,9 @@ class GradBuckets:
             self._last = True
 
     def _give_up(self) -> None:
-        """Clean up after a backward that raised: torch drops the callbacks queued for its end. Tensors of
-        collectives in flight are held until those are complete.
-        """
+        """Clean up after a backward that raised."""
+        # torch drops the callbacks queued for its end. Tensors of collectives in flight are held until those
+        # are complete.
         self._next, self._arrival = 0, []
         # A new bucket where one is in flight: the collective still writes the old memory.
         self._buckets = [

@@ -168,9 +168,8 @@ def seconds(factors: Factors, whole: Bytes, schedule: Schedule, hardware: Hardwa
 
 
 def _rate(hop: Hop, ranks_per_node: int, hardware: Hardware) -> float:
-    """Return bytes per second of a ring; between nodes, members on one node share the network cards with the
-    parallel groups.
-    """
+    """Return bytes per second of a ring."""
+    # Between nodes, members on one node share the network cards with the parallel groups.
     if not hop.crosses_nodes(ranks_per_node):
         return hardware.intra_link_bytes_per_s
     # That many members of the ring are on this node; with a stride other rings use its cards at the same
@@ -202,9 +201,7 @@ def cheapest(
     limit_bytes: float,
     among: Iterable[Factors] | None = None,
 ) -> Factors | None:
-    """Return the factors with the least link time among those whose shards fit into `limit_bytes`; None if
-    none fits.
-    """
+    """Return the factors of least link time whose shards fit into `limit_bytes`; None if none fits."""
     # Ties are resolved by the bytes held, then by how little is sharded. A larger limit only adds
     # alternatives, so it never raises the time.
     fitting = (

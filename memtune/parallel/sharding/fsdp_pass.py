@@ -66,9 +66,7 @@ def shard_states(step: Step, how: Sharding) -> Step:
 
 
 class _Redirect:
-    """Redirects uses of a full parameter before the optimizer to its gathered copies: each to the last one
-    that exists, or to the first one of its pass.
-    """
+    """Redirects uses of a full parameter before the optimizer to its gathered copies, each the latest."""
 
     def __init__(self, step: Step) -> None:
         self._rows, self._parameter, forward = _parameter_uses(step)
@@ -104,9 +102,7 @@ class _Redirect:
 
 @functools.lru_cache(maxsize=8)
 def _parameter_uses(step: Step) -> tuple[I64, I32, Mask]:
-    """Return the uses of parameters before the optimizer: their rows, the parameter of each, and True for
-    uses in forward.
-    """
+    """Return the uses of parameters before the optimizer: rows, parameters, and True in forward."""
     parameter = step.parameter_of[step.uses.storage]
     rows = np.flatnonzero((parameter >= 0) & (step.use_phase < Phase.BOUNDARY))
     return rows, parameter[rows], step.use_phase[rows] == Phase.FORWARD
@@ -115,9 +111,7 @@ def _parameter_uses(step: Step) -> tuple[I64, I32, Mask]:
 def _forward(
     edit: Edit, step: Step, how: Sharding, units: FsdpUnits, kept: Mask, uses: _Redirect
 ) -> _Secondary | None:
-    """Gather each unit when its forward starts; its buffer is held until the next unit has copied out, the
-    last one until the model's forward ends.
-    """
+    """Gather each unit when its forward starts; it is held until the next unit has copied out."""
     visits = forward_visits(step, how.blocks_per_unit)
     place = np.flatnonzero(visits.is_first | ~kept[visits.unit])
     gathered = visits.picked(place)
@@ -183,9 +177,8 @@ def _hold_to_next(edit: Edit, gathered: UnitVisits, secondary: _Secondary, whole
 
 
 def _after_input_casts(step: Step, visits: UnitVisits) -> I32:
-    """Return (visits,) the first op of each forward behind the casts of its inputs, which precede the gather
-    (torch/distributed/fsdp/_fully_shard/_fsdp_state.py `_pre_forward`).
-    """
+    """Return (visits,) the first op of each forward behind the casts of its inputs."""
+    # They precede the gather (torch/distributed/fsdp/_fully_shard/_fsdp_state.py `_pre_forward`).
     starts = visits.first.copy()
     if _CAST not in step.names:
         return starts
@@ -203,9 +196,7 @@ def _after_input_casts(step: Step, visits: UnitVisits) -> I32:
 
 
 def _last_at(made: GatheredUnit, when: GatherTiming) -> I32:
-    """Return (places,) the last op inserted before the forward of each: its own copy-out, or the last
-    prefetching gather issued there; -1 for none.
-    """
+    """Return (places,) the last op inserted before the forward of each; -1 for none."""
     last = np.full(len(when.op), -1, np.int32)
     last[when.used] = made.copy
     prefetching = when.issued < when.used
@@ -277,9 +268,7 @@ def _backward(
     secondary: _Secondary | None,
     uses: _Redirect,
 ) -> None:
-    """Gather again, by default with a prefetch of one unit: the buffer is filled when the backward of the
-    next unit (in forward order) starts.
-    """
+    """Gather again, by default when the backward of the unit after it (in forward order) starts."""
     visits = backward_visits(step, how.blocks_per_unit)
     is_root = units.has_root & (visits.unit == 0)
     place = np.flatnonzero(np.where(visits.is_first, ~kept[visits.unit], ~is_root))
@@ -328,9 +317,7 @@ def _issued(visits: UnitVisits, how: Sharding, has_root: bool) -> I64:
 
 
 def _resized(edit: Edit, step: Step, how: Sharding, reduced: ReducedUnit) -> Step:
-    """Resize parameters, state, the optimizer's temporaries and its work to shards; the optimizer reads the
-    sharded gradients.
-    """
+    """Resize parameters, state and the optimizer's temporaries and work to shards."""
     columns, mine = columns_of(step.parameters), reduced.of.parameters
     shards = shards_of(columns, how.degree)
     raw = reduced.of.raw[reduced.of.raw >= 0]
@@ -385,9 +372,8 @@ def _uses_after_backward(step: Step) -> I64:
 
 
 def _whole_sums(step: Step) -> Mask:
-    """Return (n,) ops of later micro-batches that add an unsharded gradient: sums are sharded, and are added
-    to after the reduction.
-    """
+    """Return (n,) ops of later micro-batches that add an unsharded gradient."""
+    # Sums are sharded, and are added to after the reduction.
     gradient = np.zeros(step.storages.n + 1, bool)  # the last entry serves "none"
     gradient[columns_of(step.parameters).gradient[raw_gradients(step) >= 0]] = True
     adds = (step.uses.mode == WRITES) & gradient[step.uses.storage] & (step.use_phase < Phase.BOUNDARY)
@@ -398,9 +384,7 @@ def _whole_sums(step: Step) -> Mask:
 
 
 def _sums_by_unit(edit: Edit, gradient: I32, parameters: Ragged) -> I32:
-    """Return, by storage, the one that holds its bytes: the gradients of a unit, and their sums, are views of
-    one storage.
-    """
+    """Return, by storage, the one with its bytes: a unit's gradients, and sums, are views of one."""
     joined = np.arange(edit.n_storages, dtype=np.int32)
     joined[gradient[parameters.values]] = gradient[parameters.values[parameters.starts]][parameters.part]
     return joined
@@ -418,9 +402,7 @@ class GatheredUnit:
 
 @dataclass(frozen=True, eq=False)
 class GatherTiming:
-    """Timing of gathers: (units,) places in the order in which compute reaches the units, and (places,) the
-    op of each.
-    """
+    """Timing of gathers: (units,) places in the order of compute, and (places,) the op of each."""
 
     issued: I64
     """Place at which the gather is issued."""
@@ -429,9 +411,7 @@ class GatherTiming:
     op: I32
 
     def starts(self, count: I64, rows: int) -> tuple[I64, I64]:
-        """Return (units,) first rows: of the `rows` of each gather, and of the `count` + 1 rows of each
-        copy-out.
-        """
+        """Return (units,) first rows: of the `rows` of each gather, the `count` + 1 rows of each copy-out."""
         # A prefetching gather is inserted after the copy-out of the unit at its place.
         units, early = np.arange(len(count)), self.issued < self.used
         # At one place: a gather used there first, then the copy-out, then gathers that prefetch.
@@ -514,9 +494,7 @@ NOTHING = Resource.NOTHING
 
 @dataclass(frozen=True, eq=False)
 class Reductions:
-    """The units whose gradients are reduced, in the order in which their backwards end, and their
-    gradients.
-    """
+    """The units whose gradients are reduced, in the order in which their backwards end."""
 
     parameters: Ragged
     after: I32
@@ -713,9 +691,7 @@ def _average_the_last(edit: Edit, step: Step, how: Sharding, n_bytes: int, sums:
 def _reduction_buffers(
     edit: Edit, how: Sharding, shards: Shards, parameters: Ragged, sent: I64, rows: _ReductionOps
 ) -> tuple[I32, I32]:
-    """Return the input and output buffers of each unit's reduction; `sent`: (units,) bytes of a shard in the
-    message.
-    """
+    """Return the buffers of each unit's reduction; `sent`: (units,) bytes of a shard in the message."""
     bytes_of = shards.n_bytes[parameters.values]
     place = (4 if how.stages_messages else 2) * np.arange(len(rows.make))
     parts = [

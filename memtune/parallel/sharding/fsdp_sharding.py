@@ -357,9 +357,7 @@ def _require_shardable(
 
 
 def _reshard_to_groups(context: Context, degree: int, size: int) -> None:
-    """Set what `fully_shard(reshard_after_forward=size)` sets, with one mesh for all units, made outside of
-    dispatch modes.
-    """
+    """Set what `fully_shard(reshard_after_forward=size)` sets, with one mesh made outside of modes."""
     default = dist.distributed_c10d._get_default_group()
     with _disable_current_modes():
         smaller = _smaller_groups(
@@ -394,9 +392,7 @@ def _absent(context: Context) -> set[nn.Parameter] | None:
 
 
 def _prefetch(model: Any, blocks: list[nn.Module], forward: int, depth: int) -> None:
-    """Make every unit, once it is gathered, prefetch the next `forward` units in forward and `depth` units in
-    backward.
-    """
+    """Make units, once gathered, prefetch the next `forward` or `depth` units of their pass."""
     units: list[FSDPModule] = [
         each for each in (model, *blocks) if isinstance(each, FSDPModule) and _gathers(each)
     ]
@@ -786,9 +782,8 @@ def _storages(unit: Unit) -> list[Tensor]:
 
 
 def go_on_after_errors(context: Context) -> None:
-    """Reset FSDP2's state in the model of `context` after an exception. Forward raises ApplyError where torch
-    cannot recover.
-    """
+    """Reset FSDP2's state after an exception."""
+    # Forward raises ApplyError where torch cannot recover.
     model: Any = context.model
 
     def forward_begins() -> None:

@@ -244,9 +244,8 @@ class _Levels:
         self._at_end.expect()
 
     def _give_up(self) -> None:
-        """Clean up after a backward that raised: free its gradients; sums that passed all boundaries are
-        unchanged unless zeroed.
-        """
+        """Clean up after a backward that raised."""
+        # Sums that passed all boundaries are unchanged unless zeroed.
         for chain in self._parts:
             for part in chain:
                 part.parameter.grad = part.sum = None

@@ -30,9 +30,7 @@ class Division:
     """As in `fsdp_pass.Sharding`, both."""
 
     def link(self, size: int, stride: int) -> Resource:
-        """Return the link between ranks of a group of `size` with stride `stride`; neighbours share a node's
-        links (INTRA_LINK).
-        """
+        """Return the link in a group of `size` with `stride`; neighbours share a node's (INTRA_LINK)."""
         return (
             Resource.INTER_LINK if stride > 1 and size * stride > self.ranks_per_node else Resource.INTRA_LINK
         )

@@ -114,9 +114,7 @@ class Part:
         return rows.view(-1) if self.mine[1] == self.rows and rows.is_contiguous() else None
 
     def pieces(self, ranks: int) -> list[tuple[Tensor, slice | int | None]]:
-        """Return pieces of the parameter and their places in its (ranks, n) part of the messages (None: all
-        of it): all full shards, then a shorter one.
-        """
+        """Return pieces of the parameter and their places in its (ranks, n) part of the messages."""
         whole = local(self.parameter.detach())
         full, rest = divmod(len(whole), self.rows) if self.rows else (0, 0)
         # The common case, in one copy: no padding, so the parameter has the layout of the messages.
@@ -276,9 +274,7 @@ class ShardedBuckets:
     # -- gradients -------------------------------------------------------------------------------------------
 
     def set_aside(self, part: Part) -> None:
-        """Move the sharded sum of earlier micro-batches out of `grad`, so that autograd does not add to it;
-        drop it if it was zeroed (rule 5).
-        """
+        """Move the sharded sum of earlier micro-batches out of `grad`; drop it if zeroed (rule 5)."""
         gradient = part.parameter.grad
         # A gradient that autograd has made has the parameter's own placements, and belongs to this backward.
         if isinstance(gradient, DTensor) and gradient.placements != getattr(
@@ -354,9 +350,7 @@ class ShardedBuckets:
         torch.ops.memtune.all_reduce_(taken, copies.group_name, copies.size(), "avg")
 
     def _add(self, bucket: Bucket, taken: Tensor, used: list[bool]) -> None:
-        """Assign this rank's rows of the mean as gradients, or add them to the sums of earlier
-        micro-batches.
-        """
+        """Assign this rank's rows of the mean as gradients, or add them to earlier micro-batches' sums."""
         rows = bucket.own_rows(taken)
         sums = {index: part.sum for index, part in enumerate(bucket.parts) if part.sum is not None}
         if sums:
@@ -400,9 +394,7 @@ class ShardedBuckets:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """All-gather the rows that the other ranks have updated, each bucket while the one before it is
-        copied out.
-        """
+        """All-gather the rows that other ranks have updated, while the bucket before is copied out."""
         # From here on only the shards have gradients, so that zeroing the optimizer's gradients
         # frees them.
         for part in self.parts:
@@ -429,9 +421,9 @@ class ShardedBuckets:
     # -- the link's own stream -------------------------------------------------------------------------------
 
     def _on_link(self) -> AbstractContextManager[Any]:
-        """Return the link's stream, which first waits for compute. On it collectives overlap with compute;
-        all their memory belongs to compute's stream, which waits in `_wait_reduction`.
-        """
+        """Return the link's stream, which first waits for compute."""
+        # On it collectives overlap with compute; all their memory belongs to compute's stream, which waits in
+        # `_wait_reduction`.
         if self._link is not None:
             streams.wait_current(self._link, self._link.device)
         return streams.on(self._link)

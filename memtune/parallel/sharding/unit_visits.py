@@ -154,9 +154,9 @@ def _of_calls(
 
 
 def _without_returns(step: Step, units: FsdpUnits, blocks_per_unit: int, visits: UnitVisits) -> UnitVisits:
-    """Join visits of a unit to the one before from which FSDP2 does not return: it reshards a unit when the
-    gradients of its inputs are there, and without such gradients when the whole backward ends.
-    """
+    """Join visits of a unit to the one before from which FSDP2 does not return."""
+    # It reshards a unit when the gradients of its inputs are there, and without such gradients when the whole
+    # backward ends.
     resident = np.zeros(len(units), bool)
     reached = _reached_by_parameters(step)
     for call in range(len(step.calls.block)):
@@ -199,9 +199,7 @@ def _repeats(block: I32) -> I64:
 
 @functools.lru_cache(maxsize=8)
 def _model_call(step: Step) -> I64:
-    """Return (calls,) the call of the model that each call of a block is in: each has as many, or there is
-    one.
-    """
+    """Return (calls,) the call of the model that each call of a block is in: as many each, or one."""
     n = len(step.calls.block)
     found = np.arange(n) // max(n // max(step.model_calls, 1), 1)
     in_forward = step.ops.call[(step.ops.phase == Phase.FORWARD) & (step.ops.call >= 0)]

@@ -82,9 +82,8 @@ class Partition(ShardedBuckets):
         self.on_end()
 
     def _give_up(self) -> None:
-        """Clean up after a backward that raised: free its unreduced gradients; earlier sums are unchanged
-        unless zeroed.
-        """
+        """Clean up after a backward that raised: free unreduced gradients."""
+        # Earlier sums are unchanged unless zeroed.
         self._wait_reduction()
         self._unsure.clear()
         self._next = 0
@@ -95,9 +94,7 @@ class Partition(ShardedBuckets):
 
 
 class Hop(ShardedBuckets):
-    """Shards further the sums that earlier groups hold: the boundary from one factor to the next, crossed
-    when backward has ended.
-    """
+    """Shards further what earlier groups hold: from one factor to the next, after backward."""
 
     def reduce_sums(self) -> None:
         """Reduce all sums, if this micro-batch reduces."""

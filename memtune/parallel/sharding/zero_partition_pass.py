@@ -330,9 +330,7 @@ def _resize(edit: Edit, step: Step, how: Partitioning) -> None:
 
 @functools.lru_cache(maxsize=16)
 def _optimizer_rows(step: Step) -> tuple[I32, I32]:
-    """Return storages that are sharded with their parameter, except itself and its gradient, and the row of
-    that parameter.
-    """
+    """Return storages sharded with their parameter, except it and its gradient, and its row."""
     columns = columns_of(step.parameters)
     rows, owner = sharded_storages(step)
     producer = step.storages.producer[rows]

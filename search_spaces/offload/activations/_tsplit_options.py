@@ -135,9 +135,7 @@ class _Prices:
         return n_bytes / self.hardware.device_to_host_bytes_per_s + self.hardware.launch_s
 
     def _tiling_of(self, region: PositionWise, parts: int) -> Action | None:
-        """Return the action that runs `region` in `parts` parts and offloads their saved tensors; None if
-        they are too small.
-        """
+        """Return the action that runs `region` in `parts` and offloads their tensors, unless too small."""
         mine = [s for s in made_by(self.step, region.forward) if s in self.save and s != region.y]
         moved = [s for s in mine if self.step.storages.bytes[s] // parts >= self.min_bytes]
         offloads = [each for each in map(self._offload_of, moved) if each is not None]
@@ -203,9 +201,7 @@ class _Prices:
         return found
 
     def _added_s(self, region: PositionWise, parts: int) -> float:
-        """Return the seconds of ops that get too small to fill the device, of joining y and dx, and of adding
-        gradients.
-        """
+        """Return the seconds of ops too small to fill the device, of joins of y and dx, and of additions."""
         ops = self.op_s[[*region.forward, *region.backward]]
         slower = float(np.maximum(parts * self.hardware.launch_s - ops, 0.0).sum())
         joined = sum(2 * int(self.step.storages.bytes[s]) for s in (region.y, region.dx) if s >= 0)

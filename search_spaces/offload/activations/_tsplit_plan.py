@@ -232,9 +232,7 @@ class _Run:
         return apply_later_passes(self._program.with_step(step), self._later, self.hardware).step
 
     def _timeline(self) -> I64:
-        """Return (n,) live bytes, raised in each window between blocks by the growth of its peak under later
-        passes.
-        """
+        """Return (n,) live bytes, raised between blocks by the growth of the peak under later passes."""
         live, after = live_bytes(self.step, self.hardware), self._after_plain
         if after is self.step:
             return live

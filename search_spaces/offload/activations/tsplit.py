@@ -126,9 +126,7 @@ class TSplit(Technique):
         return None
 
     def _unsplit(self, step: Step, target: Target) -> str:
-        """Return why no module can be split although the config allows it, with an op that mixes the parts;
-        "" if one can.
-        """
+        """Return why no module can be split although the config allows it; "" if one can."""
         if self.parts == 1:
             return ""
         if active(target, "recompute") is not None:

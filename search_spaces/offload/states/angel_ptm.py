@@ -160,9 +160,7 @@ class AngelPtm(Technique):
         return found.with_step(sweep_in_next_step(found.step)) if in_host else found
 
     def apply(self, context: Context, plan: PagesPlan) -> None:
-        """Move blocks' weights into pages on the host and frames on the device, and add hooks that load
-        them.
-        """
+        """Move blocks' weights into pages on the host and frames on the device; add hooks that load them."""
         if self._on_ssd is not None:
             offload_dir.checked()
         apply_pages(context, self.kind, plan, self.max_staleness if self.lock_free else None, self._on_ssd)

@@ -104,9 +104,7 @@ class Harmony(Technique):
     """On several ranks: each runs all packs on its own micro-batches, or its own packs on all of them."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Require a chain of blocks without random numbers and statistics, in float32; ranks must neither
-        shard nor replicate.
-        """
+        """Require a chain of blocks without random numbers and statistics, in float32, whole on ranks."""
         if not self._is_pipeline(target.ranks):
             return cannot_run_packs(self, program, target, alone=False)
         if self.forward is not None or self.group is not None:
@@ -265,9 +263,7 @@ def _largest_pack_bytes(n_bytes: Sequence[int], width: int) -> int:
 
 
 def _needed(technique: Harmony, program: Program, packs: Packs) -> int:
-    """Return about the device bytes at the peak: the largest pack, the prefetched one, and the inputs kept
-    for backward.
-    """
+    """Return about the bytes at the peak: the largest pack, the prefetched one, the kept inputs."""
     sizes = block_bytes(program.step)
     waiting = sizes.boundary * len(packs.groups(program.accumulate)[0]) * (len(packs.backward) - 1)
     waiting = waiting if technique.boundaries == "device" else 0

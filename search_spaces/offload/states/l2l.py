@@ -125,9 +125,7 @@ class L2L(Technique):
         return in_layers(program, window_of(program, 1))
 
     def apply(self, context: Context, plan: Plan) -> None:
-        """Move blocks' weights to the host and add hooks that load them; layer-major, `Tuned.step` runs layer
-        by layer.
-        """
+        """Move blocks' weights to the host and add hooks that load them, or run layer by layer."""
         if self._is_layer_major:
             apply_packs(context, _of_one_block(len(context.blocks)), self.stash, self.kind)
         else:

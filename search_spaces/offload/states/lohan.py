@@ -72,9 +72,7 @@ class Lohan(NativelyUpdated):
         )
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Require a drive, gradients that are ready one by one, reduced on several ranks, and a type of the
-        native update.
-        """
+        """Require a drive, gradients that are ready one by one, and a type of the native update."""
         step = program.step
         reason = cannot_offload_on_grad_ready(self, program, target) or no_directory(target)
         reason = reason or no_state_to_offload(step) or no_native_update(step, self.update, target)

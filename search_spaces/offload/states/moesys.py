@@ -102,9 +102,7 @@ class Moesys(Technique):
     """Only experts are offloaded."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Require experts, a drive, and blocks that run one after the other, in float32; on several ranks
-        `fsdp` or replicas.
-        """
+        """Require experts, a drive, and a chain of blocks, in float32; on ranks `fsdp` or replicas."""
         if target.compiled:
             return Reason(EAGER_ONLY, "execution.compile: false")
         if not (experts := experts_in(program.step)):

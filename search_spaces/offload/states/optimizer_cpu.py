@@ -94,9 +94,7 @@ class OptimizerCpu(Technique):
         return Effects(calls="grad_hooks", eager_only=GRADIENTS_AT_END, host_share=1.0)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Require an optimizer with something to update; for updates during backward gradients that are ready
-        one by one.
-        """
+        """Require something to update; for updates during backward gradients that are ready one by one."""
         step = program.step
         state_bytes = int(step.storages.bytes[step.storages.kind == Kind.OPTIMIZER].sum())
         if state_bytes == 0 and not any(p.gradient >= 0 for p in step.parameters):

@@ -128,9 +128,7 @@ class TensorMovement(Technique):
         return OrchestratedPlan(group=group, stride=self._stride(group))
 
     def rewrite(self, program: Program, plan: OrchestratedPlan, target: Target) -> Program:
-        """Load and free the weights of each rank's blocks, with the optimizer on the host; differing ranks
-        get rank classes.
-        """
+        """Load and free the weights of each rank's blocks, optimizer on the host; ranks may differ."""
         group, stride = plan.group, plan.stride
         assert group is not None, "`plan` decides both"
         assert stride is not None

@@ -167,9 +167,7 @@ class ZeroInfinity(NativelyUpdated):
         )
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Require a directory on a drive, and a type of the native update; for offloaded parameters the rules
-        of `l2l`.
-        """
+        """Require a drive, and a type of the native update; for offloaded parameters the rules of `l2l`."""
         if self._uses_ssd and (reason := no_directory(target)) is not None:
             return reason
         step = program.step

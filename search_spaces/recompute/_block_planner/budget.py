@@ -322,9 +322,7 @@ class _Search:
         return self._peaks[row]
 
     def faster_technique_plan(self, seconds: float, budget_bytes: int) -> tuple[int, float, I32] | None:
-        """Return peak, seconds and plan of the fastest other technique within the budget that takes less than
-        `seconds`, if any.
-        """
+        """Return peak, seconds and plan of the fastest other technique within the budget, if faster."""
         # The frontier contains every decision of these techniques, but one of them may still be
         # faster where the frontier overestimates its peak or is thinned out.
         for takes, i in sorted((self._other_seconds(i), i) for i in range(len(self.levels.others))):
@@ -353,9 +351,7 @@ class _Search:
 
     @cached_property
     def smallest_technique_plan(self) -> tuple[int, float, I32] | None:
-        """Return peak, seconds and plan of the smallest other technique, if it is smaller than the
-        lowest-priced plan.
-        """
+        """Return peak, seconds and plan of a technique below the lowest-priced plan, if there is one."""
         peak, i = min(((self._other_peak(i), i) for i in range(len(self.levels.others))), default=(0, -1))
         return (
             (peak, self._other_seconds(i), self.levels.others[i])
@@ -364,9 +360,7 @@ class _Search:
         )
 
     def refined(self, plan: tuple[int, float, I32], budget_bytes: int) -> tuple[int, float, I32]:
-        """Return `plan` with blocks, from the last, set to the fastest level that keeps the true peak within
-        the budget.
-        """
+        """Return `plan` with blocks, from the last, at the fastest level within the budget's true peak."""
         # Where prices are inaccurate, no row of the frontier shows the plans between two
         # techniques, so they are tried.
         peak, _, choice = plan
@@ -439,9 +433,7 @@ def _rewritten(found: Levels, choice: tuple[int, ...]) -> Step:
 
 
 def _fixed_ratio_offload(later: tuple[Technique, ...]) -> Technique | None:
-    """Return the technique of `later` that offloads a fixed fraction of each block's activations, whatever
-    the budget.
-    """
+    """Return the technique of `later` that offloads a fixed fraction of each block's activations."""
     # A technique that plans for a budget itself is not priced here; its effect appears in the true peaks
     # alone.
     found = next((each for each in later if each.slot == "offload.activations"), None)

@@ -96,9 +96,7 @@ def plan_calls(step: Step, again: Again) -> CallsPlan:
 
 
 def calls_for(step: Step, block: Block, again: set[int]) -> OpAddresses:
-    """Return the calls that `block` of `step` keeps and skips when it runs `again` a second time; equal for
-    equal blocks.
-    """
+    """Return the calls that `block` keeps and skips when it runs `again`; equal for equal blocks."""
     address = {op: call for op, _, call in calls_of(step, np.asarray(block.ops, np.int32))}
     kept, skipped = _split(block, again)
     return OpAddresses(*(frozenset(address[op] for op in ops) for ops in (kept, skipped)))
@@ -138,9 +136,7 @@ def core_attention(block: Block) -> set[int]:
 
 
 def inputs_of_products(block: Block) -> set[int]:
-    """Return ops whose outputs only matrix products with weights read, or such ops: norms and activation
-    functions.
-    """
+    """Return ops whose outputs only weights' matrix products, or such ops, read: norms, activations."""
     found: set[int] = set()
     # Readers come first, so each op's readers are already decided.
     for op in reversed(block.ops):
@@ -154,9 +150,7 @@ def inputs_of_products(block: Block) -> set[int]:
 
 
 def _reached(block: Block, starts: set[int], onward: Callable[[Block, int], set[int]]) -> set[int]:
-    """Return ops reached from `starts` up to and including batched products; other products and attention end
-    the walk.
-    """
+    """Return ops reached from `starts` up to batched products; other products and attention end it."""
     found: set[int] = set()
     waiting = {each for start in starts for each in onward(block, start)}
     while waiting:

@@ -109,9 +109,7 @@ class Frontier:
         return int(np.searchsorted(self.peak_bytes, budget_bytes, side="right")) - 1
 
     def choice(self, row: int) -> I32:
-        """Return the (blocks,) option of each block in plan `row`; among equal blocks later ones hold more if
-        the peak allows.
-        """
+        """Return the (blocks,) options of plan `row`; among equal blocks later ones hold more if they can."""
         at, found = int(self._rows[row]), []
         for layer in self.layers:
             found.append(int(layer.option[at]))
@@ -205,9 +203,7 @@ def _undominated(need: I64, seconds: F64, changes: I32) -> npt.NDArray[np.intp]:
 
 
 def _spread(need: I64, seconds: F64, width: int) -> npt.NDArray[np.intp]:
-    """Return at most `width` rows: the ends, and from each equal interval of need the fastest row and the one
-    closest to the lower convex hull.
-    """
+    """Return up to `width` rows: the ends, and from intervals of need the fastest and the nearest hull."""
     # Many blocks need the rows near the hull: a mix of a few such plans comes closest to any budget.
     # Two rows an interval are kept, the fastest and the one near the hull, besides the ends.
     count = max(width // 2 - 1, 1)

@@ -36,9 +36,7 @@ class Claims(Protocol):
 
 
 def claims_s(step: Step, block: int, claims: Claims, hardware: Hardware) -> float:
-    """Return the host seconds that `claims` on row `block` of the blocks of `step`, the plain step, add to a
-    micro-batch.
-    """
+    """Return the host seconds that `claims` on row `block` of the plain step add to a micro-batch."""
     if (claims.calls is None and not claims.moved) or not is_host_visible(step, hardware):
         return 0.0
     ops, saved = (int(counts[block]) for counts in _counts(step))

@@ -399,9 +399,7 @@ def op_seconds(step: Step, hardware: Hardware, ranks: int) -> F64:
 
 
 def _seconds(step: Step, op_s: F64) -> F64:
-    """Return the (blocks,) seconds that each block recomputes and waits: H2D copies, and D2H copies beyond
-    its forward.
-    """
+    """Return (blocks,) seconds of recompute and waits: H2D copies, and D2H copies beyond forward."""
     inside = step.ops.block >= 0
 
     def total(ops: npt.NDArray[np.bool_]) -> F64:

@@ -139,9 +139,7 @@ def _keeping(undecided: list[int], known: Sequence[frozenset[int]]) -> Mask:
 
 
 def _start(ops: tuple[BlockOp, ...], undecided: list[int]) -> Mask:
-    """Return the (undecided, combinations) masks to start from: every combination, or those of groups of
-    alike tensors, with the largest groups separate.
-    """
+    """Return the (undecided, combinations) masks to start from: all, or of groups of alike tensors."""
     keys: dict[object, int] = {}
     for i in sorted(undecided, key=lambda i: -ops[i].bytes):
         keys.setdefault(i if len(undecided) <= BITS else (ops[i].name, ops[i].bytes), len(keys))
@@ -157,9 +155,7 @@ def _start(ops: tuple[BlockOp, ...], undecided: list[int]) -> Mask:
 def _explored(
     ops: tuple[BlockOp, ...], undecided: list[int], start: Mask, offload: OffloadActions
 ) -> _Priced:
-    """Return the undominated of `start` and of all combinations reached by one or two changes at a time,
-    `_ROUNDS` times.
-    """
+    """Return the undominated of all combinations reached from `start` by up to two changes at a time."""
     priced = price(ops, undecided, start, offload)
     if len(undecided) <= BITS:
         return priced

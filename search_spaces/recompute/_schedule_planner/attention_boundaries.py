@@ -245,9 +245,7 @@ class _Regions:
         return found
 
     def _entering(self, region: int) -> set[int]:
-        """Return the residual stream at the start of `region`: values made before it and read by recomputed
-        ops from it on.
-        """
+        """Return the residual stream at the start of `region`: earlier values that recomputed ops read."""
         graph = self._graph
         return {
             value

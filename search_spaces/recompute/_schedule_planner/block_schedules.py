@@ -85,9 +85,7 @@ class BlockSchedulesPlan(Plan):
 
 
 def block_plan_fields(regions: BlockRegions, schedules: tuple[Schedule, ...]) -> dict[str, Any]:
-    """Return the plan fields for `schedules` (in the order of `regions.blocks`): the different ones, and each
-    block's.
-    """
+    """Return the plan fields for `schedules` of `regions.blocks`: the different ones, and each block's."""
     different = tuple(dict.fromkeys(schedules))
     of_block = dict(zip(regions.blocks, (different.index(each) for each in schedules), strict=True))
     return {"block_schedules": different, "blocks": tuple(of_block[block] for block in range(len(of_block)))}

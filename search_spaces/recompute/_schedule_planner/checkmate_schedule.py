@@ -73,9 +73,7 @@ def schedule_for(
 def _best(
     place: Placement, stages: Stages, budget_bytes: int, plain_bytes: int, exact_s: float
 ) -> CheckmateSchedule:
-    """Return the best schedule over several budgets of the nodes, each corrected by the last peak's distance
-    from the budget.
-    """
+    """Return the best schedule over budgets corrected by the last peak's distance from the budget."""
     given, best = budget_bytes, None
     enough, too_much = 0, 0  # largest node budget that met the budget, smallest that did not
     for _ in range(_TRIES):

@@ -140,9 +140,7 @@ def stages_of(region: Region, op_s: F64, n_nodes: int) -> Stages:
 
 
 def _fixed(graph: OpGraph, external: set[int]) -> set[int]:
-    """Return the values of forward ops that make `external` ones and that nothing writes into: live from
-    their first run.
-    """
+    """Return values of forward ops that make `external` ones and are not written: live from then on."""
     ops = {op for op in map(graph.maker.__getitem__, external) if op < graph.n_forward}
     return {
         v
@@ -241,9 +239,7 @@ def _inner_peak(
 def _background(
     region: Region, nodes: Sequence[Sequence[int]], loss: int, node_of: dict[int, int], fixed: dict[int, int]
 ) -> tuple[int, ...]:
-    """Return bytes other than the nodes' own: those outside the region, externally held values, and `fixed`
-    ones up to a node.
-    """
+    """Return bytes outside the region, of externally held values, and of `fixed` ones up to a node."""
     background = [int(region.background_bytes[list(ops)].max(initial=0)) for ops in nodes]
     background[loss] = region.between_bytes
     for value, until in enumerate(region.outside_until.tolist()):

@@ -107,9 +107,7 @@ class DynamicPolicy(Technique):
         return (self.policy(),)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Refuse a model that is not whole on every rank or shared with another mechanism, and a budget that
-        plain training meets or the policy does not.
-        """
+        """Refuse a model that is not whole or is shared, and a budget that is met plainly or not at all."""
         if (reason := conflict(self, target, "execution.order")) is not None:
             return reason
         online = self.online is not False
@@ -226,9 +224,7 @@ class DynamicPolicy(Technique):
         )
 
     def _online(self, program: Program, target: Target, policy: Policy) -> OnlinePlan:
-        """Return the inputs of the runtime: the budget, bytes that it does not see, and rates that make costs
-        equal in every run.
-        """
+        """Return the runtime's inputs: the budget, bytes that it does not see, and fixed rates."""
         place = placement_of(program, target)
         budget_bytes = self._budget_bytes(place, target)
         peak = online_peak_bytes(place.step, policy, budget_bytes - place.more_bytes, target.hardware)
@@ -272,9 +268,8 @@ class DynamicPolicy(Technique):
         )
 
     def _too_little(self, place: Placement, budget_bytes: int) -> Reason:
-        """Return a reason with a sufficient budget if a config gave `budget_bytes`; a search asks often and
-        gets no such hint.
-        """
+        """Return a reason, with a sufficient budget if a config gave one."""
+        # A search asks often and gets no such hint.
         why = f"the policy finds no way to stay within {format_bytes(budget_bytes)} without thrashing"
         rest = "a smaller micro-batch, or recompute: {kind: planned}"
         enough = None
@@ -288,9 +283,7 @@ class DynamicPolicy(Technique):
         return Reason(f"{why}; {format_bytes(enough)} are enough", f"budget_bytes: {enough}, {rest}")
 
     def _sufficient_bytes(self, place: Placement, too_little_bytes: int) -> int | None:
-        """Return a budget that the policy meets, and the online runtime too if that decides; None if none is
-        found.
-        """
+        """Return a budget that the policy meets, and the online runtime if that decides; None if none."""
         online, found = self._is_online(place.step), too_little_bytes
         # Each side may need more than the other allows; a few rounds usually agree.
         for _ in range(_LOOKS):

@@ -83,9 +83,7 @@ def _runtime_costs(step: Step, hardware: Hardware) -> RuntimeCosts:
 
 
 def _scratch(step: Step, region: Region) -> dict[str, int]:
-    """Return workspace bytes by op and bytes read, and the most of each op for other sizes, as
-    `OpMetadataCache` looks them up.
-    """
+    """Return workspace bytes by op and bytes read, and each op's most, as `OpMetadataCache` looks up."""
     found: dict[str, int] = {}
     sizes = region.scratch_bytes.tolist()
     for name, size in zip(region.graph.names, sizes, strict=True):
@@ -98,9 +96,7 @@ def _scratch(step: Step, region: Region) -> dict[str, int]:
 
 
 def _makes(step: Step, region: Region) -> dict[str, int]:
-    """Return the bytes that recurrent layers with scratch save for backward, by bytes read: in a fake run
-    these are empty.
-    """
+    """Return the bytes that recurrent layers save for backward, by bytes read: empty in a fake run."""
     found: dict[str, int] = {}
     for name, detailed, made, scratch in zip(
         region.graph.names,
@@ -163,9 +159,7 @@ def online_shortfall(
 def sufficient_online_bytes(
     step: Step, policy: Policy, budget_bytes: int, hardware: Hardware, more_bytes: int = 0
 ) -> int | None:
-    """Return `budget_bytes` if deciding while the model runs stays within it, else a larger budget that does;
-    None if not even the plain peak is enough.
-    """
+    """Return `budget_bytes` if deciding online stays within it, else a larger budget, if one does."""
     if online_peak_bytes(step, policy, budget_bytes - more_bytes, hardware) is not None:
         return budget_bytes
     costs = _runtime_costs(step, hardware)

@@ -85,9 +85,7 @@ class Placement:
 
     @cached_property
     def more_bytes(self) -> int:
-        """Largest growth, at any op, of the bytes outside the region through the later passes; negative if
-        they shrink.
-        """
+        """Largest growth, at any op, of the bytes outside the region through the later passes."""
         return (
             int((self.region_after_passes.background_bytes - self.region.background_bytes).max())
             if self.later

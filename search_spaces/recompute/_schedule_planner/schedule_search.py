@@ -194,9 +194,7 @@ class _FreeSearch:
         return order[: bisect_left(range(len(order)), below_s, key=recompute_s)]
 
     def _cut(self, order: list[int], budget_bytes: int) -> int:
-        """Return the fewest values of `order` to free that meet the budget; if none do, the number with the
-        lowest peak.
-        """
+        """Return the fewest values of `order` to free for the budget, else the number of lowest peak."""
         # Up to that number the peak falls, so bisection is valid; it also is where all of them are enough.
         enough = self._peak_bytes(order, len(order)) <= budget_bytes
         low, high = 0, len(order) if enough else self._lowest_peak_count(order)
@@ -207,9 +205,8 @@ class _FreeSearch:
         return low
 
     def _lowest_peak_count(self, order: list[int]) -> int:
-        """Return the number of values of `order` to free for a low peak: freeing more can cost more memory in
-        recomputation than it frees.
-        """
+        """Return the number of values to free for a low peak."""
+        # Freeing more can cost more memory in recomputation than it frees.
         known_as = tuple(order)
         if known_as not in self._lowest_peak_counts:
             # The peak is not convex in the number freed; probes find the right valley, halved steps its
@@ -228,9 +225,7 @@ class _FreeSearch:
         return self.evaluate(frozenset(order[:count])).peak_bytes
 
     def _within(self, going: list[int], budget_bytes: int) -> FastestSchedule | None:
-        """Free `going`, then keep again, from the most expensive value on, what the budget does not require
-        to be freed. None if that exceeds the budget, or is no valid schedule.
-        """
+        """Free `going`, then keep again, from the most expensive value on, what the budget allows."""
         freed = frozenset(going)
         best = self.evaluate(freed)
         if best.peak_bytes > budget_bytes:

@@ -81,9 +81,7 @@ class ZeroPp(_CustomCollectives):
         return Exactness.LOSSY if self.qwz or self.qgz else Exactness.BITWISE
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Require parameters that FSDP2 shards, for hpZ and qgZ over several nodes; to quantize, float
-        parameters of one type.
-        """
+        """Require parameters that FSDP2 shards, several nodes for hpZ and qgZ, one float type to quantize."""
         return (
             (_node_groups.one_node(target, self.ranks_per_node) if self.hpz or self.qgz else None)
             or (_cannot_quantize(program.step) if self.qwz or self.qgz else None)

@@ -59,9 +59,7 @@ class SharedLayers(Technique):
         """Return the division, by its name in `autotune.record_parallel.sharded_recording`."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Require two ranks, a degree that divides ranks and layers, plain layers, and no conflicting
-        division of states.
-        """
+        """Require ranks, a degree that divides ranks and layers, and no conflicting division of states."""
         degree = self.degree or target.ranks
         if target.ranks < 2:
             return refusals.one_rank(" to share layers with")
@@ -219,9 +217,7 @@ class MicroBatchRotation(SharedLayers):
         return frozenset()
 
     def rewrite(self, program: Program, plan: Any, target: Target) -> Program:
-        """Return the recorded step with divided layers, batches sent to the group, and gradients averaged
-        between groups.
-        """
+        """Return the step with divided layers, batches sent to the group, and gradients averaged."""
         # Techniques of `sharding.states` average gradients themselves; `_sum_in_group` then sums
         # inside a group.
         degree, node = self.degree or target.ranks, target.hardware.local_ranks(target.ranks)

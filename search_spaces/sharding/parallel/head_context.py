@@ -109,9 +109,7 @@ class HeadContext(MicroBatchRotation):
         return Split(self.head_degree, contexts, inner, context_first, zigzag)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Require the conditions of shared layers, and a head degree and inner rings that divide groups,
-        heads and positions.
-        """
+        """Require the conditions of shared layers, and degrees that divide groups, heads and positions."""
         split = self.split(target.ranks, target.hardware.local_ranks(target.ranks))
         if isinstance(split, Reason) and target.ranks > 1:
             return split

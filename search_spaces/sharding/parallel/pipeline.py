@@ -103,9 +103,7 @@ class Pipeline(Technique):
         return (self.degree or ranks) * (self.stages_per_rank if self.schedule == "interleaved_1f1b" else 1)
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Require two ranks, a degree that divides them, a chain of blocks with enough cuts, and no
-        conflicting technique.
-        """
+        """Require ranks, a degree that divides them, a chain with enough cuts, and no conflict."""
         degree = self.degree or target.ranks
         if target.ranks < 2:
             return refusals.one_rank(" to put a stage on")
@@ -196,9 +194,7 @@ class Pipeline(Technique):
         )
 
     def rewrite(self, program: Program, plan: PipelinePlan, target: Target) -> Program:
-        """Return the step of a later micro-batch, with the micro-batches of all ranks of a pipeline;
-        `_into_stages` divides it.
-        """
+        """Return the step of a later micro-batch with those of all ranks of a pipeline, not yet divided."""
         degree = self.degree or target.ranks
         step = program.step if program.accumulate > 1 else accumulate_gradients(program.step)
         blocks = {name: index for index, name in enumerate(step.blocks)}

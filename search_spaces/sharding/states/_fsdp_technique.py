@@ -197,9 +197,7 @@ class _FsdpUnits(Technique):
         return {}
 
     def _settings(self, degree: int, ranks: int) -> dict[str, Any]:
-        """Return the number of ranks that shard each state, the gathers, and the frequency of averages
-        between copies.
-        """
+        """Return the ranks that shard each state, the gathers, and the frequency of averages."""
         factors = {"parameters": degree, "gradients": degree, "optimizer": degree}
         gather = {"again_in_backward": self.reshard_after_forward, "blocks_per_unit": self.blocks_per_unit}
         often = (

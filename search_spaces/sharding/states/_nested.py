@@ -59,9 +59,7 @@ class _NestedSharding(_FsdpUnits):
         return super().fits(program, target) if p > 1 else None
 
     def rewrite(self, program: Program, plan: Any, target: Target) -> Program:
-        """Add FSDP2's gathers and reductions if parameters are sharded, and the further sharding of gradients
-        and state.
-        """
+        """Add FSDP2's gathers and reductions if parameters are sharded, and the further sharding."""
         how = Division(
             factors=self._factors(program.ranks, plan),
             ranks=program.ranks,

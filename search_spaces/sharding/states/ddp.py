@@ -54,9 +54,7 @@ class Ddp(Technique):
         )
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Require two ranks, and `find_unused_parameters` exactly if some parameter may get no gradient, as
-        in experts.
-        """
+        """Require two ranks, and `find_unused_parameters` exactly if parameters may lack gradients."""
         if target.ranks < 2:
             return refusals.one_rank()
         unused = [p.name for p in program.step.parameters if p.trainable and p.gradient < 0]

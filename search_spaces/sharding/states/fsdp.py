@@ -95,9 +95,7 @@ class Fsdp(_FsdpUnits):
         return None
 
     def _no_such_group(self, target: Target) -> Reason | None:
-        """Return why units cannot be sharded over groups of `reshard_after_forward` ranks, or why no gather
-        is repeated.
-        """
+        """Return why units cannot be sharded over such groups, or why no gather is repeated."""
         group, degree = self.reshard_after_forward, self.degree or target.ranks
         if isinstance(group, bool):
             useless = not group and not self.keep_root

@@ -106,9 +106,7 @@ def chunk_plan_of(found: ChunkPlan) -> ChunksPlan:
 
 @functools.lru_cache(maxsize=64)
 def non_chunk_bytes(program: Program, in_place: bool = False) -> Units:
-    """Return (moments,) most device bytes in each moment outside the chunks, as a warm-up iteration would
-    measure them.
-    """
+    """Return (moments,) most device bytes outside the chunks, as a warm-up iteration measures them."""
     chunks = pack(
         *sizes_in_blocks(program.step), chunk_sizes(*sizes_in_blocks(program.step))[0], are_sharded(program)
     )
@@ -119,9 +117,7 @@ def non_chunk_bytes(program: Program, in_place: bool = False) -> Units:
 
 @memoized
 def in_chunks(program: Program, how: ChunkPlan, rule: Rule, prefetch: int = 0) -> Program:
-    """Return the program with its blocks' parameters in chunks, and the optimizer on the host except for
-    residents.
-    """
+    """Return the program with blocks' parameters in chunks, and the optimizer on the host."""
     residency = cache_residency(how.chunks.uses(prefetch), how.slots, rule)
     # Resident parameters are taken out of their blocks, so that only the others are streamed.
     step, ops = update_resident_first(program.step, how.resident_parameters, replicas(program))

@@ -118,9 +118,7 @@ def solve_pages(
     scheduled: bool,
     cache: bool,
 ) -> PagePlan:
-    """Return frames for the room within the budget, cached parameters for the rest, and the schedule of
-    pages.
-    """
+    """Return frames for the room within the budget, cached parameters for the rest, and a schedule."""
     sizes, rows = sizes_in_blocks(program.step), are_sharded(program)
     room = None if budget_bytes is None else max(budget_bytes - max(non_chunk_bytes(program)), 0)
     load_s = page_bytes / hardware.host_to_device_bytes_per_s
@@ -149,9 +147,7 @@ def solve_pages(
 
 
 def _most_cached(program: Program, spare_bytes: int) -> int:
-    """Return how many of the blocks' parameters, those used first, have gradients and state within
-    `spare_bytes`.
-    """
+    """Return how many parameters of blocks, the first used, have gradients and state within the bytes."""
     # Their gradients are ready last, when most activations are freed, and compute waits for their pages most.
     step, columns = program.step, columns_of(program.step.parameters)
     n_bytes = state_bytes(step) + np.where(columns.gradient >= 0, step.storages.bytes[columns.gradient], 0)

@@ -59,9 +59,7 @@ def with_resident_chunks(program: Program, found: ChunkPlan, budget_bytes: int) 
 def split_cache(
     program: Program, hardware: Hardware, budget_bytes: int, chunk_bytes: int | None, prefetch: int
 ) -> ChunkPlan | None:
-    """Return the split between cache and residents by `cheapest_split`; None if none fits, or no chunk can be
-    resident.
-    """
+    """Return the split between cache and residents by `cheapest_split`; None if none is possible."""
     step, most = program.step, None
     device_bytes, seconds, room = on_device(step), seconds_of(step, hardware), _room(program, budget_bytes)
     while True:
