@@ -128,11 +128,15 @@ def _move_calls(
     )
     # Beyond all ends, so that a copy that only backward completes is not taken for one with a later copy.
     last = np.full(min(look.out, len(storage)), step.ops.n + 1, np.int32)
-    # Whichever comes first completes a copy: a later copy, or the end of the next call.
-    by_next = np.append(out.before[look.out :], last) <= ends_after[block]
+    # Whichever comes first completes a copy: a later copy, or the end of the next call. Copies of a call's
+    # last saves start before the call ends.
+    complete = ends_after[block]
+    by_next = np.append(out.before[look.out :], last) <= complete
+    in_call = np.append(_at_end(step, out)[look.out :], np.full(len(last), -1, np.int32))
+    by_next |= (in_call == complete) & (complete < step.ops.n)
     # Of each its own: a backward inside the loss has read others before.
     reads = np.append(np.unique(first), np.int32(step.ops.n))
-    copy_ends = _CopyEnds(ends_after[block], by_next, reads[np.searchsorted(reads, out.before)], look.out)
+    copy_ends = _CopyEnds(complete, by_next, reads[np.searchsorted(reads, out.before)], look.out)
     spilled = [claim.block for claim in claims if claim.policy.spills]
     on = np.isin(block, spilled)
     traffic = hop.pack_traffic(out.n_bytes, packed)
@@ -142,7 +146,7 @@ def _move_calls(
     kept = _keep_cut_bytes(edit, step, out, rest)
     _hold_sources(edit, step, out, np.maximum(d2h, rest), write, moved, copy_ends)
     if hop.is_copy and not in_slots:
-        _free_sources(edit, storage, d2h, write, copy_ends)
+        _free_sources(edit, step, out, d2h, write, copy_ends)
 
     if in_slots:
         ops = at = insert_stage_reloads(edit, out, first, asked)
@@ -252,17 +256,34 @@ def _hold_sources(
     _hold_until_copied(edit, step, out, d2h, write, copy_ends)
 
 
-def _free_sources(edit: Edit, storage: I32, d2h: I32, write: I32, copy_ends: _CopyEnds) -> None:
+def _free_sources(
+    edit: Edit, step: Step, out: OffloadSelection, d2h: I32, write: I32, copy_ends: _CopyEnds
+) -> None:
     """Free each source just before the copy that completes its own: the next, or `at_once`-th (Rule 6)."""
-    # A source without such a copy is held through the op after which its copy is complete.
-    by_next, n = copy_ends.by_next, copy_ends.at_once
+    # A source without such a copy is held through the op after which its copy is complete, and the copies of
+    # that op's outputs.
+    storage, by_next, n = out.storage, copy_ends.by_next, copy_ends.at_once
     completed_by = np.where(write[:-n] >= 0, write[:-n], d2h[n:])
     edit.release_before(storage[:-n][by_next[:-n]], completed_by[by_next[:-n]])
     by_call = ~by_next
     # No copy follows in time: the hook at the end of the next call waits for it, or the first read of
     # backward.
-    first_read = copy_ends.first_asked[by_call]
-    edit.hold_through(storage[by_call], np.minimum(copy_ends.after[by_call], first_read - 1))
+    until = np.minimum(copy_ends.after[by_call], copy_ends.first_asked[by_call] - 1)
+    last_d2h = _last_copies(step, out, d2h)[until]
+    edit.hold_through(storage[by_call], np.where(last_d2h >= 0, last_d2h, until).astype(np.int32))
+
+
+def _at_end(step: Step, out: OffloadSelection) -> I32:
+    """Return (moved,) the last op of the call that copies each storage after it; -1 for earlier copies."""
+    end = forward_end(step)[out.block]
+    return np.where(out.before == end + 1, end, -1).astype(np.int32)
+
+
+def _last_copies(step: Step, out: OffloadSelection, d2h: I32) -> I32:
+    """Return (n,) by last op of a call the last copy after it, -1 for none."""
+    at, last = _at_end(step, out), np.full(step.ops.n, -1, np.int32)
+    np.maximum.at(last, at[at >= 0], d2h[at >= 0])
+    return last
 
 
 def _end_without(step: Step, moved: _Offloaded) -> I32:
@@ -279,10 +300,7 @@ def _hold_until_copied(
     edit: Edit, step: Step, out: OffloadSelection, d2h: I32, write: I32, copy_ends: _CopyEnds
 ) -> None:
     """Hold arguments of a block's callers through the last copy or write at its end."""
-    block, end = out.block, forward_end(step)
-    at_end = out.before == end[block] + 1
-    last_d2h = np.full(step.ops.n, -1, np.int32)
-    np.maximum.at(last_d2h, end[block[at_end]], d2h[at_end])
+    end, last_d2h = forward_end(step), _last_copies(step, out, d2h)
     at_return = ~copy_ends.by_next & (copy_ends.after < step.ops.n) & (write >= 0)
     np.maximum.at(last_d2h, copy_ends.after[at_return], write[at_return])
     returns = np.full(step.ops.n, -1, np.int32)

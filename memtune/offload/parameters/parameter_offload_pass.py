@@ -381,6 +381,7 @@ def insert(edit: Edit, step: Step, pieces: Pieces, inserted: MomentOps, begins: 
     last = np.searchsorted(moment, of, side="right") - 1  # ops are in the order of their moments
     there = (last >= 0) & (moment[last] == of)
     edit.hold_through(waiting[there], rows[last[there]])
+    hold_prefetched_copies(edit, step, begins[moment] - 1, rows)
     return rows
 
 

@@ -158,13 +158,20 @@ class DynamicPolicy(Technique):
                 fix="give a larger budget",
                 code="MT317",
             )
+        place, online = placement_of(program, target), None
+        if self._is_online(program.step):
+            online = self._online(program, target, frozen.policy)
+            # The schedule predicts the ops of the runtime, so it holds no more than they do.
+            if 0 < (peak_bytes := online.peak_bytes + place.more_bytes) < frozen.peak_bytes:
+                check = _online_check(True)
+                frozen = solve_policy(place, (frozen.policy,), peak_bytes, check) or frozen
         return DynamicPlan(
             schedule=frozen.schedule,
             peak_bytes=frozen.peak_bytes,
-            plain_bytes=placement_of(program, target).plain_bytes,
+            plain_bytes=place.plain_bytes,
             recompute_s=round(frozen.recompute_s, 9),
             option=frozen.policy.option,
-            online=self._online(program, target, frozen.policy) if self._is_online(program.step) else None,
+            online=online,
         )
 
     def rewrite(self, program: Program, plan: DynamicPlan, target: Target) -> Program:
