@@ -18,16 +18,16 @@ def steps_of_stages(program: Program, target: Target, ranks: Sequence[int] | Non
     Raises:
         ValueError: The blocks are not a chain that can be cut there.
     """
-    how, times = piped(program, target.hardware)
+    settings, times = piped(program, target.hardware)
     states = target.chosen.get("sharding.states")
     if states is None or not states.effects.among_copies:
-        return pipelined(program.step, how, ranks)
-    every_micro_batch, alone = states.effects.every_micro_batch, replace(how, copies=1)
-    whole = replace(program, accumulate=times, unrolled=how.micro_batches, stages=None)
+        return pipelined(program.step, settings, ranks)
+    every_micro_batch, alone = states.effects.every_micro_batch, replace(settings, copies=1)
+    whole = replace(program, accumulate=times, unrolled=settings.micro_batches, stages=None)
     seen = replace(program, stages=None) if every_micro_batch else whole
 
     def divide(step: Step) -> Step:
-        return run_pass(seen.with_step(step), states, target, how.ranks)[0].step
+        return run_pass(seen.with_step(step), states, target, settings.ranks)[0].step
 
     if every_micro_batch:
         kept = not getattr(states, "reshard_after_forward", True)

@@ -35,7 +35,7 @@ class ScheduleStep(NamedTuple):
     """One step of a schedule."""
 
     action: Action
-    of: int
+    target: int
     """An op for COMPUTE, else a value."""
     along: tuple[int, ...] = ()
     """Elementwise ops, ascending, that are recomputed tile by tile in `parts` tiles together with this op;
@@ -46,9 +46,9 @@ class ScheduleStep(NamedTuple):
     def reads(self, graph: OpGraph) -> tuple[int, ...]:
         """Return the values that a COMPUTE reads, ascending."""
         if not self.along:
-            return graph.reads[self.of]
+            return graph.reads[self.target]
         made = {value for op in self.along for value in graph.makes[op]}
-        return tuple(sorted({value for op in (*self.along, self.of) for value in graph.reads[op]} - made))
+        return tuple(sorted({value for op in (*self.along, self.target) for value in graph.reads[op]} - made))
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,9 @@ class Schedule:
 
     def computes(self) -> list[int]:
         """Return the ops in the order in which they run; recomputed ops occur several times."""
-        return [op for step in self.steps if step.action == Action.COMPUTE for op in (*step.along, step.of)]
+        return [
+            op for step in self.steps if step.action == Action.COMPUTE for op in (*step.along, step.target)
+        ]
 
     def to_plain(self) -> dict[str, Any]:
         """Return plain data for a plan: n computes op n, -1 - v frees value v, else [action, …]."""
@@ -160,8 +162,8 @@ class Schedule:
 
 def _plain(step: ScheduleStep) -> int | list[int]:
     if step.action == Action.COMPUTE:
-        return [int(step.action), step.of, step.parts, *step.along] if step.along else step.of
-    return -1 - step.of if step.action == Action.FREE else [int(step.action), step.of]
+        return [int(step.action), step.target, step.parts, *step.along] if step.along else step.target
+    return -1 - step.target if step.action == Action.FREE else [int(step.action), step.target]
 
 
 def _step(plain: int | Sequence[int]) -> ScheduleStep:
@@ -199,7 +201,7 @@ def build_schedule(
     last: dict[int, int] = {}  # value, in its current version → position of its last use
     free_after: list[list[int]] = [[] for _ in order]
     for position, compute in enumerate(order):
-        for value in graph.makes[compute.of]:
+        for value in graph.makes[compute.target]:
             # A second run replaces the value: the old version is freed after its own last reader.
             if value in last:
                 free_after[last[value]].append(value)
@@ -284,11 +286,11 @@ def _tiling_error(graph: OpGraph, step: ScheduleStep, ran: Sequence[int]) -> str
     # ascend.
     if not step.along:
         return ""
-    if step.parts < 2 or list(step.along) != sorted(set(step.along)) or step.of <= step.along[-1]:
+    if step.parts < 2 or list(step.along) != sorted(set(step.along)) or step.target <= step.along[-1]:
         return "the ops that run in tiles with it are out of order"
     odd = [
         op
-        for op in (*step.along, step.of)
+        for op in (*step.along, step.target)
         if len(graph.makes[op]) != 1 or graph.writes[op] or op in graph.random
     ]
     odd += [op for op in step.along if not ran[op] or graph.makes[op][0] in graph.writers]
@@ -300,7 +302,7 @@ def _read_error(
 ) -> str:
     """Return the first value that a step reads in another version than the plain order, '' for none."""
     made = {value for op in step.along for value in graph.makes[op]}
-    for op in (*step.along, step.of):
+    for op in (*step.along, step.target):
         for value in graph.reads[op]:
             if value not in made and version.get(value) != wanted[op, value]:
                 return (

@@ -191,10 +191,10 @@ class Lohan(Technique):
         return (f"{swapped} of activations are swapped in a micro-batch: {best} a step; {others}",)
 
     def record(self, target: Target) -> dict[str, Any]:
-        how = {"swapped": "least seconds", "host_bytes": self.host_bytes, "min_bytes": self.min_bytes}
-        how |= {"window": self.window}
-        how |= {"spill": self.spill, "read_prefetch": self.read_prefetch} if self.spill != "none" else {}
-        return {"activations.recompute": how}
+        knobs = {"swapped": "least seconds", "host_bytes": self.host_bytes, "min_bytes": self.min_bytes}
+        knobs |= {"window": self.window}
+        knobs |= {"spill": self.spill, "read_prefetch": self.read_prefetch} if self.spill != "none" else {}
+        return {"activations.recompute": knobs}
 
     def _window(self, program: Program, options: list[Option]) -> int:
         if (
@@ -205,7 +205,7 @@ class Lohan(Technique):
 
     def _chosen(self, program: Program, target: Target) -> tuple[list[Option], SwapChoice, dict[int, int]]:
         later, run = later_techniques(target), (program.ranks, program.micro_batch, program.accumulate)
-        how = (
+        inputs = (
             program.step,
             later,
             target.hardware,
@@ -215,11 +215,11 @@ class Lohan(Technique):
             self.spill == "ssd",
         )
         if self.spill == "ssd" or program.stages is not None or self.window == 0:
-            return _solved(*how, True)
-        found = _solved(*how, False)
+            return _solved(*inputs, True)
+        found = _solved(*inputs, False)
         if self.window is None or self.window >= _most_moved(program.step, found[0]):
             return found
-        return _solved(*how, True)
+        return _solved(*inputs, True)
 
 
 def _most_moved(step: Step, options: list[Option]) -> int:

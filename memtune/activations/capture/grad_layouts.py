@@ -28,7 +28,7 @@ _Layout = tuple[int, ...] | str
 
 def guess_layouts(tape: Tape) -> Iterator[dict[int, GradientLike]]:
     """Yield gradient layouts by output, likeliest first, except those that `tape` was captured with."""
-    seen = [{i: _like(tape, i, _strides_given(tape, i)) for i in tape.asked}]
+    seen = [{i: _like(tape, i, _strides_given(tape, i)) for i in tape.with_gradient}]
     # Many layouts of one shape are equal (dims of size 1), so more are drawn than returned.
     for guess in islice(_all(tape), 4 * MOST):
         if guess not in seen:
@@ -101,7 +101,7 @@ def match_layouts(tape: Tape, gradients: dict[int, Tensor], device: torch.device
     Raises:
         ApplyError: A gradient arrives for an output that had none in the capture.
     """
-    unplanned = sorted(set(gradients) - set(tape.asked))
+    unplanned = sorted(set(gradients) - set(tape.with_gradient))
     if unplanned:
         raise ApplyError(
             f"Output {unplanned[0]} of the model gets a gradient, which it did not get when its schedule was"
@@ -109,7 +109,7 @@ def match_layouts(tape: Tape, gradients: dict[int, Tensor], device: torch.device
             fix="use the same outputs in the loss in each step, or choose recompute: {kind: full}",
             code="MT328",
         )
-    for i in tape.asked:
+    for i in tape.with_gradient:
         slot = tape.given[Outside("gradient", i)]
         # The captured backward runs ops on this gradient, so one that does not arrive is zeros.
         if i not in gradients:

@@ -53,7 +53,7 @@ class Outside(NamedTuple):
 class Slot(NamedTuple):
     """Tensor as an op sees it: a storage, and the view of it."""
 
-    of: int | Outside
+    value: int | Outside
     """Number of the value, or the outside tensor."""
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -93,7 +93,7 @@ class Tape:
     output_spec: TreeSpec
     differentiable: tuple[int, ...]
     """Outputs that can have a gradient."""
-    asked: tuple[int, ...]
+    with_gradient: tuple[int, ...]
     """Those of them with a gradient in the captured backward."""
     ready_gradients: tuple[tuple[int, int, Slot], ...]
     """(parameter, op after which its gradient was accumulated, the gradient)."""
@@ -205,10 +205,10 @@ class Recorder(OpVisitor):
                 self._note(tensor, self._n_values)
                 self._n_values += 1
         # `empty_like` and the like read only the shape.
-        touched = [] if str(func) in EMPTY else [self.slot(t).of for t in inputs]
+        touched = [] if str(func) in EMPTY else [self.slot(t).value for t in inputs]
         self.makes.append(made)
         self.reads.append(sorted({of for of in touched if isinstance(of, int)}))
-        changed = [self.slot(t).of for t in written]
+        changed = [self.slot(t).value for t in written]
         self.writes.append(sorted({of for of in changed if isinstance(of, int)}))
         self._check_outside(func, op, [of for of in changed if isinstance(of, Outside)])
         if str(func) not in BATCH_NORMS:  # BatchNorm in training reads no running statistics

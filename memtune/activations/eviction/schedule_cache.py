@@ -197,9 +197,9 @@ def why_outputs_differ(tape: Tape) -> str:
     """Return why `tape` needs the mode: an output without a gradient that may get one; '' if it does not."""
     # If all outputs with a gradient are scalars, the model returns its own loss: others are taken to
     # have none.
-    outputs = (tape.outputs[at] for at in tape.asked)
+    outputs = (tape.outputs[at] for at in tape.with_gradient)
     has_own_loss = all(isinstance(each, Slot) and each.size == () for each in outputs)
-    return "" if tape.asked == tape.differentiable or has_own_loss else _NO_GRADIENT
+    return "" if tape.with_gradient == tape.differentiable or has_own_loss else _NO_GRADIENT
 
 
 def schedule_of(tape: Tape, decided: Decided) -> Schedule | str:

@@ -308,7 +308,7 @@ def _joined(regions: BlockRegions, schedules: Sequence[Schedule]) -> Schedule:
         for each in schedule.backward:
             if each.action == Action.COMPUTE:
                 backward.append(
-                    each._replace(of=number[each.of], along=tuple(number[op] for op in each.along))
+                    each._replace(target=number[each.target], along=tuple(number[op] for op in each.along))
                 )
     return build_schedule(graph, range(graph.n_forward), backward, made_by="blocks")
 
@@ -316,7 +316,7 @@ def _joined(regions: BlockRegions, schedules: Sequence[Schedule]) -> Schedule:
 def find_block_schedule_error(graph: OpGraph, schedule: Schedule) -> str:
     """Return why `schedule` cannot run a block, '' if it can: also a forward not in plain order."""
     forward = [
-        op for each in schedule.forward if each.action == Action.COMPUTE for op in (*each.along, each.of)
+        op for each in schedule.forward if each.action == Action.COMPUTE for op in (*each.along, each.target)
     ]
     if forward != list(range(graph.n_forward)):
         return "its forward is not in plain order"

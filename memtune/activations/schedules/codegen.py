@@ -125,7 +125,7 @@ class _Writer(CallText):
             *(slot for _, _, slot in tape.ready_gradients),
             *(slot for _, slot in tape.input_gradients),
         ]
-        self._owed = Counter(slot.of for slot in gradients if isinstance(slot.of, int))
+        self._owed = Counter(slot.value for slot in gradients if isinstance(slot.value, int))
         """Value → number of gradients that are still to be made from it."""
         self._held_back: set[int] = set()
         self._due: list[tuple[int, Slot]] = []
@@ -153,11 +153,11 @@ class _Writer(CallText):
 
     def _forward(self) -> list[str]:
         steps = self._schedule.forward
-        last = {step.of: at for at, step in enumerate(steps) if step.action == Action.FREE}
+        last = {step.target: at for at, step in enumerate(steps) if step.action == Action.FREE}
         for at, step in enumerate(steps):
             # Before the last free, or the name would be gone; a value that is made again is handed out then.
-            if step.action == Action.FREE and last[step.of] == at:
-                self._hand_out(step.of)
+            if step.action == Action.FREE and last[step.target] == at:
+                self._hand_out(step.target)
             self._step(step)
             self._keep(self._claimed.after.get(at, ()))
         numbers = [number for number, leaf in enumerate(self._tape.outputs) if isinstance(leaf, Slot)]
@@ -166,7 +166,7 @@ class _Writer(CallText):
             f"o{n}" if f"o{n}" in self._there else f"{self._view(self._slot(n))}.detach()" for n in numbers
         ]
         lines, self._lines = self._lines, []
-        read = self._read_outside(steps) | {self._slot(n).of for n in numbers}
+        read = self._read_outside(steps) | {self._slot(n).value for n in numbers}
         # By the first letter of a name: values, random states, host copies.
         saved = [*(name for name in self._there if name[0] in "vsh"), *self._inputs_of_backward()]
         self._saved = saved
@@ -238,7 +238,7 @@ class _Writer(CallText):
         return {each for step in steps if step.action == Action.COMPUTE for each in self._given_to(step)}
 
     def _given_to(self, step: ScheduleStep) -> list[Outside]:
-        return [each for op in (*step.along, step.of) for each in _outside(self._tape.calls[op])]
+        return [each for op in (*step.along, step.target) for each in _outside(self._tape.calls[op])]
 
     def _slot(self, number: int) -> Slot:
         leaf = self._tape.outputs[number]
@@ -248,39 +248,39 @@ class _Writer(CallText):
     # -- steps -----------------------------------------------------------------------------------------------
 
     def _step(self, step: ScheduleStep) -> None:
-        value = f"v{step.of}"
+        value = f"v{step.target}"
         if step.action == Action.COMPUTE:
             self._compute(step)
         elif step.action == Action.FREE:
             # The copy to the host reads the value until it is complete.
-            if f"h{step.of}" in self._there:
-                self._lines.append(f"wait(h{step.of})")
-            if self._owed[step.of]:
-                self._held_back.add(step.of)  # a gradient that is not yielded yet: freed after that
+            if f"h{step.target}" in self._there:
+                self._lines.append(f"wait(h{step.target})")
+            if self._owed[step.target]:
+                self._held_back.add(step.target)  # a gradient that is not yielded yet: freed after that
             else:
                 self._drop(value)
         elif step.action == Action.TO_HOST:
-            self._lines.append(f"h{step.of} = to_host({value})")
-            self._there[f"h{step.of}"] = None
+            self._lines.append(f"h{step.target} = to_host({value})")
+            self._there[f"h{step.target}"] = None
         else:
-            self._lines.append(f"{value} = to_device(h{step.of}, device)")
+            self._lines.append(f"{value} = to_device(h{step.target}, device)")
             self._there[value] = None
-            self._drop(f"h{step.of}")
+            self._drop(f"h{step.target}")
 
     def _compute(self, step: ScheduleStep) -> None:
         # After the frees of the last op, before the next op's allocation: the peak that the schedule
         # predicts.
         self._yield_ready()
-        again, made = step.of in self._ran, self._tape.graph.makes[step.of]
+        again, made = step.target in self._ran, self._tape.graph.makes[step.target]
         if step.along:
             self._run_in_parts(step)
         else:
-            self._run_whole(step.of, again)
+            self._run_whole(step.target, again)
         self._there.update(dict.fromkeys(f"v{value}" for value in made))
         self._held_back.difference_update(made)
         if not again:
-            self._ran.add(step.of)
-            self._due = self._gradients_after.get(step.of, [])
+            self._ran.add(step.target)
+            self._due = self._gradients_after.get(step.target, [])
 
     def _run_whole(self, op: int, again: bool) -> None:
         call, made = self._tape.calls[op], self._tape.graph.makes[op]
@@ -306,8 +306,8 @@ class _Writer(CallText):
     def _run_in_parts(self, step: ScheduleStep) -> None:
         """Write the lines of an op in parts, as `activations.schedules.partial_ops_pass` counts them."""
         makes, calls = self._tape.graph.makes, self._tape.calls
-        (value,) = makes[step.of]
-        base, ops, copy = self._base[value], (*step.along, step.of), torch.ops.aten.copy_.default
+        (value,) = makes[step.target]
+        base, ops, copy = self._base[value], (*step.along, step.target), torch.ops.aten.copy_.default
         self._lines.append(f"v{value} = {self._allocate(base)}")
         # A part lives until its last reader within the chain of ops, as the pass counts it.
         last = {read: at for at, op in enumerate(ops) for read in self._tape.graph.reads[op]}
@@ -328,11 +328,11 @@ class _Writer(CallText):
             self.ready_order.append(parameter)
             self._yielded[parameter] = self._at
             self._lines.append(f"ready.append({self._view(gradient)}.detach())")
-            if isinstance(gradient.of, int):
-                self._owed[gradient.of] -= 1
-                if gradient.of in self._held_back and not self._owed[gradient.of]:
-                    self._held_back.discard(gradient.of)
-                    self._drop(f"v{gradient.of}")
+            if isinstance(gradient.value, int):
+                self._owed[gradient.value] -= 1
+                if gradient.value in self._held_back and not self._owed[gradient.value]:
+                    self._held_back.discard(gradient.value)
+                    self._drop(f"v{gradient.value}")
             self._lines.append(f"yield {parameter}")
 
     def _drop(self, name: str) -> None:
@@ -357,12 +357,12 @@ class Claimed:
             if step.action == Action.COMPUTE:
                 last.update(
                     dict.fromkeys(
-                        (*_arguments(tape, step), *step.reads(tape.graph), *tape.graph.makes[step.of]), at
+                        (*_arguments(tape, step), *step.reads(tape.graph), *tape.graph.makes[step.target]), at
                     )
                 )
-                made.update(tape.graph.makes[step.of])
+                made.update(tape.graph.makes[step.target])
             elif step.action == Action.FREE:
-                made.discard(step.of)
+                made.discard(step.target)
         for at, step in enumerate(schedule.backward):
             if step.action == Action.COMPUTE:
                 found: list[int | Outside] = [
@@ -372,7 +372,7 @@ class Claimed:
                 for each in found:
                     first.setdefault(each, at)
                 # A value that backward makes itself is not kept from forward.
-                made.difference_update(tape.graph.makes[step.of])
+                made.difference_update(tape.graph.makes[step.target])
         ends = _ends_of_computes(schedule.forward)
         after, before = dict[int, list[int | Outside]](), dict[int, list[int | Outside]]()
         for each in sorted(first, key=lambda of: (isinstance(of, int), of)):
@@ -386,7 +386,7 @@ NOTHING_CLAIMED = Claimed({}, {})
 
 def _arguments(tape: Tape, step: ScheduleStep) -> list[Outside]:
     return [
-        each for op in (*step.along, step.of) for each in _outside(tape.calls[op]) if each.kind == "input"
+        each for op in (*step.along, step.target) for each in _outside(tape.calls[op]) if each.kind == "input"
     ]
 
 
@@ -411,7 +411,7 @@ def _check_layout(
 def not_by_element(tape: Tape, schedule: Schedule, device: torch.device) -> str:
     """Return the op that the schedule runs in parts although it is not elementwise, '' if there is none."""
     bases = bases_of(tape)
-    for op in {op for step in schedule.steps if step.along for op in (*step.along, step.of)}:
+    for op in {op for step in schedule.steps if step.along for op in (*step.along, step.target)}:
         call = tape.calls[op]
         slots = slots_in((call.args, call.kwargs, call.out))
         if not may_be_by_element(call.func, call.kwargs, on_gpu=device.type != "cpu") or not _are_filled(
@@ -424,7 +424,7 @@ def not_by_element(tape: Tape, schedule: Schedule, device: torch.device) -> str:
 def state_read(tape: Tape, schedule: Schedule) -> tuple[int, ...]:
     """Return the parameters and buffers that backward reads, in its own ops or in repeated ones."""
     again = {
-        op for step in schedule.backward if step.action == Action.COMPUTE for op in (*step.along, step.of)
+        op for step in schedule.backward if step.action == Action.COMPUTE for op in (*step.along, step.target)
     }
     read = {
         each
@@ -436,7 +436,7 @@ def state_read(tape: Tape, schedule: Schedule) -> tuple[int, ...]:
 
 def _are_filled(slots: Sequence[Slot], bases: dict[int, Slot]) -> bool:
     """Return whether all slots have the same layout and cover whole values without gaps."""
-    wholes = [slot if isinstance(slot.of, Outside) else bases[slot.of] for slot in slots]
+    wholes = [slot if isinstance(slot.value, Outside) else bases[slot.value] for slot in slots]
     same = all(slot[1:3] == slots[0][1:3] for slot in slots) and is_dense(slots[0].size, slots[0].stride)
     pairs = [
         (one.dtype, math.prod(one.size)) == (other.dtype, math.prod(other.size))
@@ -460,14 +460,14 @@ def _outside(call: Call) -> list[Outside]:
 
 
 def _kept(slots: Iterable[Any]) -> Iterable[Outside]:
-    return (slot.of for slot in slots if isinstance(slot, Slot) and isinstance(slot.of, Outside))
+    return (slot.value for slot in slots if isinstance(slot, Slot) and isinstance(slot.value, Outside))
 
 
 def _by_value(outputs: Sequence[Any]) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for number, leaf in enumerate(outputs):
-        if isinstance(leaf, Slot) and isinstance(leaf.of, int):
-            found.setdefault(leaf.of, []).append(number)
+        if isinstance(leaf, Slot) and isinstance(leaf.value, int):
+            found.setdefault(leaf.value, []).append(number)
     return found
 
 

@@ -51,9 +51,9 @@ class CallText:
             return f"{self._value(made[0])} = "
         names, left = [], set(made)
         for out in call.out:
-            is_new = isinstance(out, Slot) and out.of in left
-            names.append(self._value(out.of) if is_new else "_")
-            left -= {out.of} if is_new else set()
+            is_new = isinstance(out, Slot) and out.value in left
+            names.append(self._value(out.value) if is_new else "_")
+            left -= {out.value} if is_new else set()
         return f"{', '.join(names)}{',' * (len(names) == 1)} = "
 
     def _call(self, call: Call, again: bool) -> str:
@@ -93,16 +93,18 @@ class CallText:
         if self._part is None:
             return self._slot_view(slot)
         start, end, parts = self._part
-        return f"q{slot.of}" if slot.of in parts else f"part_of({self._slot_view(slot)}, {start}, {end})"
+        return (
+            f"q{slot.value}" if slot.value in parts else f"part_of({self._slot_view(slot)}, {start}, {end})"
+        )
 
     def _slot_view(self, slot: Slot) -> str:
-        if isinstance(slot.of, Outside):
-            name, base = self._outside(slot.of), self._tape.given[slot.of]
-            if slot.of.kind == "constant":
-                self.namespace[outside_name(slot.of)] = self._tape.constants[slot.of.number]
+        if isinstance(slot.value, Outside):
+            name, base = self._outside(slot.value), self._tape.given[slot.value]
+            if slot.value.kind == "constant":
+                self.namespace[outside_name(slot.value)] = self._tape.constants[slot.value.number]
             offset = f"{name}.storage_offset() + {slot.offset}"  # inputs may start anywhere in their storage
         else:
-            name, base, offset = self._value(slot.of), self._base[slot.of], str(slot.offset)
+            name, base, offset = self._value(slot.value), self._base[slot.value], str(slot.offset)
         if slot[1:] == base[1:]:
             return name
         if slot.dtype != base.dtype:
@@ -115,8 +117,8 @@ def bases_of(tape: Tape) -> dict[int, Slot]:
     found: dict[int, Slot] = {}
     for call, made in zip(tape.calls, tape.graph.makes, strict=True):
         for out in slots_in(call.out):
-            if out.of in made:
-                found.setdefault(out.of, out)
+            if out.value in made:
+                found.setdefault(out.value, out)
     return found
 
 
@@ -130,7 +132,9 @@ def viewed(tape: Tape, bases: dict[int, Slot]) -> frozenset[int]:
             tape.input_gradients,
         )
     )
-    return frozenset(slot.of for slot in slots if isinstance(slot.of, int) and slot[1:] != bases[slot.of][1:])
+    return frozenset(
+        slot.value for slot in slots if isinstance(slot.value, int) and slot[1:] != bases[slot.value][1:]
+    )
 
 
 def slots_in(values: Any) -> list[Any]:

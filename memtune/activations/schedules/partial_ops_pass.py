@@ -72,14 +72,14 @@ def elements_of(step: Step, region: Region) -> Sequence[int]:
 
 def part_rows(step: Step, region: Region, compute: ScheduleStep) -> list[PartRow]:
     """Return the rows of `compute`, in order."""
-    size = {op: int(step.ops.elementwise_bytes[region.rows[op]]) for op in (*compute.along, compute.of)}
-    n_elements = int(region.bytes[region.graph.makes[compute.of][0]]) // size[compute.of]
-    rows = [PartRow(Role.EMPTY, compute.of, 0.0)]
+    size = {op: int(step.ops.elementwise_bytes[region.rows[op]]) for op in (*compute.along, compute.target)}
+    n_elements = int(region.bytes[region.graph.makes[compute.target][0]]) // size[compute.target]
+    rows = [PartRow(Role.EMPTY, compute.target, 0.0)]
     for start, end in parts_of(n_elements, compute.parts):
         share = (end - start) / n_elements
         rows += [PartRow(Role.ALONG, op, share, (end - start) * size[op]) for op in compute.along]
         rows += [
-            PartRow(role, compute.of, share, (end - start) * size[compute.of])
+            PartRow(role, compute.target, share, (end - start) * size[compute.target])
             for role in (Role.RESULT, Role.COPY)
         ]
     return rows

@@ -92,15 +92,15 @@ def _sequence(
                         first[len(order)] = ran[part.op]
                     order.append(rows[part.op])
                 if not pieces:
-                    if each.of in ran:
-                        first[len(order)] = ran[each.of]
-                    order.append(rows[each.of])
+                    if each.target in ran:
+                        first[len(order)] = ran[each.target]
+                    order.append(rows[each.target])
                 latest = len(order) - 1
-                if each.of not in ran:
-                    ran[each.of] = latest
-                    order += region.carried[each.of]
+                if each.target not in ran:
+                    ran[each.target] = latest
+                    order += region.carried[each.target]
             elif each.action == Action.FREE:
-                freed_after_row.append((each.of, latest))
+                freed_after_row.append((each.target, latest))
         order += then
     found = np.arange(len(order), dtype=np.int32)
     found[list(first)] = list(first.values())

@@ -293,7 +293,7 @@ class ScheduledRegion(ReplacedForward):
 
     def _captures_of_other_layouts(self, call: Callable[..., Tape], first: Tape) -> Iterator[Tape]:
         """Yield captures with other gradient layouts, if at least the forward is the schedule's."""
-        computed = (each.of for each in self.schedule.forward if each.action == Action.COMPUTE)
+        computed = (each.target for each in self.schedule.forward if each.action == Action.COMPUTE)
         if max(computed, default=-1) == first.graph.n_forward - 1:
             for gradients in guess_layouts(first):
                 with suppress(CaptureError):
@@ -389,7 +389,7 @@ def _identity(tensor: Tensor) -> Tensor:
 
 
 def _like(tape: Tape) -> Any:
-    slots = [(i, tape.given[Outside("gradient", i)]) for i in tape.asked]
+    slots = [(i, tape.given[Outside("gradient", i)]) for i in tape.with_gradient]
     return tuple(sorted((i, slot.size, slot.stride, slot.dtype) for i, slot in slots))
 
 

@@ -66,11 +66,11 @@ class TiledLoss:
             return loss.detach(), lambda: torch.autograd.grad(loss, logits)[0]
         # The ops that autograd would run, without its graph, engine and checks for each part.
         log_p = torch.log_softmax(logits, 1)
-        how = self.class_weight, _SUM, self.ignore_index
-        loss, total_weight = _aten.nll_loss_forward(log_p, target, *how)
+        settings = self.class_weight, _SUM, self.ignore_index
+        loss, total_weight = _aten.nll_loss_forward(log_p, target, *settings)
 
         def backward() -> Tensor:
-            gradient = _aten.nll_loss_backward(torch.ones_like(loss), log_p, target, *how, total_weight)
+            gradient = _aten.nll_loss_backward(torch.ones_like(loss), log_p, target, *settings, total_weight)
             found: Tensor = _aten._log_softmax_backward_data(gradient, log_p, 1, log_p.dtype)
             return found
 
@@ -101,29 +101,33 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, how: TiledLoss
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, settings: TiledLoss
     ) -> Tensor:
         # The original types: gradients are returned in these, whatever autocast computes in.
         gradients = _Gradients(x, weight, bias, ctx.needs_input_grad[:3])
-        x, weight, bias = how.cast(x), how.cast(weight), None if bias is None else how.cast(bias)
-        size = -(-len(x) // how.chunks)
+        x, weight, bias = (
+            settings.cast(x),
+            settings.cast(weight),
+            None if bias is None else settings.cast(bias),
+        )
+        size = -(-len(x) // settings.chunks)
         total: Tensor | None = None
         for start in range(0, len(x), size):
             rows = slice(start, start + size)
-            with _no_autocast(how, x):
+            with _no_autocast(settings, x):
                 logits = F.linear(x[rows], weight, bias)
-            loss, backward = how.with_backward(logits, target[rows])
+            loss, backward = settings.with_backward(logits, target[rows])
             # Sums of many parts in half precision would lose the small ones.
             part = loss.float()
             total = part if total is None else total.add_(part)
             gradient = backward()
             dtype = loss.dtype
             del loss, logits, part, backward
-            with _no_autocast(how, x):
+            with _no_autocast(settings, x):
                 gradients.add(gradient, x[rows], weight, rows)
             del gradient
         assert total is not None
-        ctx.gradients, ctx.how, ctx.denominator = gradients, how, how.denominator(target)
+        ctx.gradients, ctx.settings, ctx.denominator = gradients, settings, settings.denominator(target)
         return (total if ctx.denominator is None else total / ctx.denominator).to(dtype)
 
     @staticmethod
@@ -135,7 +139,7 @@ class _Loss(torch.autograd.Function):
                 fix="split: {kind: none}, or call the loss function again",
                 code="MT331",
             )
-        ctx.how.on_gradient()
+        ctx.settings.on_gradient()
         # Forward summed the parts' losses. The mean's denominator is applied here, so that gradients in half
         # precision are of order one for any number of tokens.
         scale = gradient if ctx.denominator is None else gradient.float() / ctx.denominator
@@ -180,5 +184,5 @@ class _Gradients:
         return tuple(None if each is None else each.mul_(scale) for each in found)
 
 
-def _no_autocast(how: TiledLoss, x: Tensor) -> Any:
-    return nullcontext() if how.dtype is None else torch.autocast(x.device.type, enabled=False)
+def _no_autocast(settings: TiledLoss, x: Tensor) -> Any:
+    return nullcontext() if settings.dtype is None else torch.autocast(x.device.type, enabled=False)

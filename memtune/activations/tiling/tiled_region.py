@@ -98,9 +98,9 @@ def install_tiled_modules(
                 fix="memtune search  makes a plan for this model; or split: {kind: none}",
                 code="MT335",
             ) from error
-        how = _TilingSettings(name, module.forward, parts, again)
-        module.forward = partial(_forward, module, how)
-        installed.append((name, module, how))
+        settings = _TilingSettings(name, module.forward, parts, again)
+        module.forward = partial(_forward, module, settings)
+        installed.append((name, module, settings))
     context.checks[check] = lambda: _check(installed)
 
 
@@ -110,21 +110,21 @@ def _check(installed: list[tuple[str, nn.Module, _TilingSettings]]) -> dict[str,
             raise ApplyError(
                 f"{name} should run over parts of its tokens, but its forward was replaced.", code="MT335"
             )
-    return {"modules": len(installed), "runs_in_parts": sum(how.runs for _, _, how in installed)}
+    return {"modules": len(installed), "runs_in_parts": sum(settings.runs for _, _, settings in installed)}
 
 
-def _forward(module: nn.Module, how: _TilingSettings, *args: Any, **kwargs: Any) -> Any:
+def _forward(module: nn.Module, settings: _TilingSettings, *args: Any, **kwargs: Any) -> Any:
     x = args[0] if len(args) == 1 and not kwargs else None
     parameters = [each for each in module.parameters() if each.requires_grad]
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 2 or x.shape[:-1].numel() < 2:
-        return how.forward(*args, **kwargs)
+        return settings.forward(*args, **kwargs)
     if not torch.is_grad_enabled() or not (x.requires_grad or parameters):
-        return how.forward(*args, **kwargs)
-    if not how.looked:
-        how.check_position_wise(x)
-    how.runs += 1
-    in_parts = _Parts if how.again else _KeptParts
-    return in_parts.apply(x, how, *parameters)  # type: ignore[no-untyped-call]
+        return settings.forward(*args, **kwargs)
+    if not settings.looked:
+        settings.check_position_wise(x)
+    settings.runs += 1
+    in_parts = _Parts if settings.again else _KeptParts
+    return in_parts.apply(x, settings, *parameters)  # type: ignore[no-untyped-call]
 
 
 class _Parts(torch.autograd.Function):
@@ -135,11 +135,11 @@ class _Parts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, how: _TilingSettings, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, settings: _TilingSettings, *parameters: Tensor) -> Tensor:
         rows, out = x.reshape(-1, x.shape[-1]), None
-        size = -(-len(rows) // how.chunks)
+        size = -(-len(rows) // settings.chunks)
         for start in range(0, len(rows), size):
-            part = how.part(rows[start : start + size], x.dim())
+            part = settings.part(rows[start : start + size], x.dim())
             if out is None:
                 # After the first part: only then the output's width and type are known.
                 out = part.new_empty(len(rows), part.shape[-1])
@@ -147,23 +147,23 @@ class _Parts(torch.autograd.Function):
             del part
         assert out is not None
         ctx.save_for_backward(x)
-        ctx.how, ctx.parameters, ctx.autocast = how, parameters, _autocast(x.device.type)
+        ctx.settings, ctx.parameters, ctx.autocast = settings, parameters, _autocast(x.device.type)
         return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), how = ctx.saved_tensors, ctx.how
+        (x,), settings = ctx.saved_tensors, ctx.settings
         rows, given = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
         dx = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
         sums: list[Tensor | None] = [None] * len(ctx.parameters)
-        size = -(-len(rows) // how.chunks)
+        size = -(-len(rows) // settings.chunks)
         for start in range(0, len(rows), size):
             mine = slice(start, start + size)
             # Backward runs outside of autocast; the second forward needs the first one's setting.
             with torch.enable_grad(), ctx.autocast():
                 part = rows[mine].detach().requires_grad_(dx is not None)
-                out = how.part(part, x.dim())
+                out = settings.part(part, x.dim())
             wanted = [part, *ctx.parameters] if dx is not None else list(ctx.parameters)
             # Not `backward`: parameters' hooks must see one full gradient, not one per part.
             got = list(torch.autograd.grad(out, wanted, given[mine], allow_unused=True))
@@ -195,17 +195,17 @@ class _KeptParts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, how: _TilingSettings, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, settings: _TilingSettings, *parameters: Tensor) -> Tensor:
         rows, out = x.detach().reshape(-1, x.shape[-1]), None
-        size = -(-len(rows) // how.chunks)
+        size = -(-len(rows) // settings.chunks)
         edges: list[tuple[GradientEdge | None, GradientEdge]] = []
         for start in range(0, len(rows), size):
             with torch.enable_grad():
                 part, entered = rows[start : start + size], None
                 if x.requires_grad:
-                    part = _Entered.apply(part, how.anchor)  # type: ignore[no-untyped-call]
+                    part = _Entered.apply(part, settings.anchor)  # type: ignore[no-untyped-call]
                     entered = get_gradient_edge(part)
-                made = how.part(part, x.dim())
+                made = settings.part(part, x.dim())
                 edges.append((entered, get_gradient_edge(made)))
             if out is None:
                 out = made.new_empty(len(rows), made.shape[-1])

@@ -129,39 +129,41 @@ def _row_bytes(form: Form, numel: tuple[int, ...], kept: tuple[bool, ...]) -> in
     return row.n_bytes
 
 
-def rewrite_collectives(step: Step, how: Communication, degree: int, *, stages_messages: bool) -> Step:
-    """Return `step` with the collectives of `how` instead of FSDP2's among the `degree` ranks of a copy."""
+def rewrite_collectives(
+    step: Step, communication: Communication, degree: int, *, stages_messages: bool
+) -> Step:
+    """Return `step` with `communication` instead of FSDP2's collectives in a copy of `degree` ranks."""
     edit = Edit(step)
-    if how.changes_gathers:
-        _gathers(edit, step, how, degree, _COMPUTE_STREAM if stages_messages else _GATHER_STREAM)
-    if how.gradients is not None:
-        _exchanges(edit, step, how, how.gradients, degree)
-    elif how.ring_reductions:
-        _ring_reductions(edit, step, degree, how.ranks_per_node, stages_messages=stages_messages)
+    if communication.changes_gathers:
+        _gathers(edit, step, communication, degree, _COMPUTE_STREAM if stages_messages else _GATHER_STREAM)
+    if communication.gradients is not None:
+        _exchanges(edit, step, communication, communication.gradients, degree)
+    elif communication.ring_reductions:
+        _ring_reductions(edit, step, degree, communication.ranks_per_node, stages_messages=stages_messages)
     return edit.done()
 
 
-def _gathers(edit: Edit, step: Step, how: Communication, degree: int, stream: int) -> None:
+def _gathers(edit: Edit, step: Step, communication: Communication, degree: int, stream: int) -> None:
     found = gathers(step, degree)
     ops = found.ops
     phase, backward = step.ops.phase[ops], step.ops.phase[ops] != Phase.FORWARD
-    kept, served = _pairs(backward) if how.secondary else (ops[:0], ops[:0])
+    kept, served = _pairs(backward) if communication.secondary else (ops[:0], ops[:0])
     # Gathers that the secondary copy serves stay inside the node, whatever the others do.
     whole = np.ones(len(ops), bool)
     whole[served] = False
     edit.drop_ops(ops)
     for each in (Phase.FORWARD, Phase.BACKWARD):
         mine = np.flatnonzero(whole & (phase == each)).astype(np.int32)
-        if how.weights is not None:
-            _quantised(edit, step, found, mine, how.weights, degree, stream, each)
-        elif how.gather == "hierarchical":
-            _by_node(edit, step, found, mine, degree, how.ranks_per_node, stream, each)
-        elif how.gather == "ho_ring":
-            _rings(edit, step, found, mine, degree, how.ranks_per_node, stream, each)
+        if communication.weights is not None:
+            _quantised(edit, step, found, mine, communication.weights, degree, stream, each)
+        elif communication.gather == "hierarchical":
+            _by_node(edit, step, found, mine, degree, communication.ranks_per_node, stream, each)
+        elif communication.gather == "ho_ring":
+            _rings(edit, step, found, mine, degree, communication.ranks_per_node, stream, each)
         else:
             _plain(edit, step, found, mine, degree, stream, each)
     if len(kept):
-        _secondary(edit, step, found, kept, served, how.ranks_per_node, stream)
+        _secondary(edit, step, found, kept, served, communication.ranks_per_node, stream)
 
 
 def _pairs(backward: Mask) -> tuple[I32, I32]:
@@ -312,9 +314,9 @@ def _secondary(
     )
 
 
-def _exchanges(edit: Edit, step: Step, how: Communication, form: Form, degree: int) -> None:
+def _exchanges(edit: Edit, step: Step, communication: Communication, form: Form, degree: int) -> None:
     """Replace reduce-scatters by two hops, inside the node and between: quantized all-to-all, sum."""
-    found, local = reductions(step, degree), how.ranks_per_node
+    found, local = reductions(step, degree), communication.ranks_per_node
     nodes = degree // local
     edit.drop_ops(found.ops)
     out = _used(step, found.ops, mutates=True)
@@ -325,7 +327,7 @@ def _exchanges(edit: Edit, step: Step, how: Communication, form: Form, degree: i
     whole = step.storages.bytes[found.buffer]
     inside = _Hop(found.ops, stream, Resource.INTRA_LINK, local)
     pack = inside.add(edit, (found.buffer, whole), (sums, 4 * nodes * numel), row * degree)
-    if how.feedback:
+    if communication.feedback:
         # The error of a step is added in the next one, so it is there before the first op and after the last.
         lost = edit.add_persistent(4 * degree * numel, Kind.COMMUNICATION)
         edit.add_uses(pack, writes=lost)

@@ -32,8 +32,8 @@ from memtune.parallel.sharding import SeamAllGather, SeamReduceScatter
 from memtune.runtime import Context, Nodes, node_topology, node_topology as nodes
 
 
-def install_collectives(context: Context, how: Communication) -> None:
-    """Install the collectives of `how` in every unit of the sharded model of `context`.
+def install_collectives(context: Context, communication: Communication) -> None:
+    """Install the collectives of `communication` in every unit of the sharded model of `context`.
 
     Raises:
         ApplyError: The model is not sharded by FSDP2, or its ranks are not whole nodes.
@@ -48,48 +48,50 @@ def install_collectives(context: Context, how: Communication) -> None:
         )
     groups: list[Any] = [unit._get_fsdp_state()._fsdp_param_group for unit in units.values()]
     degree = next(group.mesh_info.shard_mesh_size for group in groups if group is not None)
-    if how.ranks_per_node % size and size % how.ranks_per_node:
+    if communication.ranks_per_node % size and size % communication.ranks_per_node:
         raise ApplyError(
-            f"groups of {size} ranks, which share layers, are no whole nodes of {how.ranks_per_node} or parts"
-            " of one.",
+            f"groups of {size} ranks, which share layers, are no whole nodes of"
+            f" {communication.ranks_per_node} or parts of one.",
             fix="another sharding.parallel degree, or ranks_per_node",
             code="MT342",
         )
     # For the audit and the count of bytes: which link a group uses follows from it.
-    node_topology.declare(how.ranks_per_node)
+    node_topology.declare(communication.ranks_per_node)
     context.undo.callback(node_topology.declare, None)
     # Of a node's ranks, those that hold the same part of the model.
-    how = replace(how, ranks_per_node=max(how.ranks_per_node // size, 1))
-    place = _node_grid(context, how, degree)
-    forward = Forward(context.model) if how.secondary else None
+    communication = replace(communication, ranks_per_node=max(communication.ranks_per_node // size, 1))
+    place = _node_grid(context, communication, degree)
+    forward = Forward(context.model) if communication.secondary else None
     for unit, group in zip(units.values(), groups, strict=True):
         if group is None:  # a unit without parameters
             continue
-        if how.changes_gathers:
-            unit.set_custom_all_gather(Gather(group, how, place, forward))
-        if how.gradients is not None and place is not None:
-            unit.set_custom_reduce_scatter(Exchange(group, how.gradients, place, feedback=how.feedback))
-        elif how.ring_reductions and place is not None:
+        if communication.changes_gathers:
+            unit.set_custom_all_gather(Gather(group, communication, place, forward))
+        if communication.gradients is not None and place is not None:
+            unit.set_custom_reduce_scatter(
+                Exchange(group, communication.gradients, place, feedback=communication.feedback)
+            )
+        elif communication.ring_reductions and place is not None:
             unit.set_custom_reduce_scatter(RingReduction(place))
-    context.checks["sharding.communication"] = lambda: _check(how, groups)
+    context.checks["sharding.communication"] = lambda: _check(communication, groups)
 
 
-def _node_grid(context: Context, how: Communication, degree: int) -> Nodes | None:
-    local = min(how.ranks_per_node, degree)
-    if not how.by_node:
+def _node_grid(context: Context, communication: Communication, degree: int) -> Nodes | None:
+    local = min(communication.ranks_per_node, degree)
+    if not communication.by_node:
         return None
     if (reason := refusals.uneven_nodes(degree, local)) is not None:
         raise refusals.error_of(reason)
     return nodes.nodes_of(context.device.type, degree, local, context.placement.model_parallel_size)
 
 
-def _check(how: Communication, groups: list[Any]) -> dict[str, Any]:
+def _check(communication: Communication, groups: list[Any]) -> dict[str, Any]:
     mine = [group for group in groups if group is not None]
     gathers = sum(isinstance(group._all_gather_comm, Gather) for group in mine)
     exchanges = sum(isinstance(group._reduce_scatter_comm, Exchange | RingReduction) for group in mine)
     for name, there, expected in (
-        ("gathers", gathers, how.changes_gathers),
-        ("exchanges", exchanges, how.changes_reductions),
+        ("gathers", gathers, communication.changes_gathers),
+        ("exchanges", exchanges, communication.changes_reductions),
     ):
         if there != (len(mine) if expected else 0):
             raise ApplyError(
@@ -97,7 +99,7 @@ def _check(how: Communication, groups: list[Any]) -> dict[str, Any]:
             )
     return {
         "units": len(mine),
-        "ranks_per_node": how.ranks_per_node,
+        "ranks_per_node": communication.ranks_per_node,
         "gathers": gathers,
         "exchanges": exchanges,
     }
@@ -130,15 +132,17 @@ class Gather(SeamAllGather):
 
     Args:
         group: FSDP2's parameters of the unit.
-        how: The collectives to use.
+        communication: The collectives to use.
         place: This rank's nodes, if they matter.
         forward: Tells if a backward follows; None: no copy is kept.
     """
 
     is_one_message = False
 
-    def __init__(self, group: Any, how: Communication, place: Nodes | None, forward: Forward | None) -> None:
-        self._group, self._how, self._place, self._forward = group, how, place, forward
+    def __init__(
+        self, group: Any, communication: Communication, place: Nodes | None, forward: Forward | None
+    ) -> None:
+        self._group, self._how, self._place, self._forward = group, communication, place, forward
         self._secondary: tuple[Tensor, tuple[int, ...]] | None = None
         self._ring: torch.Stream | None = None
 

@@ -31,20 +31,27 @@ class Sharing:
     """The link that those averages cross."""
 
 
-def share(step: Step, how: Sharing) -> Step:
+def share(step: Step, sharing: Sharing) -> Step:
     """Return `step` of sharded layers with batches broadcast, and gradients averaged at the end."""
     edit = Edit(step)
-    _send(edit, step, how)
-    if how.summed:
-        summed = np.isin(columns_of(step.parameters).names, list(how.summed))
-        average(edit, step, summed, how.ranks, how.inside, how.accumulate)
-    if how.copies > 1:
+    _send(edit, step, sharing)
+    if sharing.summed:
+        summed = np.isin(columns_of(step.parameters).names, list(sharing.summed))
+        average(edit, step, summed, sharing.ranks, sharing.inside, sharing.accumulate)
+    if sharing.copies > 1:
         # `APART` encodes the stride of the group, by which the simulator finds the links that it crosses.
-        average(edit, step, np.True_, how.copies + APART * (how.ranks - 1), how.between, how.accumulate)
+        average(
+            edit,
+            step,
+            np.True_,
+            sharing.copies + APART * (sharing.ranks - 1),
+            sharing.between,
+            sharing.accumulate,
+        )
     return edit.done()
 
 
-def _send(edit: Edit, step: Step, how: Sharing) -> None:
+def _send(edit: Edit, step: Step, sharing: Sharing) -> None:
     name = step.names.index(_UPLOAD) if _UPLOAD in step.names else -1
     batches = np.flatnonzero(
         (step.storages.producer >= 0) & (step.ops.name[step.storages.producer] == name)
@@ -57,7 +64,7 @@ def _send(edit: Edit, step: Step, how: Sharing) -> None:
             phase=Phase.FORWARD,
             resource=Resource.INTRA_LINK,
             traffic_bytes=step.storages.bytes[batches],
-            group=how.ranks,
+            group=sharing.ranks,
             writes=batches,
         )
 
@@ -78,11 +85,11 @@ def average(
         _average_after(edit, step, int(end[-1]), phase, which, group, link)
 
 
-def sum_shards(step: Step, how: Sharing) -> Step:
-    """Return `step`, with sharded states, with gradient shards of `how.summed` averaged inside a group."""
+def sum_shards(step: Step, sharing: Sharing) -> Step:
+    """Return `step` of sharded states with gradient shards of `sharing.summed` averaged inside a group."""
     edit, before = Edit(step), np.flatnonzero(step.ops.phase < Phase.OPTIMIZER)
-    which = np.isin(columns_of(step.parameters).names, list(how.summed))
-    _average_after(edit, step, int(before[-1]), Phase.BOUNDARY, which, how.ranks, how.inside)
+    which = np.isin(columns_of(step.parameters).names, list(sharing.summed))
+    _average_after(edit, step, int(before[-1]), Phase.BOUNDARY, which, sharing.ranks, sharing.inside)
     return edit.done()
 
 

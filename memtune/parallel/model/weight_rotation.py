@@ -178,16 +178,18 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _ConvSettings, ring: Ring
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: _ConvSettings, ring: Ring
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.how, ctx.ring = how, ring
+        ctx.settings, ctx.ring = settings, ring
         shares = [None] * ring.ranks if bias is None else bias.chunk(ring.ranks)
         return _by_shards(
             ring,
             weight,
             1,
-            lambda shard, index: how.run(how.inputs(x, index, ring.ranks), shard, shares[index], ring.ranks),
+            lambda shard, index: settings.run(
+                settings.inputs(x, index, ring.ranks), shard, shares[index], ring.ranks
+            ),
         )
 
     @staticmethod
@@ -195,18 +197,18 @@ class _Convolution(torch.autograd.Function):
     def backward(
         ctx: Any, gradient: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        (x, weight), how, ring = ctx.saved_tensors, ctx.how, ctx.ring
+        (x, weight), settings, ring = ctx.saved_tensors, ctx.settings, ctx.ring
         to_x, to_weight, to_bias, *_ = ctx.needs_input_grad
         rows, of_weight = weight.shape[0], None
-        of_x = torch.empty_like(x, dtype=gradient.dtype) if to_x and how.groups > 1 else None
+        of_x = torch.empty_like(x, dtype=gradient.dtype) if to_x and settings.groups > 1 else None
         shards = RingRound(ring, weight.detach(), prefetch=True) if to_x else None
         sums = RingSums(ring)
         for hop in range(1, ring.ranks + 1):
             index = ring.owner(hop)
             received = sums.next() if to_weight else None
-            of_inputs, mine = how.gradients(
+            of_inputs, mine = settings.gradients(
                 gradient.narrow(1, index * rows, rows),
-                how.inputs(x, index, ring.ranks),
+                settings.inputs(x, index, ring.ranks),
                 # Without a gradient of the input only the weight's shape is used.
                 weight.detach() if shards is None else shards.next(),
                 ring.ranks,
@@ -215,9 +217,9 @@ class _Convolution(torch.autograd.Function):
             if mine is not None:
                 mine = mine.to(weight.dtype)
                 of_weight = sums.add(mine if received is None else received.add_(mine))
-            if of_inputs is not None and how.groups > 1:
+            if of_inputs is not None and settings.groups > 1:
                 assert of_x is not None
-                how.inputs(of_x, index, ring.ranks).copy_(of_inputs)
+                settings.inputs(of_x, index, ring.ranks).copy_(of_inputs)
             elif of_inputs is not None:
                 of_x = of_inputs if of_x is None else of_x.add_(of_inputs)
             del received, of_inputs, mine
@@ -349,10 +351,10 @@ class _RotatedConvolution(nn.modules.conv._ConvNd):
         """Return all output channels of this rank's samples."""
         weight, bias, padding = local(self.weight), self._parameters["bias"], self.padding
         assert not isinstance(padding, str), "`rotatable` refuses padding by name"
-        how = _ConvSettings(self.stride, padding, self.dilation, self.groups)
+        settings = _ConvSettings(self.stride, padding, self.dilation, self.groups)
         has_batch = input.dim() == weight.dim()
         x = input if has_batch else input.unsqueeze(0)
-        made: Tensor = _Convolution.apply(x, weight, bias, how, self.ring)  # type: ignore[no-untyped-call]
+        made: Tensor = _Convolution.apply(x, weight, bias, settings, self.ring)  # type: ignore[no-untyped-call]
         return made if has_batch else made.squeeze(0)
 
 

@@ -107,7 +107,7 @@ def piped(program: Program, hardware: Hardware) -> tuple[PipelineSettings, int]:
 
 def pipelined(
     step: Step,
-    how: PipelineSettings,
+    settings: PipelineSettings,
     ranks: Sequence[int] | None = None,
     divide: Divide | None = None,
     *,
@@ -118,7 +118,7 @@ def pipelined(
 
     Args:
         step: Step of all stages.
-        how: Division into stages.
+        settings: Division into stages.
         ranks: Ranks to return.
         divide: Shards the states of a rank's step of one micro-batch, for techniques that reduce or gather in
             each micro-batch.
@@ -128,10 +128,10 @@ def pipelined(
         ValueError: The blocks are no chain that can be cut there.
     """
     chain = chain_of(step)
-    if isinstance(chain, str) or set(how.starts[1:]) - set(chain.cuts):
+    if isinstance(chain, str) or set(settings.starts[1:]) - set(chain.cuts):
         raise ValueError(chain if isinstance(chain, str) else chain.obstacle)
-    parts = Parts.from_step(step, chain, how)
-    wanted = range(how.ranks) if ranks is None else ranks
+    parts = Parts.from_step(step, chain, settings)
+    wanted = range(settings.ranks) if ranks is None else ranks
     # Sharded states are written per rank: its collectives stand between ops of its own stages only.
     if divide is None:
         return [_rank(parts, rank, parts.held_by(rank)) for rank in wanted]
@@ -140,8 +140,8 @@ def pipelined(
 
 def _divided(parts: Parts, rank: int, divide: Divide, *, kept: bool) -> tuple[Parts, int, Mask]:
     """Return the one stage of `rank` with its states sharded, in the same parts as all stages."""
-    how, step, stage = parts.how, parts.step, rank
-    last, mine = len(how.starts) - 1, parts.stage == stage
+    settings, step, stage = parts.settings, parts.step, rank
+    last, mine = len(settings.starts) - 1, parts.stage == stage
     backward = step.ops.phase > Phase.FORWARD
     rows = (
         np.unique(step.storages.producer[parts.uploaded]).astype(np.int32),
@@ -158,14 +158,14 @@ def _divided(parts: Parts, rank: int, divide: Divide, *, kept: bool) -> tuple[Pa
     )
     here = Stage(stage, rows, made, parts.uploaded, stage_input, stage_output, input_grad, output_grad)
     found: RankStep = rank_step(step, here, parts.held_by(rank), divide, kept=kept)
-    boundary = {how.starts[stage]: found.stage_input}
+    boundary = {settings.starts[stage]: found.stage_input}
     gradient = {stage: found.input_grad}
     if stage < last:
-        boundary[how.starts[stage + 1]], gradient[stage + 1] = found.stage_output, found.output_grad
+        boundary[settings.starts[stage + 1]], gradient[stage + 1] = found.stage_output, found.output_grad
     divided = Parts(
         found.step,
         replace(parts.chain, boundary=boundary),
-        how,
+        settings,
         found.stage,
         np.zeros(found.step.ops.n, bool),
         found.uploaded,
@@ -183,7 +183,7 @@ class Parts:
 
     step: Step
     chain: Chain
-    how: PipelineSettings
+    settings: PipelineSettings
     stage: I32  # (n,) of each op of forward and backward, -1 for all others and for what every stage runs
     shared: Mask  # (n,)
     uploaded: I32
@@ -195,12 +195,12 @@ class Parts:
     """Rows of a forward that run for the first micro-batch alone; all micro-batches use their outputs."""
 
     @classmethod
-    def from_step(cls, step: Step, chain: Chain, how: PipelineSettings) -> Parts:
-        """Return the parts of `step` by the stages of `how`."""
+    def from_step(cls, step: Step, chain: Chain, settings: PipelineSettings) -> Parts:
+        """Return the parts of `step` by the stages of `settings`."""
         # Places are 1 before the blocks, 2 i + 2 in block i, 2 i + 3 behind it: ops between two blocks belong
         # to the later one.
         blocks = np.maximum(np.minimum((chain.place - 1) // 2, len(step.blocks) - 1), 0)
-        stage = (np.searchsorted(np.asarray(how.starts), blocks, side="right") - 1).astype(np.int32)
+        stage = (np.searchsorted(np.asarray(settings.starts), blocks, side="right") - 1).astype(np.int32)
         stage[chain.place < 0] = -1
         shared = chain.place == SHARED
         stage[shared] = -1
@@ -213,11 +213,11 @@ class Parts:
         # Autograd waits for no other part: each end of the pipeline has its own.
         held[[part for each in tied for part in (each.part, each.other)]] = -1
         step = step.with_storages(held_until=held)
-        return cls(step, chain, how, stage, shared, uploaded, gradient, tied, _sums(step, tied))
+        return cls(step, chain, settings, stage, shared, uploaded, gradient, tied, _sums(step, tied))
 
     def input_of(self, stage: int) -> int:
         """Return the storage that the stage before sends."""
-        return self.chain.boundary[self.how.starts[stage]]
+        return self.chain.boundary[self.settings.starts[stage]]
 
     def ops_of(self, stage: int, *, backward: bool) -> Mask:
         """Return (n,) the ops of a stage in forward or backward."""
@@ -235,9 +235,9 @@ class Parts:
     def owners(self) -> Mask:
         """Return (stages, parameters) True for parameters that the stage holds."""
         columns, step = columns_of(self.step.parameters), self.step
-        held = np.zeros((len(self.how.starts), len(columns)), bool)
+        held = np.zeros((len(self.settings.starts), len(columns)), bool)
         inside = columns.block >= 0
-        of = np.searchsorted(np.asarray(self.how.starts), columns.block[inside], side="right") - 1
+        of = np.searchsorted(np.asarray(self.settings.starts), columns.block[inside], side="right") - 1
         held[of, np.flatnonzero(inside)] = True
         first, last = (np.isin(columns.names, names) for names in (self.chain.first, self.chain.last))
         held[0] |= ~inside & (first | ~last)
@@ -248,7 +248,7 @@ class Parts:
 
     def held_by(self, rank: int) -> Mask:
         """Return (parameters,) True for parameters of the stages of `rank`."""
-        found: Mask = self.owners()[rank :: self.how.ranks].max(0)
+        found: Mask = self.owners()[rank :: self.settings.ranks].max(0)
         return found
 
     @cached_property
@@ -343,10 +343,10 @@ def _tied(step: Step, foreign: Sequence[int]) -> list[_Tied]:
         sums = [
             int(storage)
             for op in takers.tolist()
-            for storage, how in zip(
+            for storage, settings in zip(
                 step.uses.storage[step.uses.op == op], step.uses.mode[step.uses.op == op], strict=True
             )
-            if how == WRITES and step.storages.kind[storage] == Kind.GRADIENT
+            if settings == WRITES and step.storages.kind[storage] == Kind.GRADIENT
         ]
         if len(sums) != 1:
             raise ValueError("a weight that two stages use has no gradient of its own")
@@ -356,18 +356,20 @@ def _tied(step: Step, foreign: Sequence[int]) -> list[_Tied]:
 
 def _rank(parts: Parts, rank: int, held: Mask) -> Step:
     """Return the step of one rank, which holds the parameters `held`."""
-    how = parts.how
+    settings = parts.settings
     # Stages are dealt round-robin, as in the interleaved schedule.
-    stages = [s for s in range(len(how.starts)) if s % how.ranks == rank]
+    stages = [s for s in range(len(settings.starts)) if s % settings.ranks == rank]
     rows = UnrolledRows(parts.step, held)
     rows.declare_sums(parts.sums.part, parts.sums.total)
     upload(parts, rows)
-    hold_batches_on_host(parts, rows, (how.micro_batches + how.waiting) // how.ranks)
+    hold_batches_on_host(parts, rows, (settings.micro_batches + settings.waiting) // settings.ranks)
     for stage in stages:
         declare(parts, rows, stage)
     held_lists: Lists = {}
-    actions = stage_actions(how.schedule, rank, how.ranks, how.stages_per_rank, how.micro_batches)
-    moves = SlotMoves(parts.step, parts.stage, actions) if how.in_slots else None
+    actions = stage_actions(
+        settings.schedule, rank, settings.ranks, settings.stages_per_rank, settings.micro_batches
+    )
+    moves = SlotMoves(parts.step, parts.stage, actions) if settings.in_slots else None
     spill = StageSpill(parts.step)
     for action in actions:
         spill.ends(rows, action, _run(parts, rows, action, held_lists, moves))
@@ -377,8 +379,8 @@ def _rank(parts: Parts, rank: int, held: Mask) -> Step:
     for key, storage in held_lists.values():
         rows.hold(key, storage, rows.n_ops - 1)
     _keep_to_end(parts, rows, stages[0])
-    if how.waiting:
-        rows.add_batch(how.waiting * _kept_bytes(parts, stages), rows.n_ops - 1)
+    if settings.waiting:
+        rows.add_batch(settings.waiting * _kept_bytes(parts, stages), rows.n_ops - 1)
     _finish(parts, rows, stages, held)
     return rows.done()
 
@@ -388,15 +390,15 @@ def _keep_to_end(parts: Parts, rows: UnrolledRows, stage: int) -> None:
     first = np.flatnonzero((parts.stage == stage) & (parts.step.ops.phase > Phase.FORWARD))
     if len(first) and len(parts.once):
         weights = parts.kept[parts.step.storages.held_until[parts.kept] >= first[0]]
-        rows.hold_like((stage, 0), weights, (stage, parts.how.micro_batches - 1))
+        rows.hold_like((stage, 0), weights, (stage, parts.settings.micro_batches - 1))
 
 
 def _kept_bytes(parts: Parts, stages: Sequence[int]) -> int:
     """Return the bytes per micro-batch that a rank holds to the end: batches, `interleaved` outputs."""
     kept = int(parts.step.storages.bytes[parts.uploaded].sum())
-    if parts.how.schedule == "1f1b":
+    if parts.settings.schedule == "1f1b":
         return kept
-    last = len(parts.how.starts) - 1
+    last = len(parts.settings.starts) - 1
     return kept + parts.chain.passed_bytes * sum((stage > 0) + (stage < last) for stage in stages)
 
 
@@ -404,16 +406,16 @@ def upload(parts: Parts, rows: UnrolledRows) -> None:
     """Upload and broadcast all micro-batches (rule 4)."""
     ops = np.unique(parts.step.storages.producer[parts.uploaded]).astype(np.int32)
     rows.declare(_UPLOAD, parts.uploaded)
-    for micro_batch in range(parts.how.micro_batches):
+    for micro_batch in range(parts.settings.micro_batches):
         key = _UPLOAD, micro_batch
         rows.append_ops(ops, key)
         for storage in parts.uploaded.tolist():
             rows.add(
                 _BROADCAST,
                 Phase.FORWARD,
-                resource=parts.how.link,
+                resource=parts.settings.link,
                 traffic_bytes=int(parts.step.storages.bytes[storage]),
-                group=parts.how.ranks,
+                group=parts.settings.ranks,
                 uses=[(rows.number_of(key, storage), WRITES)],
             )
 
@@ -454,7 +456,7 @@ def _run(parts: Parts, rows: UnrolledRows, action: StageAction, lists: Lists, mo
         moves: Copies of saved activations that follow the schedule.
     """
     stage, key = action.stage, (action.stage, action.micro_batch)
-    backward, last = action.backward, len(parts.how.starts) - 1
+    backward, last = action.backward, len(parts.settings.starts) - 1
     stage_input = None if stage == 0 else parts.input_of(stage)
     stage_output = None if stage == last else parts.input_of(stage + 1)
     if backward and stage_output is not None:
@@ -485,15 +487,15 @@ def _run(parts: Parts, rows: UnrolledRows, action: StageAction, lists: Lists, mo
             # torch's stage drops its caches after the micro-batch's backward.
             rows.hold(key, storage, now)
     # Micro-batches that the stage has in flight in 1F1B's steady state.
-    in_flight = min(parts.how.micro_batches, last + 1 - stage)
+    in_flight = min(parts.settings.micro_batches, last + 1 - stage)
     if (
         stage_output is not None
-        and parts.how.schedule == "1f1b"
+        and parts.settings.schedule == "1f1b"
         and in_flight > 1
-        and action.micro_batch == parts.how.micro_batches - in_flight
+        and action.micro_batch == parts.settings.micro_batches - in_flight
     ):
         rows.hold((stage, in_flight - 2), stage_output, now)  # the last send that was waited for by itself
-    if stage_output is not None and parts.how.schedule == "interleaved_1f1b":
+    if stage_output is not None and parts.settings.schedule == "interleaved_1f1b":
         lists[stage, f"passed {action.micro_batch}"] = key, stage_output
     if stage_input is not None:
         gradient = parts.gradient[stage]
@@ -501,7 +503,7 @@ def _run(parts: Parts, rows: UnrolledRows, action: StageAction, lists: Lists, mo
         before = lists.pop((stage, "returned"), None)
         if before is not None:
             rows.hold(*before, now)
-        name = "returned" if parts.how.schedule == "1f1b" else f"returned {action.micro_batch}"
+        name = "returned" if parts.settings.schedule == "1f1b" else f"returned {action.micro_batch}"
         lists[stage, name] = key, gradient
         _message(parts, rows, _SEND, action, (rows.number_of(key, gradient), READS))
     return ops
@@ -525,7 +527,7 @@ def _receive(parts: Parts, rows: UnrolledRows, action: StageAction, storage: int
     key = action.stage, action.micro_batch
     number = rows.add_received(key, storage)
     at = _message(parts, rows, _RECEIVE, action, (number, WRITES))
-    if parts.how.schedule != "1f1b":
+    if parts.settings.schedule != "1f1b":
         return
     name = "received gradient" if action.backward else "received"
     # torch's 1F1B receives into a local variable, which holds the last message until the next one.
@@ -538,22 +540,22 @@ def _receive(parts: Parts, rows: UnrolledRows, action: StageAction, storage: int
 def _message(parts: Parts, rows: UnrolledRows, name: str, action: StageAction, use: tuple[int, int]) -> int:
     phase = Phase.BACKWARD if action.backward else Phase.FORWARD
     return rows.add(
-        name, phase, resource=parts.how.link, traffic_bytes=parts.chain.passed_bytes, group=2, uses=[use]
+        name, phase, resource=parts.settings.link, traffic_bytes=parts.chain.passed_bytes, group=2, uses=[use]
     )
 
 
 def _finish(parts: Parts, rows: UnrolledRows, stages: Sequence[int], held: Mask) -> None:
     """Insert the reductions between stages and pipelines, the norms, and the optimizer."""
-    how, columns = parts.how, columns_of(parts.step.parameters)
+    settings, columns = parts.settings, columns_of(parts.step.parameters)
     mine = np.flatnonzero(held & columns.trainable & (columns.gradient >= 0))
     gradients = columns.gradient[mine].tolist()
-    sums = {each.sum for each in parts.tied} if {0, len(how.starts) - 1} & set(stages) else set()
+    sums = {each.sum for each in parts.tied} if {0, len(settings.starts) - 1} & set(stages) else set()
     for gradient in gradients:
         n_bytes = int(parts.step.storages.bytes[gradient])
         # Sums over stages first, so that pipelines average complete gradients.
-        ways = [(how.link, 2)] * (gradient in sums) + [
-            (how.between, how.copies + APART * (how.ranks - 1))
-        ] * (how.copies > 1)
+        ways = [(settings.link, 2)] * (gradient in sums) + [
+            (settings.between, settings.copies + APART * (settings.ranks - 1))
+        ] * (settings.copies > 1)
         for resource, group in ways:
             rows.add(
                 _REDUCE,
@@ -574,9 +576,9 @@ def _finish(parts: Parts, rows: UnrolledRows, stages: Sequence[int], held: Mask)
         # Two float32 per parameter: its norm, and whether the rank has its gradient.
         _REDUCE,
         Phase.BOUNDARY,
-        resource=how.link,
+        resource=settings.link,
         traffic_bytes=8 * len(columns),
-        group=how.ranks,
+        group=settings.ranks,
         uses=[],
     )
     rows.append_remaining()

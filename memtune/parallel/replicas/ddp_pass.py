@@ -75,20 +75,20 @@ class _Arrival:
 
 
 @memoized
-def replicate(step: Step, how: Replication) -> Step:
+def replicate(step: Step, replication: Replication) -> Step:
     """Return `step` as one rank runs it under DDP; `step` itself if no parameter gets a gradient."""
-    if how.unbucketed:
+    if replication.unbucketed:
         edit = Edit(step)
-        return edit.done() if _broadcast_buffers(edit, step, how) else step
-    arrivals = _at_end(step) if how.at_end else _arrivals(step, how)
+        return edit.done() if _broadcast_buffers(edit, step, replication) else step
+    arrivals = _at_end(step) if replication.at_end else _arrivals(step, replication)
     if not arrivals:
         return step
-    done = _replicated(step, how, arrivals, hold_sums=False)
-    if how.accumulate > 2:
+    done = _replicated(step, replication, arrivals, hold_sums=False)
+    if replication.accumulate > 2:
         bucket_bytes = sum(int(step.storages.bytes[arrival.storage]) for arrival in arrivals)
         # A middle micro-batch: all sums in addition to the buckets, without the frees of the last one.
         if _backward_peak(step) + bucket_bytes > _backward_peak(done):
-            return _replicated(step, how, arrivals, hold_sums=True)
+            return _replicated(step, replication, arrivals, hold_sums=True)
     return done
 
 
@@ -96,47 +96,53 @@ def _backward_peak(step: Step) -> int:
     return int(step.live_bytes()[: step.backward_end + 1].max())
 
 
-def _replicated(step: Step, how: Replication, arrivals: list[_Arrival], *, hold_sums: bool) -> Step:
+def _replicated(step: Step, replication: Replication, arrivals: list[_Arrival], *, hold_sums: bool) -> Step:
     edit = Edit(step)
-    if not how.without:
-        _broadcast_buffers(edit, step, how)
-    buckets = _buckets(step, arrivals, how.bucket_bytes)
+    if not replication.without:
+        _broadcast_buffers(edit, step, replication)
+    buckets = _buckets(step, arrivals, replication.bucket_bytes)
     n_bytes = np.asarray(
         [sum(int(step.storages.bytes[a.storage]) for a in bucket) for bucket in buckets], np.int64
     )
-    if how.find_unused:
+    if replication.find_unused:
         # torch fills buckets by the order of arrival; those that never arrive come last.
-        n_bytes[-1] += _unused_bytes(step, how)
+        n_bytes[-1] += _unused_bytes(step, replication)
     rows = edit.add_persistent(n_bytes, Kind.GRADIENT)
-    if how.find_unused:  # DDP's maps of used parameters: one of this rank, one of all ranks
+    if replication.find_unused:  # DDP's maps of used parameters: one of this rank, one of all ranks
         trainable = sum(p.trainable for p in step.parameters)
         edit.add_persistent(np.full(2, 4 * trainable), Kind.COMMUNICATION)
     # With accumulation the averages run once per step, so their phase is the boundary, though inside
     # backward.
-    phase = Phase.BACKWARD if how.accumulate == 1 else Phase.BOUNDARY
+    phase = Phase.BACKWARD if replication.accumulate == 1 else Phase.BOUNDARY
     bucket_of = {a.parameter: int(row) for bucket, row in zip(buckets, rows, strict=True) for a in bucket}
     _copy_in(edit, step, arrivals, bucket_of, phase)
-    _average(edit, how, buckets, rows, n_bytes, phase)
+    _average(edit, replication, buckets, rows, n_bytes, phase)
     if hold_sums:
         sums = np.asarray([a.storage for a in arrivals if step.storages.producer[a.storage] < 0], np.int32)
         edit.storages.held_until[sums] = arrivals[-1].at
-    return _rebound(edit, step, how, arrivals, bucket_of)
+    return _rebound(edit, step, replication, arrivals, bucket_of)
 
 
 @memoized
-def _others(step: Step, how: Replication) -> frozenset[int]:
+def _others(step: Step, replication: Replication) -> frozenset[int]:
     """Return the parameters whose gradients another component averages."""
     columns = columns_of(step.parameters)
-    blocks = () if how.of_blocks else np.flatnonzero(columns.block >= 0).tolist()
-    experts = () if how.of_experts else [index for each in experts_in(step) for index in each.parameters]
-    layers = np.flatnonzero(np.isin(columns.names, list(how.without))).tolist() if how.without else ()
+    blocks = () if replication.of_blocks else np.flatnonzero(columns.block >= 0).tolist()
+    experts = (
+        () if replication.of_experts else [index for each in experts_in(step) for index in each.parameters]
+    )
+    layers = (
+        np.flatnonzero(np.isin(columns.names, list(replication.without))).tolist()
+        if replication.without
+        else ()
+    )
     return frozenset((*blocks, *experts, *layers))
 
 
 @memoized
-def _arrivals(step: Step, how: Replication) -> list[_Arrival]:
+def _arrivals(step: Step, replication: Replication) -> list[_Arrival]:
     """Return gradients in the order in which they become ready; sums when the last is added."""
-    others = _others(step, how)
+    others = _others(step, replication)
     owners = {
         p.gradient: index
         for index, p in enumerate(step.parameters)
@@ -177,9 +183,9 @@ def _buckets(step: Step, arrivals: list[_Arrival], bucket_bytes: int) -> list[li
     return sorted([*full, *filling.values()], key=lambda bucket: bucket[0].at)
 
 
-def _unused_bytes(step: Step, how: Replication) -> int:
+def _unused_bytes(step: Step, replication: Replication) -> int:
     """Return bytes of parameters without a gradient: they have places in the buckets, and zeros are sent."""
-    columns, others = columns_of(step.parameters), _others(step, how)
+    columns, others = columns_of(step.parameters), _others(step, replication)
     unused = columns.trainable & (columns.gradient < 0)
     unused[list(others)] = False
     return int(columns.n_bytes[unused].sum())
@@ -205,7 +211,7 @@ def _copy_in(
 
 
 def _average(
-    edit: Edit, how: Replication, buckets: list[list[_Arrival]], rows: I32, n_bytes: I64, phase: Phase
+    edit: Edit, replication: Replication, buckets: list[list[_Arrival]], rows: I32, n_bytes: I64, phase: Phase
 ) -> None:
     # Rule 3: a bucket that is full early waits for those before it.
     after = np.maximum.accumulate(np.asarray([bucket[-1].at for bucket in buckets], np.int32))
@@ -216,12 +222,12 @@ def _average(
         phase=phase,
         resource=Resource.INTRA_LINK,
         traffic_bytes=n_bytes,
-        group=how.ranks,
+        group=replication.ranks,
         writes=rows,
     )
 
 
-def _broadcast_buffers(edit: Edit, step: Step, how: Replication) -> bool:
+def _broadcast_buffers(edit: Edit, step: Step, replication: Replication) -> bool:
     """Insert the broadcast of the first rank's buffers, one flat message; False if there are none."""
     buffers = np.flatnonzero(
         (step.storages.kind == Kind.BUFFER)
@@ -241,7 +247,7 @@ def _broadcast_buffers(edit: Edit, step: Step, how: Replication) -> bool:
         phase=Phase.PROLOGUE,
         resource=Resource.INTRA_LINK,
         traffic_bytes=total,
-        group=how.ranks,
+        group=replication.ranks,
         writes=message,
     )
     back = edit.add_ops(
@@ -252,7 +258,7 @@ def _broadcast_buffers(edit: Edit, step: Step, how: Replication) -> bool:
 
 
 def _rebound(
-    edit: Edit, step: Step, how: Replication, arrivals: list[_Arrival], bucket_of: dict[int, int]
+    edit: Edit, step: Step, replication: Replication, arrivals: list[_Arrival], bucket_of: dict[int, int]
 ) -> Step:
     """Make the optimizer read the buckets; a gradient made by this micro-batch becomes a temporary."""
     moved = np.full(step.storages.n, -1, np.int32)
@@ -264,7 +270,7 @@ def _rebound(
     made = np.asarray([a.storage for a in arrivals if step.storages.producer[a.storage] >= 0], np.int32)
     edit.storages.kind[made] = Kind.TEMPORARY
     columns = columns_of(step.parameters)
-    rows = np.asarray(sorted(_others(step, how)), np.intp)
+    rows = np.asarray(sorted(_others(step, replication)), np.intp)
     others = columns.gradient[rows][columns.gradient[rows] >= 0]
     gradient = np.where(np.isin(columns.gradient, others), columns.gradient, -1).astype(np.int32)
     gradient[list(bucket_of)] = list(bucket_of.values())

@@ -47,22 +47,22 @@ from memtune.program import (
 _CAST, _EMPTY = "aten._to_copy.default", "aten.empty.memory_format"
 
 
-def shard_states(step: Step, how: Sharding) -> Step:
+def shard_states(step: Step, sharding: Sharding) -> Step:
     """Return `step` as one rank runs it under FSDP2."""
-    units = units_of(step, how.blocks_per_unit)
+    units = units_of(step, sharding.blocks_per_unit)
     edit = Edit(step)
     uses = _Redirect(step)
     if len(units):
-        kept = np.full(len(units), not how.reshard_after_forward)
+        kept = np.full(len(units), not sharding.reshard_after_forward)
         # Unit 0 is the root if parameters lie outside of the blocks.
-        kept[0] |= units.has_root and how.keeps_root
-        secondary = _forward(edit, step, how, units, kept, uses)
-        if not kept.all() or not backward_visits(step, how.blocks_per_unit).is_first.all():
-            _backward(edit, step, how, units, kept, secondary, uses)
-    reduced = reduce_gradients(edit, step, how)
+        kept[0] |= units.has_root and sharding.keeps_root
+        secondary = _forward(edit, step, sharding, units, kept, uses)
+        if not kept.all() or not backward_visits(step, sharding.blocks_per_unit).is_first.all():
+            _backward(edit, step, sharding, units, kept, secondary, uses)
+    reduced = reduce_gradients(edit, step, sharding)
     # Last: the edits above add uses of full parameters that must not be redirected.
     edit.set_uses(storage=uses.apply(edit.uses.storage))
-    return _resized(edit, step, how, reduced)
+    return _resized(edit, step, sharding, reduced)
 
 
 class _Redirect:
@@ -109,18 +109,18 @@ def _parameter_uses(step: Step) -> tuple[I64, I32, Mask]:
 
 
 def _forward(
-    edit: Edit, step: Step, how: Sharding, units: FsdpUnits, kept: Mask, uses: _Redirect
+    edit: Edit, step: Step, sharding: Sharding, units: FsdpUnits, kept: Mask, uses: _Redirect
 ) -> _Secondary | None:
     """Gather each unit when its forward starts; it is held until the next unit has copied out."""
-    visits = forward_visits(step, how.blocks_per_unit)
+    visits = forward_visits(step, sharding.blocks_per_unit)
     place = np.flatnonzero(visits.is_first | ~kept[visits.unit])
     gathered = visits.picked(place)
     parameters = units.parameters.picked(gathered.unit)
-    whole = _unsharded_bytes(step, how, parameters)
-    casts = _cast_parameters(step, how, parameters)
-    starts = visits.first if how.param_itemsize is None else _after_input_casts(step, visits)
+    whole = _unsharded_bytes(step, sharding, parameters)
+    casts = _cast_parameters(step, sharding, parameters)
+    starts = visits.first if sharding.param_itemsize is None else _after_input_casts(step, visits)
     # A gather is issued when the unit `prefetch` places before in this call of the model is copied out.
-    issued = np.maximum(place - (how.prefetch or 0), visits.model_call_begins[place])
+    issued = np.maximum(place - (sharding.prefetch or 0), visits.model_call_begins[place])
     when = GatherTiming(issued, place, starts)
     again = ~gathered.is_first & ~(units.has_root & (gathered.unit == 0))
     made = gather_units(
@@ -128,17 +128,17 @@ def _forward(
         whole,
         when,
         Phase.FORWARD,
-        np.where(again, how.group_after_forward, how.degree),
-        prefetch_distance=how.prefetch_distance(Phase.FORWARD),
-        stream=how.gather_stream,
+        np.where(again, sharding.group_after_forward, sharding.degree),
+        prefetch_distance=sharding.prefetch_distance(Phase.FORWARD),
+        stream=sharding.gather_stream,
         casts=casts,
     )
-    visit, waiting = _waiting_sources(step, how.blocks_per_unit)
+    visit, waiting = _waiting_sources(step, sharding.blocks_per_unit)
     last_at = _last_at(made, when)[visit]
     edit.hold_through(waiting[last_at >= 0], last_at[last_at >= 0])
     # Units in `kept` remain gathered until the end of their first backward, the others until their forward
     # ends.
-    backward = backward_visits(step, how.blocks_per_unit)
+    backward = backward_visits(step, sharding.blocks_per_unit)
     until = np.zeros(len(units), np.int32)
     until[backward.unit[backward.is_first]] = backward.last[backward.is_first]
     held = np.where(kept[gathered.unit], until[gathered.unit], gathered.last)
@@ -148,11 +148,11 @@ def _forward(
     follows = np.append(gathered.model_call[1:] == gathered.model_call[:-1], False)
     edit.hold_through(made.buffer, np.where(follows, np.append(made.copy[1:], -1), ends))
     secondary = None
-    if how.group_after_forward < how.degree and not kept.all():
+    if sharding.group_after_forward < sharding.degree and not kept.all():
         divided = ~kept
         divided[0] &= not units.has_root
         secondary = _keep_secondary_shards(
-            edit, how, made, whole, np.where(divided[gathered.unit], gathered.last, -1).astype(np.int32)
+            edit, sharding, made, whole, np.where(divided[gathered.unit], gathered.last, -1).astype(np.int32)
         )
         _hold_to_next(edit, gathered, secondary, whole, made.copy)
     uses.add_copies(parameters.values, gathered.first[whole.part], made.whole, forward=True)
@@ -205,18 +205,21 @@ def _last_at(made: GatheredUnit, when: GatherTiming) -> I32:
     return last
 
 
-def _unsharded_bytes(step: Step, how: Sharding, parameters: Ragged) -> Ragged:
+def _unsharded_bytes(step: Step, sharding: Sharding, parameters: Ragged) -> Ragged:
     """Return bytes of each parameter when gathered, padded to a multiple of the ranks."""
     columns = columns_of(step.parameters)
-    shards, itemsize = shards_of(columns, how.degree), how.param_itemsize or columns.itemsize.astype(np.int64)
-    return replace(parameters, values=(shards.numel * itemsize)[parameters.values] * how.degree)
+    shards, itemsize = (
+        shards_of(columns, sharding.degree),
+        sharding.param_itemsize or columns.itemsize.astype(np.int64),
+    )
+    return replace(parameters, values=(shards.numel * itemsize)[parameters.values] * sharding.degree)
 
 
-def _cast_parameters(step: Step, how: Sharding, parameters: Ragged) -> Mask | None:
+def _cast_parameters(step: Step, sharding: Sharding, parameters: Ragged) -> Mask | None:
     """Return which of `parameters` are cast before a gather, those of another type; None if none is."""
-    if how.param_itemsize is None:
+    if sharding.param_itemsize is None:
         return None
-    other: Mask = columns_of(step.parameters).itemsize[parameters.values] != how.param_itemsize
+    other: Mask = columns_of(step.parameters).itemsize[parameters.values] != sharding.param_itemsize
     return other if other.any() else None
 
 
@@ -235,12 +238,12 @@ class _Secondary:
 
 
 def _keep_secondary_shards(
-    edit: Edit, how: Sharding, made: GatheredUnit, whole: Ragged, last_forward: I32
+    edit: Edit, sharding: Sharding, made: GatheredUnit, whole: Ragged, last_forward: I32
 ) -> _Secondary:
     """Copy this rank's shard of each parameter when its unit's forward ends, then free the full parameter."""
     # -1: the unit keeps no smaller shard.
     mine = np.flatnonzero(last_forward[whole.part] >= 0)
-    n_bytes = whole.values[mine] // how.group_after_forward
+    n_bytes = whole.values[mine] // sharding.group_after_forward
     copy = edit.add_ops(
         "aten.clone.default",
         after=last_forward[whole.part[mine]],
@@ -262,31 +265,31 @@ def _waiting_sources(step: Step, blocks_per_unit: int) -> tuple[I32, I32]:
 def _backward(
     edit: Edit,
     step: Step,
-    how: Sharding,
+    sharding: Sharding,
     units: FsdpUnits,
     kept: Mask,
     secondary: _Secondary | None,
     uses: _Redirect,
 ) -> None:
     """Gather again, by default when the backward of the unit after it (in forward order) starts."""
-    visits = backward_visits(step, how.blocks_per_unit)
+    visits = backward_visits(step, sharding.blocks_per_unit)
     is_root = units.has_root & (visits.unit == 0)
     place = np.flatnonzero(np.where(visits.is_first, ~kept[visits.unit], ~is_root))
     gathered = visits.picked(place)
     parameters = units.parameters.picked(gathered.unit)
-    whole = _unsharded_bytes(step, how, parameters)
+    whole = _unsharded_bytes(step, sharding, parameters)
     # The root keeps no shards of smaller groups, so all its ranks gather again; so do they once a backward
     # has resharded a unit.
-    groups = np.where(is_root[place] | ~gathered.is_first, how.degree, how.group_after_forward)
+    groups = np.where(is_root[place] | ~gathered.is_first, sharding.degree, sharding.group_after_forward)
     made = gather_units(
         edit,
         whole,
-        GatherTiming(_issued(visits, how, bool(units.has_root))[place], place, visits.first),
+        GatherTiming(_issued(visits, sharding, bool(units.has_root))[place], place, visits.first),
         Phase.BACKWARD,
         groups,
-        prefetch_distance=how.prefetch_distance(Phase.BACKWARD),
-        stream=how.gather_stream,
-        casts=_cast_parameters(step, how, parameters),
+        prefetch_distance=sharding.prefetch_distance(Phase.BACKWARD),
+        stream=sharding.gather_stream,
+        casts=_cast_parameters(step, sharding, parameters),
     )
     edit.hold_through(made.whole, gathered.last[whole.part])
     uses.add_copies(parameters.values, gathered.first[whole.part], made.whole, forward=False)
@@ -298,16 +301,16 @@ def _backward(
         edit.hold_through(parts.values[there], copy[parts.part[there]])
 
 
-def _issued(visits: UnitVisits, how: Sharding, has_root: bool) -> I64:
+def _issued(visits: UnitVisits, sharding: Sharding, has_root: bool) -> I64:
     """Return (visits,) the place at which the gather of each is issued."""
     # FSDP2 prefetches one unit in backward by default, none in forward. A model that runs twice has no
     # prefetch from the backward of one call to that of the other where units name what they prefetch, or
     # where the root is between the two.
     place = np.arange(len(visits.unit))
-    early = np.maximum(place - (1 if how.prefetch is None else how.prefetch), 0)
-    if how.prefetch is not None or has_root:
+    early = np.maximum(place - (1 if sharding.prefetch is None else sharding.prefetch), 0)
+    if sharding.prefetch is not None or has_root:
         early = np.maximum(early, visits.model_call_begins)
-    if how.prefetch is None and has_root:
+    if sharding.prefetch is None and has_root:
         # FSDP2's default is given once per backward of a unit, and the root's lasts to the end.
         root_again = (visits.unit == 0) & ~visits.is_first
         early = np.where(np.append(False, root_again[:-1]), place, early)
@@ -316,21 +319,23 @@ def _issued(visits: UnitVisits, how: Sharding, has_root: bool) -> I64:
     return np.where(follows, place, early)
 
 
-def _resized(edit: Edit, step: Step, how: Sharding, reduced: ReducedUnit) -> Step:
+def _resized(edit: Edit, step: Step, sharding: Sharding, reduced: ReducedUnit) -> Step:
     """Resize parameters, state and the optimizer's temporaries and work to shards."""
     columns, mine = columns_of(step.parameters), reduced.of.parameters
-    shards = shards_of(columns, how.degree)
+    shards = shards_of(columns, sharding.degree)
     raw = reduced.of.raw[reduced.of.raw >= 0]
     # Between the first and the last micro-batch whole sums all stay to the end: with three and more an upper
     # end.
     end = step.backward_end
-    edit.storages.held_until[raw] = int(end) if how.sums == "whole" and how.micro_batches > 2 else -1
+    edit.storages.held_until[raw] = (
+        int(end) if sharding.sums == "whole" and sharding.micro_batches > 2 else -1
+    )
     edit.storages.kind[raw] = Kind.TEMPORARY
     # State, gradients and the optimizer's temporaries shrink with their parameter.
     rows, owner = sharded_storages(step)
     ratio = shards.numel / np.maximum(columns.numel, 1)
     resize_to_shards(edit, step, ratio, rows, owner)
-    if how.param_itemsize is not None:  # sums of narrow gradients are as wide as the shards
+    if sharding.param_itemsize is not None:  # sums of narrow gradients are as wide as the shards
         sums = step.storages.kind[rows] == Kind.GRADIENT
         edit.storages.bytes[rows[sums]] = shards.n_bytes[owner[sums]]
     edit.storages.bytes[raw] = step.storages.bytes[raw]
@@ -338,10 +343,10 @@ def _resized(edit: Edit, step: Step, how: Sharding, reduced: ReducedUnit) -> Ste
     if reduced.of.accumulated:
         # Accumulation happens on shards, after the reduction.
         edit.drop_ops(_whole_sums(step))
-    if reduced.of.accumulated and how.sums == "further":
+    if reduced.of.accumulated and sharding.sums == "further":
         sums = columns.gradient[columns.gradient >= 0]
         edit.storages.bytes[sums], edit.storages.held_until[sums] = 0, -1
-    if reduced.of.accumulated and how.sums == "shards":
+    if reduced.of.accumulated and sharding.sums == "shards":
         joined = _sums_by_unit(edit, columns.gradient, mine)
         edit.set_uses(storage=joined[edit.uses.storage])
         gone = np.flatnonzero(joined[: step.storages.n] != np.arange(step.storages.n))
@@ -565,29 +570,29 @@ class _ReductionOps:
     """(units,) the last op of each unit."""
 
 
-def reduce_gradients(edit: Edit, step: Step, how: Sharding) -> ReducedUnit:
+def reduce_gradients(edit: Edit, step: Step, sharding: Sharding) -> ReducedUnit:
     """Reduce-scatter each unit after its backward, and add the result to earlier micro-batches' sums."""
     of, shards = (
-        _reductions(step, how.blocks_per_unit, how.sums),
-        shards_of(columns_of(step.parameters), how.degree),
+        _reductions(step, sharding.blocks_per_unit, sharding.sums),
+        shards_of(columns_of(step.parameters), sharding.degree),
     )
     if not len(of.after):
         return ReducedUnit(of, np.empty(0, np.int32))
     mine = of.parameters
     n_bytes = replace(mine, values=shards.n_bytes[mine.values]).sums()
-    sent = _in_type(step, mine, n_bytes, how)
+    sent = _in_type(step, mine, n_bytes, sharding)
     # In two hops the all-reduce is over the sums, which are as wide as the parameters.
-    exchanged = np.where((of.sums.count > 0) & how.two_hop, n_bytes, sent)
+    exchanged = np.where((of.sums.count > 0) & sharding.two_hop, n_bytes, sent)
     messages = _Messages(
-        n_bytes, sent, exchanged, _averaged(how, len(of.after)), _cast_units(step, mine, how)
+        n_bytes, sent, exchanged, _averaged(sharding, len(of.after)), _cast_units(step, mine, sharding)
     )
-    rows = _insert(edit, how, of, shards, messages)
-    given, taken = _reduction_buffers(edit, how, shards, mine, sent, rows)
+    rows = _insert(edit, sharding, of, shards, messages)
+    given, taken = _reduction_buffers(edit, sharding, shards, mine, sent, rows)
     raw, averaged = of.raw[mine.values], messages.averaged
     edit.add_uses(rows.pack[mine.part], raw)
     edit.add_uses(rows.pack, writes=given)
     edit.add_uses(rows.reduce, given, writes=taken)
-    edit.add_uses(rows.exchange, writes=_averages(step, of, taken, how)[averaged - how.two_hop])
+    edit.add_uses(rows.exchange, writes=_averages(step, of, taken, sharding)[averaged - sharding.two_hop])
     if len(rows.cast):
         edit.add_uses(rows.cast, taken[messages.cast])
         taken = taken.copy()
@@ -607,18 +612,20 @@ def reduce_gradients(edit: Edit, step: Step, how: Sharding) -> ReducedUnit:
     )
     # The input of a reduction is held until the next unit's gradients are ready, or until a unit whose
     # gradients are not complete is resharded.
-    resharded = np.append(np.sort(backward_visits(step, how.blocks_per_unit).last), step.ops.n)
+    resharded = np.append(np.sort(backward_visits(step, sharding.blocks_per_unit).last), step.ops.n)
     follows = resharded[np.searchsorted(resharded, of.after[:-1], side="right")]
     edit.hold_through(given[:-1], np.minimum(of.after[1:], follows).astype(np.int32))
     end = step.backward_end
     for op in rows.last[of.after == end].tolist():
         edit.hold_to_the_end_of_backward(op)
-    if how.replicas > 1 and how.two_hop:
-        _average_the_last(edit, step, how, int(exchanged[-1]), _averages(step, of, taken, how)[-1:])
+    if sharding.replicas > 1 and sharding.two_hop:
+        _average_the_last(edit, step, sharding, int(exchanged[-1]), _averages(step, of, taken, sharding)[-1:])
     return ReducedUnit(of, taken)
 
 
-def _insert(edit: Edit, how: Sharding, of: Reductions, shards: Shards, messages: _Messages) -> _ReductionOps:
+def _insert(
+    edit: Edit, sharding: Sharding, of: Reductions, shards: Shards, messages: _Messages
+) -> _ReductionOps:
     """Insert the ops."""
     # Per unit: a buffer, the copy-in, the sharded gradient, the reduce-scatter, the all-reduce between
     # replicas if there are any, a cast if the message had another dtype, an addition for each sum. In
@@ -631,80 +638,85 @@ def _insert(edit: Edit, how: Sharding, of: Reductions, shards: Shards, messages:
     pack, take, reduce, exchange = make + 1, make + 2, make + 3, make[averaged] + 4
     end = make + per_unit
     cast, add = (end - of.sums.count - 1)[messages.cast], of.sums.places(end - of.sums.count)
-    first, second = how.reduce_streams
-    last = second if how.replicas > 1 else first
-    inside = Resource.INTRA_LINK, sent * how.degree, how.degree, first
-    between = how.between_copies, messages.exchanged[averaged - how.two_hop], how.replicas, second
+    first, second = sharding.reduce_streams
+    last = second if sharding.replicas > 1 else first
+    inside = Resource.INTRA_LINK, sent * sharding.degree, sharding.degree, first
+    between = (
+        sharding.between_copies,
+        messages.exchanged[averaged - sharding.two_hop],
+        sharding.replicas,
+        second,
+    )
     added = 3 * shards.n_bytes[of.sums.values]
     ops = [
         PlacedOps(make, _EMPTY, NOTHING),
-        PlacedOps(pack, "fsdp.chunk_cat.default", traffic_bytes=(n_bytes + sent) * how.degree),
+        PlacedOps(pack, "fsdp.chunk_cat.default", traffic_bytes=(n_bytes + sent) * sharding.degree),
         PlacedOps(take, _EMPTY, NOTHING),
         PlacedOps(reduce, "memtune.reduce_scatter_into_.default", *inside),
-        PlacedOps(exchange, "memtune.all_reduce_.default", *between, phase=how.average_phase),
+        PlacedOps(exchange, "memtune.all_reduce_.default", *between, phase=sharding.average_phase),
         PlacedOps(cast, _CAST, traffic_bytes=(n_bytes + sent)[messages.cast], stream=last),
         PlacedOps(add, "aten.add_.Tensor", traffic_bytes=added, stream=last),
     ]
-    rows = edit.add_placed_ops(ops, after=np.repeat(of.after, per_unit), phase=how.reduce_phase)
+    rows = edit.add_placed_ops(ops, after=np.repeat(of.after, per_unit), phase=sharding.reduce_phase)
     return _ReductionOps(*(rows[place] for place in (make, pack, take, reduce, exchange, cast, add, end - 1)))
 
 
-def _cast_units(step: Step, parameters: Ragged, how: Sharding) -> I64:
+def _cast_units(step: Step, parameters: Ragged, sharding: Sharding) -> I64:
     """Return the units whose gradients are cast for the message."""
     itemsize = columns_of(step.parameters).itemsize[parameters.values[parameters.starts]]
-    return np.flatnonzero(itemsize != (how.message_itemsize or itemsize))
+    return np.flatnonzero(itemsize != (sharding.message_itemsize or itemsize))
 
 
-def _in_type(step: Step, parameters: Ragged, n_bytes: I64, how: Sharding) -> I64:
+def _in_type(step: Step, parameters: Ragged, n_bytes: I64, sharding: Sharding) -> I64:
     """Return (units,) `n_bytes` of gradients in the dtype of the message."""
     itemsize = columns_of(step.parameters).itemsize[parameters.values[parameters.starts]].astype(np.int64)
-    travelling: I64 = n_bytes // itemsize * (how.message_itemsize or itemsize)
+    travelling: I64 = n_bytes // itemsize * (sharding.message_itemsize or itemsize)
     return travelling
 
 
-def _averaged(how: Sharding, units: int) -> I64:
+def _averaged(sharding: Sharding, units: int) -> I64:
     """Return the units at whose reduction an all-reduce between replicas runs: in two hops the one before."""
-    return np.arange(int(how.two_hop), units) if how.replicas > 1 else np.arange(0)
+    return np.arange(int(sharding.two_hop), units) if sharding.replicas > 1 else np.arange(0)
 
 
-def _averages(step: Step, of: Reductions, taken: I32, how: Sharding) -> I32:
+def _averages(step: Step, of: Reductions, taken: I32, sharding: Sharding) -> I32:
     """Return (units,) the storage that is averaged: the shard, or in two hops the sums with the shard."""
     sums = columns_of(step.parameters).gradient[of.parameters.values[of.parameters.starts]]
-    return np.where(of.sums.count > 0, sums, taken) if how.two_hop else taken
+    return np.where(of.sums.count > 0, sums, taken) if sharding.two_hop else taken
 
 
-def _average_the_last(edit: Edit, step: Step, how: Sharding, n_bytes: int, sums: I32) -> None:
+def _average_the_last(edit: Edit, step: Step, sharding: Sharding, n_bytes: int, sums: I32) -> None:
     """In two hops, average the last unit, which no other follows, when backward ends."""
     row = edit.add_ops(
         "memtune.all_reduce_.default",
         after=np.asarray([step.backward_end], np.int32),
-        phase=how.average_phase,
-        resource=how.between_copies,
+        phase=sharding.average_phase,
+        resource=sharding.between_copies,
         traffic_bytes=n_bytes,
-        group=how.replicas,
-        stream=how.reduce_streams[1],
+        group=sharding.replicas,
+        stream=sharding.reduce_streams[1],
         writes=sums,
     )
     edit.hold_to_the_end_of_backward(int(row[0]))
 
 
 def _reduction_buffers(
-    edit: Edit, how: Sharding, shards: Shards, parameters: Ragged, sent: I64, rows: _ReductionOps
+    edit: Edit, sharding: Sharding, shards: Shards, parameters: Ragged, sent: I64, rows: _ReductionOps
 ) -> tuple[I32, I32]:
     """Return the buffers of each unit's reduction; `sent`: (units,) bytes of a shard in the message."""
     bytes_of = shards.n_bytes[parameters.values]
-    place = (4 if how.stages_messages else 2) * np.arange(len(rows.make))
+    place = (4 if sharding.stages_messages else 2) * np.arange(len(rows.make))
     parts = [
-        (place, rows.make, sent * how.degree, Kind.COMMUNICATION),
+        (place, rows.make, sent * sharding.degree, Kind.COMMUNICATION),
         (place + 1, rows.take, sent, Kind.GRADIENT),
     ]
-    if how.stages_messages:
+    if sharding.stages_messages:
         # On CPU the packing kernel pads what the ranks do not divide, in a copy of its own.
         # gloo's reduce-scatter copies its message, see `seam._reduce_scatter_on_gloo`.
         uneven = replace(parameters, values=bytes_of * shards.uneven[parameters.values]).sums()
         parts += [
-            (place + 2, rows.pack, uneven * how.degree, Kind.WORKSPACE),
-            (place + 3, rows.reduce, sent * how.degree, Kind.WORKSPACE),
+            (place + 2, rows.pack, uneven * sharding.degree, Kind.WORKSPACE),
+            (place + 3, rows.reduce, sent * sharding.degree, Kind.WORKSPACE),
         ]
     storages = add_storages(edit, parts)
     return storages[place], storages[place + 1]

@@ -42,46 +42,46 @@ class Division:
         return "whole" if g == 1 else "further" if g > p else "shards"
 
 
-def divide_states(step: Step, how: Division) -> Step:
+def divide_states(step: Step, division: Division) -> Step:
     """Return `step` as one rank runs it."""
-    p, o, s = how.factors.parameters, how.factors.optimizer, how.factors.summed_over
+    p, o, s = division.factors.parameters, division.factors.optimizer, division.factors.summed_over
     if p > 1:
-        step = shard_states(step, _sharding(how))
+        step = shard_states(step, _sharding(division))
     if s > p:
-        step = partition_states(step, _partitioning(how, p, s, every_micro_batch=True))
+        step = partition_states(step, _partitioning(division, p, s, every_micro_batch=True))
     if o > s:
-        step = partition_states(step, _partitioning(how, s, o, every_micro_batch=False))
+        step = partition_states(step, _partitioning(division, s, o, every_micro_batch=False))
     return step
 
 
-def _sharding(how: Division) -> Sharding:
-    p, o = how.factors.parameters, how.factors.optimizer
+def _sharding(division: Division) -> Sharding:
+    p, o = division.factors.parameters, division.factors.optimizer
     return Sharding(
         degree=p,
-        replicas=how.ranks // p if o == p else 1,
-        reshard_after_forward=how.reshard_after_forward,
-        blocks_per_unit=how.blocks_per_unit,
-        replicas_across_nodes=how.link(how.ranks // p, p) is Resource.INTER_LINK,
-        stages_messages=how.stages_messages,
-        two_hop=how.sums != "whole",
-        sums=how.sums,
-        micro_batches=how.micro_batches,
-        param_itemsize=how.param_itemsize,
-        reduce_itemsize=how.reduce_itemsize,
+        replicas=division.ranks // p if o == p else 1,
+        reshard_after_forward=division.reshard_after_forward,
+        blocks_per_unit=division.blocks_per_unit,
+        replicas_across_nodes=division.link(division.ranks // p, p) is Resource.INTER_LINK,
+        stages_messages=division.stages_messages,
+        two_hop=division.sums != "whole",
+        sums=division.sums,
+        micro_batches=division.micro_batches,
+        param_itemsize=division.param_itemsize,
+        reduce_itemsize=division.reduce_itemsize,
     )
 
 
-def _partitioning(how: Division, held: int, over: int, *, every_micro_batch: bool) -> Partitioning:
+def _partitioning(division: Division, held: int, over: int, *, every_micro_batch: bool) -> Partitioning:
     """Return the settings of the division from groups of `held` ranks to groups of `over`."""
-    is_last = over == how.factors.optimizer
+    is_last = over == division.factors.optimizer
     return Partitioning(
         ranks=over // held,
-        bucket_bytes=how.bucket_bytes,
-        accumulate=how.micro_batches,
+        bucket_bytes=division.bucket_bytes,
+        accumulate=division.micro_batches,
         every_micro_batch=every_micro_batch,
-        stages_messages=how.stages_messages,
+        stages_messages=division.stages_messages,
         at_end=held > 1,
-        link=how.link(over // held, held),
-        copies=how.ranks // over if is_last else 1,
-        between_copies=how.link(how.ranks // over, over),
+        link=division.link(over // held, held),
+        copies=division.ranks // over if is_last else 1,
+        between_copies=division.link(division.ranks // over, over),
     )

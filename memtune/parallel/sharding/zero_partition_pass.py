@@ -74,22 +74,27 @@ class Partitioning:
         return self.accumulate > 1 and not self.every_micro_batch
 
 
-def partition_states(step: Step, how: Partitioning) -> Step:
+def partition_states(step: Step, partitioning: Partitioning) -> Step:
     """Return `step` as one rank runs it; `step` itself if no parameter is trained."""
-    if not len(_buckets(columns_of(step.parameters), how.bucket_bytes).count):
+    if not len(_buckets(columns_of(step.parameters), partitioning.bucket_bytes).count):
         return step
     # As the last micro-batch; the recorded step is one of several.
-    done = _partitioned(step, how, hold_sums=False)
-    if how.accumulate > 2 and how.once and not how.at_end and _middle_peak(step, how) > _backward_peak(done):
-        return _partitioned(step, how, hold_sums=True)
+    done = _partitioned(step, partitioning, hold_sums=False)
+    if (
+        partitioning.accumulate > 2
+        and partitioning.once
+        and not partitioning.at_end
+        and _middle_peak(step, partitioning) > _backward_peak(done)
+    ):
+        return _partitioned(step, partitioning, hold_sums=True)
     return done
 
 
-def _partitioned(step: Step, how: Partitioning, *, hold_sums: bool) -> Step:
+def _partitioned(step: Step, partitioning: Partitioning, *, hold_sums: bool) -> Step:
     edit = Edit(step)
-    taken = _reduce(edit, step, how, hold_sums=hold_sums)
-    last = _gather(edit, step, how)
-    if _optimizer_end(step, how) < step.ops.n:  # what earlier divisions gather comes last
+    taken = _reduce(edit, step, partitioning, hold_sums=hold_sums)
+    last = _gather(edit, step, partitioning)
+    if _optimizer_end(step, partitioning) < step.ops.n:  # what earlier divisions gather comes last
         last = step.ops.n - 1
     # Gradients, the loss: what is held to the end of the step is held while weights are gathered.
     # Weights are gathered in a hook of `optimizer.step()`, before `zero_grad`.
@@ -151,9 +156,11 @@ def _arrivals(step: Step, every_micro_batch: bool, at_end: bool) -> _Arrivals:
     return _Arrivals(raw if every_micro_batch else gradient, np.where(at < 0, end, at).astype(np.int32), rows)
 
 
-def _optimizer_end(step: Step, how: Partitioning) -> int:
+def _optimizer_end(step: Step, partitioning: Partitioning) -> int:
     """Return the op before which weights are gathered: gathers of earlier divisions come later."""
-    return int(np.flatnonzero(step.ops.phase == Phase.OPTIMIZER)[-1]) + 1 if how.at_end else step.ops.n
+    return (
+        int(np.flatnonzero(step.ops.phase == Phase.OPTIMIZER)[-1]) + 1 if partitioning.at_end else step.ops.n
+    )
 
 
 def _end(step: Step, *, at_end: bool = False) -> int:
@@ -197,30 +204,35 @@ class _InsertionPoints:
         )
 
 
-def _reduce(edit: Edit, step: Step, how: Partitioning, *, hold_sums: bool) -> I32:
+def _reduce(edit: Edit, step: Step, partitioning: Partitioning, *, hold_sums: bool) -> I32:
     """Reduce-scatter every bucket; return the sharded gradients, one storage per bucket."""
-    columns, arrivals = columns_of(step.parameters), _arrivals(step, how.every_micro_batch, how.at_end)
-    buckets = _buckets(columns, how.bucket_bytes)
+    columns, arrivals = (
+        columns_of(step.parameters),
+        _arrivals(step, partitioning.every_micro_batch, partitioning.at_end),
+    )
+    buckets = _buckets(columns, partitioning.bucket_bytes)
     there = buckets.where(arrivals.whole[buckets.values] >= 0)
     missing = buckets.where(arrivals.whole[buckets.values] < 0)
-    at = _InsertionPoints.without(missing, adds=_has_sums(how, arrivals), averages=how.copies > 1)
+    at = _InsertionPoints.without(
+        missing, adds=_has_sums(partitioning, arrivals), averages=partitioning.copies > 1
+    )
     # Buckets are sent in order, so one waits for all before it.
     after = np.maximum.accumulate(np.maximum.reduceat(arrivals.at[buckets.values], buckets.starts)).astype(
         np.int32
     )
-    rows, n_bytes = _reduction_ops(edit, how, columns, at, after)
-    given, taken = _buffers(edit, how, columns, at, rows, n_bytes)
+    rows, n_bytes = _reduction_ops(edit, partitioning, columns, at, after)
+    given, taken = _buffers(edit, partitioning, columns, at, rows, n_bytes)
     zeros = columns.n_bytes[missing.values]
     edit.add_uses(
         rows[at.pack][missing.part], edit.add_storages(zeros, producer=rows[at.zeros], kind=Kind.TEMPORARY)
     )
-    whole, end = arrivals.whole[there.values], _end(step, at_end=how.at_end)
+    whole, end = arrivals.whole[there.values], _end(step, at_end=partitioning.at_end)
     # Earlier divisions have put several gradients into one storage, which is read once.
     packed = np.unique(np.stack([rows[at.pack][there.part], whole]), axis=1)
     edit.add_uses(packed[0], packed[1])
     edit.storages.held_until[whole] = end if hold_sums else -1
     edit.storages.grad_ready_after[whole] = -1
-    if not hold_sums or how.accumulate == 1:
+    if not hold_sums or partitioning.accumulate == 1:
         edit.storages.kind[whole] = Kind.TEMPORARY
 
     reduced_at = np.append(after[1:], end).astype(np.int32)  # rule 4
@@ -228,25 +240,29 @@ def _reduce(edit: Edit, step: Step, how: Partitioning, *, hold_sums: bool) -> I3
         np.concatenate([given, given]), np.concatenate([reduced_at, rows[at.make + at.per_bucket - 1]])
     )
     _extend_to_backward_end(
-        edit, step, rows[at.make + at.per_bucket - 1][after == end], end, batches=how.after_schedule
+        edit, step, rows[at.make + at.per_bucket - 1][after == end], end, batches=partitioning.after_schedule
     )
-    _resize(edit, step, how)
+    _resize(edit, step, partitioning)
     if len(at.add):
-        sums = _sums(edit, step, there, arrivals, n_bytes, hold_sums=how.copies == 1)
+        sums = _sums(edit, step, there, arrivals, n_bytes, hold_sums=partitioning.copies == 1)
         edit.add_uses(
-            rows[at.add], taken if how.copies == 1 else sums, writes=sums if how.copies == 1 else taken
+            rows[at.add],
+            taken if partitioning.copies == 1 else sums,
+            writes=sums if partitioning.copies == 1 else taken,
         )
-        if how.copies == 1:
+        if partitioning.copies == 1:
             edit.hold_through(taken, reduced_at)
             taken = sums
     edit.add_uses(rows[at.average], writes=taken[: len(at.average)])
-    _rebind(edit, step, there, taken, how)
+    _rebind(edit, step, there, taken, partitioning)
     return taken
 
 
-def _has_sums(how: Partitioning, arrivals: _Arrivals) -> bool:
+def _has_sums(partitioning: Partitioning, arrivals: _Arrivals) -> bool:
     """Return True if earlier micro-batches have left sharded sums."""
-    return how.every_micro_batch and (how.accumulate > 1 if how.at_end else bool(arrivals.adds.any()))
+    return partitioning.every_micro_batch and (
+        partitioning.accumulate > 1 if partitioning.at_end else bool(arrivals.adds.any())
+    )
 
 
 def _extend_to_backward_end(edit: Edit, step: Step, ops: I32, end: int, *, batches: bool) -> None:
@@ -263,29 +279,31 @@ def _extend_to_backward_end(edit: Edit, step: Step, ops: I32, end: int, *, batch
 
 
 def _reduction_ops(
-    edit: Edit, how: Partitioning, columns: ParameterColumns, at: _InsertionPoints, after: I32
+    edit: Edit, partitioning: Partitioning, columns: ParameterColumns, at: _InsertionPoints, after: I32
 ) -> tuple[I32, I64]:
     """Insert the ops; return them by position, and the bytes of each bucket's message to one rank."""
-    buckets = _buckets(columns, how.bucket_bytes)
+    buckets = _buckets(columns, partitioning.bucket_bytes)
     flags = buckets.count * columns.itemsize[buckets.values[buckets.starts]]  # rule 3
     # A rank's part of the message: its rows of each gradient, then the flags.
-    n_bytes = replace(buckets, values=shards_of(columns, how.ranks).n_bytes[buckets.values]).sums() + flags
+    n_bytes = (
+        replace(buckets, values=shards_of(columns, partitioning.ranks).n_bytes[buckets.values]).sums() + flags
+    )
     # With accumulation the reductions run once per step, so their phase is the boundary.
-    phase = Phase.BOUNDARY if how.once else Phase.BACKWARD
-    average_phase = Phase.BACKWARD if how.accumulate == 1 else Phase.BOUNDARY
-    stream = _COMPUTE_STREAM * how.stages_messages
-    between = how.between_copies, n_bytes[: len(at.average)], how.copies, stream
+    phase = Phase.BOUNDARY if partitioning.once else Phase.BACKWARD
+    average_phase = Phase.BACKWARD if partitioning.accumulate == 1 else Phase.BOUNDARY
+    stream = _COMPUTE_STREAM * partitioning.stages_messages
+    between = partitioning.between_copies, n_bytes[: len(at.average)], partitioning.copies, stream
     ops = [
         PlacedOps(at.make, "aten.new_empty.default", NOTHING),
         PlacedOps(at.flags, "aten.new_ones.default"),
         PlacedOps(at.zeros, "aten.zeros_like.default"),
         PlacedOps(at.clear, "aten.zero_.default"),
-        PlacedOps(at.pack, "aten._chunk_cat.out", traffic_bytes=2 * n_bytes * how.ranks),
+        PlacedOps(at.pack, "aten._chunk_cat.out", traffic_bytes=2 * n_bytes * partitioning.ranks),
         PlacedOps(at.take, "aten.new_empty.default", NOTHING),
         PlacedOps(
             at.reduce,
             "memtune.reduce_scatter_into_.default",
-            *(how.link, n_bytes * how.ranks, how.ranks, stream),
+            *(partitioning.link, n_bytes * partitioning.ranks, partitioning.ranks, stream),
         ),
         PlacedOps(at.add, "aten._foreach_add_.List", traffic_bytes=3 * n_bytes[: len(at.add)]),
         PlacedOps(at.average, "memtune.all_reduce_.default", *between, phase=average_phase),
@@ -294,23 +312,28 @@ def _reduction_ops(
 
 
 def _buffers(
-    edit: Edit, how: Partitioning, columns: ParameterColumns, at: _InsertionPoints, rows: I32, n_bytes: I64
+    edit: Edit,
+    partitioning: Partitioning,
+    columns: ParameterColumns,
+    at: _InsertionPoints,
+    rows: I32,
+    n_bytes: I64,
 ) -> tuple[I32, I32]:
     """Return the input and output buffers of each reduction."""
-    buckets, shards = _buckets(columns, how.bucket_bytes), shards_of(columns, how.ranks)
-    flags = how.ranks * buckets.count * columns.itemsize[buckets.values[buckets.starts]]
-    place = np.arange(len(n_bytes)) * (5 if how.stages_messages else 3)
+    buckets, shards = _buckets(columns, partitioning.bucket_bytes), shards_of(columns, partitioning.ranks)
+    flags = partitioning.ranks * buckets.count * columns.itemsize[buckets.values[buckets.starts]]
+    place = np.arange(len(n_bytes)) * (5 if partitioning.stages_messages else 3)
     parts = [
-        (place, rows[at.make], n_bytes * how.ranks, Kind.COMMUNICATION),
+        (place, rows[at.make], n_bytes * partitioning.ranks, Kind.COMMUNICATION),
         (place + 1, rows[at.flags], flags, Kind.COMMUNICATION),
         (place + 2, rows[at.take], n_bytes, Kind.GRADIENT),
     ]
-    if how.stages_messages:
+    if partitioning.stages_messages:
         # On CPU the packing kernel pads what the ranks do not divide, in a copy of its own.
         uneven = replace(buckets, values=(shards.n_bytes * shards.uneven)[buckets.values]).sums()
         parts += [
-            (place + 3, rows[at.pack], uneven * how.ranks, Kind.WORKSPACE),
-            (place + 4, rows[at.reduce], n_bytes * how.ranks, Kind.WORKSPACE),
+            (place + 3, rows[at.pack], uneven * partitioning.ranks, Kind.WORKSPACE),
+            (place + 4, rows[at.reduce], n_bytes * partitioning.ranks, Kind.WORKSPACE),
         ]
     storages = add_storages(edit, parts)
     given, taken = storages[place], storages[place + 2]
@@ -320,10 +343,10 @@ def _buffers(
     return given, taken
 
 
-def _resize(edit: Edit, step: Step, how: Partitioning) -> None:
+def _resize(edit: Edit, step: Step, partitioning: Partitioning) -> None:
     """Resize state, the optimizer's temporaries and its work to the shard of their parameter."""
     columns = columns_of(step.parameters)
-    ratio = shards_of(columns, how.ranks).numel / np.maximum(columns.numel, 1)
+    ratio = shards_of(columns, partitioning.ranks).numel / np.maximum(columns.numel, 1)
     rows, owner = _optimizer_rows(step)
     resize_to_shards(edit, step, ratio, rows, owner)
 
@@ -356,17 +379,17 @@ def _sums(
     )
 
 
-def _rebind(edit: Edit, step: Step, there: Ragged, taken: I32, how: Partitioning) -> None:
+def _rebind(edit: Edit, step: Step, there: Ragged, taken: I32, partitioning: Partitioning) -> None:
     """Make the optimizer read this rank's rows of the gradients."""
     columns = columns_of(step.parameters)
     moved = np.full(step.storages.n, -1, np.int32)
     moved[columns.gradient[there.values]] = taken[there.part]
-    target = np.where(step.uses.op > _end(step, at_end=how.at_end), moved[step.uses.storage], -1)
+    target = np.where(step.uses.op > _end(step, at_end=partitioning.at_end), moved[step.uses.storage], -1)
     edit.set_uses(storage=np.where(target >= 0, target, edit.uses.storage))
     gradient = np.full(len(columns.gradient), -1, np.int32)
     gradient[there.values] = taken[there.part]
     edit.grad_order = taken
-    shards, trained = shards_of(columns, how.ranks), columns.trainable
+    shards, trained = shards_of(columns, partitioning.ranks), columns.trainable
     shapes = tuple(
         shard if mine else whole
         for shard, whole, mine in zip(shards.shapes, columns.shapes, trained.tolist(), strict=True)
@@ -375,29 +398,36 @@ def _rebind(edit: Edit, step: Step, there: Ragged, taken: I32, how: Partitioning
     edit.parameters = replace(columns, gradient=gradient, shapes=shapes, numel=numel)
 
 
-def _gather(edit: Edit, step: Step, how: Partitioning) -> int:
+def _gather(edit: Edit, step: Step, partitioning: Partitioning) -> int:
     """Gather the updated rows of every bucket; return the last op."""
     columns = columns_of(step.parameters)
-    buckets, shards = _buckets(columns, how.bucket_bytes), shards_of(columns, how.ranks)
+    buckets, shards = _buckets(columns, partitioning.bucket_bytes), shards_of(columns, partitioning.ranks)
     buckets = buckets.picked(np.arange(len(buckets.count))[::-1])
     n_bytes = replace(buckets, values=shards.n_bytes[buckets.values]).sums()
     count = len(n_bytes)
     # Each bucket's copy-out follows the next bucket's gather, so the ops of neighbours interleave.
     make = np.maximum(4 * np.arange(count) - 1, 0)
     pack, gather, copy = make + 1, make + 2, np.append(make[1:] + 3, 4 * count - 1)
-    link = how.link, n_bytes * how.ranks, how.ranks, _COMPUTE_STREAM * how.stages_messages
+    link = (
+        partitioning.link,
+        n_bytes * partitioning.ranks,
+        partitioning.ranks,
+        _COMPUTE_STREAM * partitioning.stages_messages,
+    )
     ops = [
         PlacedOps(make, "aten.new_empty.default", NOTHING),
         PlacedOps(pack, "aten._foreach_copy_.default", traffic_bytes=2 * n_bytes),
         PlacedOps(gather, "memtune.all_gather_into_.default", *link),
-        PlacedOps(copy, "aten._foreach_copy_.default", traffic_bytes=2 * n_bytes * how.ranks),
+        PlacedOps(copy, "aten._foreach_copy_.default", traffic_bytes=2 * n_bytes * partitioning.ranks),
     ]
     rows = edit.add_placed_ops(
         ops,
-        before=np.full(4 * count, _optimizer_end(step, how), np.int32),
+        before=np.full(4 * count, _optimizer_end(step, partitioning), np.int32),
         phase=Phase.BOUNDARY,  # the optimizer itself may run elsewhere
     )
-    whole = add_storages(edit, [(np.arange(count), rows[make], n_bytes * how.ranks, Kind.COMMUNICATION)])
+    whole = add_storages(
+        edit, [(np.arange(count), rows[make], n_bytes * partitioning.ranks, Kind.COMMUNICATION)]
+    )
     weights = columns.storage[buckets.values]
     edit.add_uses(rows[pack][buckets.part], weights)
     edit.add_uses(rows[pack], writes=whole)
@@ -407,10 +437,10 @@ def _gather(edit: Edit, step: Step, how: Partitioning) -> int:
     return int(rows[-1])
 
 
-def _middle_peak(step: Step, how: Partitioning) -> int:
+def _middle_peak(step: Step, partitioning: Partitioning) -> int:
     """Return device bytes at the peak of a micro-batch that is neither the first nor the last."""
     columns = columns_of(step.parameters)
-    ratio = shards_of(columns, how.ranks).numel / np.maximum(columns.numel, 1)
+    ratio = shards_of(columns, partitioning.ranks).numel / np.maximum(columns.numel, 1)
     rows, owner = _optimizer_rows(step)
     n_bytes = step.storages.bytes.copy()
     n_bytes[rows] = np.round(n_bytes[rows] * ratio[owner]).astype(np.int64)

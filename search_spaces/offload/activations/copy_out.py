@@ -135,8 +135,8 @@ class CopyOut(Technique):
             if share > 0
         ]
         prefetch = self._prefetched(on_stages=program.stages is not None)
-        how = {"ssd_prefetch": prefetch} if self.target == "ssd" else {"prefetch": prefetch}
-        return program.with_step(move_activations(program.step, claims, stages=program.stages, **how))
+        options = {"ssd_prefetch": prefetch} if self.target == "ssd" else {"prefetch": prefetch}
+        return program.with_step(move_activations(program.step, claims, stages=program.stages, **options))
 
     def apply(self, context: Context, plan: CopyOutPlan) -> None:
         """Claim the blocks' shares in the activation table; for SSD check the offload directory.
@@ -184,12 +184,12 @@ class CopyOut(Technique):
         return self.prefetch if self.prefetch is not None else _PREFETCHED[self.target]
 
     def record(self, target: Target) -> dict[str, Any]:
-        how = {
+        knobs = {
             "prefetch": self._prefetched(on_stages=False),
             "ratio": self.ratio,
             "min_bytes": self.min_bytes,
         }
-        return {"activations.move": {"tier": "host" if self.target == "cpu" else "ssd", **how}}
+        return {"activations.move": {"tier": "host" if self.target == "cpu" else "ssd", **knobs}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         return {"ratio": (1.0, 0.5, 0.25), "target": ("cpu", "ssd")}

@@ -227,9 +227,14 @@ class Pipelined(Technique):
         return (f"ratio {ratios} by stage; {sent} are offloaded and reloaded for each micro-batch",)
 
     def record(self, target: Target) -> dict[str, Any]:
-        how = self.ratio if self.ratio is not None else {"budget": self.budget_bytes or target.budget_bytes}
+        knobs = self.ratio if self.ratio is not None else {"budget": self.budget_bytes or target.budget_bytes}
         return {
-            "activations.move": {"tier": "host", "in_slots": True, "ratio": how, "min_bytes": self.min_bytes}
+            "activations.move": {
+                "tier": "host",
+                "in_slots": True,
+                "ratio": knobs,
+                "min_bytes": self.min_bytes,
+            }
         }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:

@@ -148,8 +148,8 @@ class AngelPtm(Technique):
     def plan(self, program: Program, target: Target) -> PagesPlan:
         page_bytes = page_bytes_for(program.step) if self.page_mib is None else _bytes_of(self.page_mib)
         parts = target.optimizer is None or not target.optimizer.not_one_by_one
-        how = {"scheduled": self.moves == "scheduled", "cache": self._caches and parts}
-        return page_plan_of(solve_pages(program, target.hardware, target.budget_bytes, page_bytes, **how))
+        options = {"scheduled": self.moves == "scheduled", "cache": self._caches and parts}
+        return page_plan_of(solve_pages(program, target.hardware, target.budget_bytes, page_bytes, **options))
 
     def rewrite(self, program: Program, plan: PagesPlan, target: Target) -> Program:
         """Load and evict pages, with the optimizer on the host or on SSD."""
@@ -171,13 +171,18 @@ class AngelPtm(Technique):
 
     def record(self, target: Target) -> dict[str, Any]:
         page = "solved" if self.page_mib is None else _bytes_of(self.page_mib)
-        how: dict[str, Any] = {"unit": "page", "page_bytes": page, "moves": self.moves, "cache": self._caches}
-        how |= {"max_staleness": self.max_staleness} if self.lock_free else {}
-        how |= {"optimizer_prefetch": self.optimizer_prefetch} if self._on_ssd is not None else {}
-        how |= {"resume": self.resume} if self.effects.keeps_steps else {}
+        knobs: dict[str, Any] = {
+            "unit": "page",
+            "page_bytes": page,
+            "moves": self.moves,
+            "cache": self._caches,
+        }
+        knobs |= {"max_staleness": self.max_staleness} if self.lock_free else {}
+        knobs |= {"optimizer_prefetch": self.optimizer_prefetch} if self._on_ssd is not None else {}
+        knobs |= {"resume": self.resume} if self.effects.keeps_steps else {}
         trigger = "lock_free" if self.lock_free else "end_of_step"
         return {
-            "states.offload": {"parameters": "host", "optimizer": self.optimizer, "trigger": trigger, **how}
+            "states.offload": {"parameters": "host", "optimizer": self.optimizer, "trigger": trigger, **knobs}
         }
 
     def exactly(self) -> Exactness:

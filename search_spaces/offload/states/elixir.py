@@ -105,14 +105,14 @@ class Elixir(Technique):
         return plan.explain()
 
     def record(self, target: Target) -> dict[str, Any]:
-        how: dict[str, Any] = {
+        knobs: dict[str, Any] = {
             "unit": "chunk",
             "chunk_bytes": self.chunk_bytes or "searched for",
             "evict": "lru",
         }
-        how |= {"prefetch": self.prefetch, "device_updates": self.device_updates}
+        knobs |= {"prefetch": self.prefetch, "device_updates": self.device_updates}
         return {
-            "states.offload": {"parameters": "host", "optimizer": "host", "trigger": "end_of_step", **how}
+            "states.offload": {"parameters": "host", "optimizer": "host", "trigger": "end_of_step", **knobs}
         }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:

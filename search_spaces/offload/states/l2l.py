@@ -132,9 +132,9 @@ class L2L(Technique):
             apply_layers(context, 1)
 
     def record(self, target: Target) -> dict[str, Any]:
-        how: dict[str, Any] = {"parameters": "host", "optimizer": "host", "trigger": "in_backward"}
+        knobs: dict[str, Any] = {"parameters": "host", "optimizer": "host", "trigger": "in_backward"}
         if not self._is_layer_major:
-            return {"states.offload": {**how, "slots": 1}}
+            return {"states.offload": {**knobs, "slots": 1}}
         packs = {
             "packing": "balanced",
             "backward": 1,
@@ -144,7 +144,10 @@ class L2L(Technique):
             "prefetch": False,
         }
         return {
-            "states.offload": {**how, "packs": packs | ({"parallelism": "data"} if target.ranks > 1 else {})}
+            "states.offload": {
+                **knobs,
+                "packs": packs | ({"parallelism": "data"} if target.ranks > 1 else {}),
+            }
         }
 
 

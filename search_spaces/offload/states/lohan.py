@@ -108,14 +108,14 @@ class Lohan(NativelyUpdated):
         return int(self.bucket_mib * MIB)
 
     def record(self, target: Target) -> dict[str, Any]:
-        how: dict[str, Any] = {"update": self.update, "bucket_bytes": self._bucket_bytes}
-        how |= {"resume": self.resume} if self.effects.keeps_steps else {}
+        knobs: dict[str, Any] = {"update": self.update, "bucket_bytes": self._bucket_bytes}
+        knobs |= {"resume": self.resume} if self.effects.keeps_steps else {}
         return {
             "states.offload": {
                 "optimizer": "ssd",
                 "gradients": "grad_ready",
                 "trigger": "per_gradient",
-                **how,
+                **knobs,
             }
         }
 

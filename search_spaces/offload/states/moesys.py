@@ -131,8 +131,8 @@ class Moesys(Technique):
 
     def _on_ssd(self, program: Program, used: tuple[Expert, ...]) -> Program:
         step = program.step
-        how = ExpertOffloadSpec(self.cache, self.eviction, self.read_prefetch, self.on_device)
-        return program.with_step(experts_on_ssd(step, experts_in(step), how, used, replicas(program)))
+        spec = ExpertOffloadSpec(self.cache, self.eviction, self.read_prefetch, self.on_device)
+        return program.with_step(experts_on_ssd(step, experts_in(step), spec, used, replicas(program)))
 
     def explain(self, plan: MoesysPlan) -> tuple[str, ...]:
         experts = plan.experts
@@ -166,13 +166,15 @@ class Moesys(Technique):
         context.checks["offload.states"] = store.check
 
     def record(self, target: Target) -> dict[str, Any]:
-        how: dict[str, Any] = {
+        knobs: dict[str, Any] = {
             "cache": self.cache,
             "eviction": self.eviction,
             "read_prefetch": self.read_prefetch,
             "on_device": self.on_device,
         }
-        return {"states.offload": {"experts": "ssd", "optimizer": "device", "trigger": "in_backward", **how}}
+        return {
+            "states.offload": {"experts": "ssd", "optimizer": "device", "trigger": "in_backward", **knobs}
+        }
 
 
 def _used(program: Program) -> tuple[Expert, ...]:

@@ -126,8 +126,8 @@ class OptimizerCpu(Technique):
             apply_on_grad_ready(context, self.update, self.moments, 0, self.trigger)
 
     def record(self, target: Target) -> dict[str, Any]:
-        how = {} if self.update == "user" else {"update": self.update, "moments": self.moments}
-        return {"states.offload": {"optimizer": "host", "trigger": self.trigger, **how}}
+        knobs = {} if self.update == "user" else {"update": self.update, "moments": self.moments}
+        return {"states.offload": {"optimizer": "host", "trigger": self.trigger, **knobs}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         # Lossy narrow moments are never proposed.

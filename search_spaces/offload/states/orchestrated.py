@@ -183,14 +183,19 @@ class TensorMovement(Technique):
 
     def record(self, target: Target) -> dict[str, Any]:
         group = self._group(target)
-        how = {"orchestrated": self.mode, "group": group, "stride": self._stride(group), "slots": self.window}
+        knobs = {
+            "orchestrated": self.mode,
+            "group": group,
+            "stride": self._stride(group),
+            "slots": self.window,
+        }
         slot = {"slot_mib": self.slot_mib} if self.mode == "token" else {}
         return {
             "states.offload": {
                 "parameters": "host",
                 "optimizer": "host",
                 "trigger": "end_of_step",
-                **how,
+                **knobs,
                 **slot,
             }
         }

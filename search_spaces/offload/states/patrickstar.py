@@ -115,14 +115,14 @@ class PatrickStar(Technique):
         return plan.explain()
 
     def record(self, target: Target) -> dict[str, Any]:
-        how: dict[str, Any] = {
+        knobs: dict[str, Any] = {
             "unit": "chunk",
             "chunk_bytes": self.chunk_bytes or "least waste",
             "evict": "belady",
         }
-        how |= {"slots": "by moment", "gradients": self.gradients, "device_updates": self.device_updates}
+        knobs |= {"slots": "by moment", "gradients": self.gradients, "device_updates": self.device_updates}
         return {
-            "states.offload": {"parameters": "host", "optimizer": "host", "trigger": "end_of_step", **how}
+            "states.offload": {"parameters": "host", "optimizer": "host", "trigger": "end_of_step", **knobs}
         }
 
 

@@ -122,7 +122,7 @@ class SmartInfinity(NativelyUpdated):
 
     def rewrite(self, program: Program, plan: Plan, target: Target) -> Program:
         """Move state to SSD; replace optimizer ops by transfers and the updaters' reads, updates, writes."""
-        how = UpdatersSpec(
+        spec = UpdatersSpec(
             self.domains,
             self._sub_group_numel,
             self.buffers,
@@ -132,7 +132,7 @@ class SmartInfinity(NativelyUpdated):
         )
         replicas = replicas_of(program, target)
         ranks = program.ranks if replicas == 1 else 1
-        return program.with_step(optimizer_on_updaters(program.step, how, ranks, replicas))
+        return program.with_step(optimizer_on_updaters(program.step, spec, ranks, replicas))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Start the updaters and rebind the optimizer to them."""
@@ -159,7 +159,7 @@ class SmartInfinity(NativelyUpdated):
         return max(int(self.sub_group_mib * MIB) // 4, 1)
 
     def record(self, target: Target) -> dict[str, Any]:
-        how = {
+        knobs = {
             "optimizer": "updaters",
             "trigger": "end_of_step",
             "update": self.update,
@@ -170,7 +170,7 @@ class SmartInfinity(NativelyUpdated):
         size |= {"gradients": "grad_ready", "bucket_bytes": self._bucket_bytes} if self._in_backward else {}
         return {
             "states.offload": {
-                **how,
+                **knobs,
                 **size,
                 **({"topk_ratio": self.topk_ratio} if self.topk_ratio else {}),
                 **kept,

@@ -143,9 +143,12 @@ class Stronghold(Technique):
 
     def record(self, target: Target) -> dict[str, Any]:
         slots = self.window if self.window is not None else "solved"
-        how = {"parameters": "host", "optimizer": "host", "trigger": self.trigger, "slots": slots}
+        knobs = {"parameters": "host", "optimizer": "host", "trigger": self.trigger, "slots": slots}
         return {
-            "states.offload": {**how, "deferred": "solved" if self.deferred is None else list(self.deferred)}
+            "states.offload": {
+                **knobs,
+                "deferred": "solved" if self.deferred is None else list(self.deferred),
+            }
         }
 
 

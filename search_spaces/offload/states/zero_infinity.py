@@ -331,20 +331,20 @@ class ZeroInfinity(NativelyUpdated):
 
     def record(self, target: Target) -> dict[str, Any]:
         # Equal to `optimizer_cpu` if only the optimizer is on the host, so that a search tries one of them.
-        how: dict[str, Any] = {"optimizer": self.optimizer, "trigger": "end_of_step", "update": self.update}
-        how |= (
+        knobs: dict[str, Any] = {"optimizer": self.optimizer, "trigger": "end_of_step", "update": self.update}
+        knobs |= (
             {"optimizer_prefetch": self.optimizer_prefetch}
             if "ssd" in (self.optimizer, self.gradients)
             else {}
         )
         if self.parameters == "device":
-            how |= {"moments": "float32"} if self.optimizer == "host" else {}
+            knobs |= {"moments": "float32"} if self.optimizer == "host" else {}
         else:
             prefetch = {"parameter_prefetch": self.parameter_prefetch} if self.parameters == "ssd" else {}
-            how |= {"parameters": self.parameters, "on_device": self.on_device, **prefetch}
-            how |= {"gradients": "ssd"} if self.gradients == "ssd" else {}
-            how |= {"tiles": self.tiles} if self.tiles > 1 else {}
-        return {"states.offload": {**how, **({"resume": self.resume} if self.effects.keeps_steps else {})}}
+            knobs |= {"parameters": self.parameters, "on_device": self.on_device, **prefetch}
+            knobs |= {"gradients": "ssd"} if self.gradients == "ssd" else {}
+            knobs |= {"tiles": self.tiles} if self.tiles > 1 else {}
+        return {"states.offload": {**knobs, **({"resume": self.resume} if self.effects.keeps_steps else {})}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         tiers = {"optimizer": ("ssd", "host"), "parameters": ("device", "host", "ssd")}

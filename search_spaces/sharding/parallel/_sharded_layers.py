@@ -163,8 +163,8 @@ class PartitionedWeights(PartitionedLayers):
             average(edit, step, parts, group, _link(degree, node), program.accumulate)
             step = edit.done()
         without = frozenset(plan.parameters)
-        how = Replication(ranks, BUCKET_CAP_MB << 20, program.accumulate, without=without)
-        return program.with_step(replicate(step, how))
+        sharing = Replication(ranks, BUCKET_CAP_MB << 20, program.accumulate, without=without)
+        return program.with_step(replicate(step, sharing))
 
     def passes(self) -> Mapping[PassStage, Rewrite]:
         return {**super().passes(), PassStage.WHOLE_STEP: self._average_in_group}
@@ -177,10 +177,10 @@ class PartitionedWeights(PartitionedLayers):
         replicated = frozenset(trainable) - frozenset(plan.parameters)
         node = target.hardware.local_ranks(target.ranks)
         inside = Resource.INTER_LINK if node == 1 else Resource.INTRA_LINK
-        how = Sharing(
+        sharing = Sharing(
             self.degree or target.ranks, 1, Resource.NOTHING, program.accumulate, replicated, inside
         )
-        return program.with_step(sum_shards(program.step, how))
+        return program.with_step(sum_shards(program.step, sharing))
 
     def checked_degree(self, context: Context, plan: DividedPlan) -> int:
         """Return the ranks of a group.
@@ -248,16 +248,16 @@ class MicroBatchRotation(SharedLayers):
         summed = self.summed(program, plan)
         if not summed:
             return program
-        how = Sharing(degree, 1, Resource.NOTHING, program.accumulate, summed, self._inside(target))
-        return program.with_step(sum_shards(program.step, how))
+        sharing = Sharing(degree, 1, Resource.NOTHING, program.accumulate, summed, self._inside(target))
+        return program.with_step(sum_shards(program.step, sharing))
 
 
 @memoized
-def _rotated(program: Program, recorded: ShardedRecording, how: Sharing) -> Program:
+def _rotated(program: Program, recorded: ShardedRecording, sharing: Sharing) -> Program:
     """Return one object per number of copies, so that results of other passes are shared."""
-    step = share(accumulate_gradients(recorded.recording.at(program.micro_batch)), how)
+    step = share(accumulate_gradients(recorded.recording.at(program.micro_batch)), sharing)
     ranks = (RankClass(program.ranks, step),)
-    return Program(ranks, program.micro_batch, how.accumulate, program.notes, sharers=how.ranks)
+    return Program(ranks, program.micro_batch, sharing.accumulate, program.notes, sharers=sharing.ranks)
 
 
 class CutLayers(PartitionedLayers, MicroBatchRotation):

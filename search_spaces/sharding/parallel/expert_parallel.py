@@ -86,8 +86,8 @@ class ExpertParallel(PartitionedWeights):
         )
 
     def record(self, target: Target) -> dict[str, Any]:
-        how = {"degree": self.degree or target.ranks, "inner_degree": self.inner_degree}
-        return {"parallel.experts": how}
+        knobs = {"degree": self.degree or target.ranks, "inner_degree": self.inner_degree}
+        return {"parallel.experts": knobs}
 
     def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:
         """Return all ranks and smaller groups, and rows by node if there are several."""

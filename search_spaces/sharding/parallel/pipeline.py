@@ -209,17 +209,17 @@ class Pipeline(Technique):
 
     def _into_stages(self, program: Program, plan: PipelinePlan, target: Target) -> Program | Reason:
         """Return the step of each pipeline rank with all micro-batches, the rank of highest peak first."""
-        how, times = piped(program, target.hardware)
-        representatives = _representatives(program.step, how, target)
+        settings, times = piped(program, target.hardware)
+        representatives = _representatives(program.step, settings, target)
         try:
             steps = steps_of_stages(program, target, list(representatives))
         except ValueError as error:
             return refusals.no_chain(error, "parallel: {kind: none}")
         classes = [
             RankClass(
-                how.copies * len(mine),
+                settings.copies * len(mine),
                 step,
-                tuple(copy * how.ranks + rank for copy in range(how.copies) for rank in mine),
+                tuple(copy * settings.ranks + rank for copy in range(settings.copies) for rank in mine),
             )
             for mine, step in zip(representatives.values(), steps, strict=True)
         ]
@@ -229,9 +229,9 @@ class Pipeline(Technique):
             program.micro_batch,
             times,
             program.notes,
-            sharers=how.ranks,
-            unrolled=how.micro_batches,
-            idle=idle_share(how.ranks, how.stages_per_rank, program.accumulate),
+            sharers=settings.ranks,
+            unrolled=settings.micro_batches,
+            idle=idle_share(settings.ranks, settings.stages_per_rank, program.accumulate),
         )
 
     def apply(self, context: Context, plan: PipelinePlan) -> None:
@@ -265,20 +265,24 @@ class Pipeline(Technique):
         return {"degree": (None, *target.group_sizes()), **self.choices()}
 
 
-def _representatives(step: Step, how: PipelineSettings, target: Target) -> dict[int, list[int]]:
+def _representatives(step: Step, settings: PipelineSettings, target: Target) -> dict[int, list[int]]:
     """Return the ranks of a pipeline whose steps are simulated → the ranks that each represents."""
     # These are the first, the second and the last rank. Those between them have fewer micro-batches in
     # flight than the second; the one that holds most and the slowest represent themselves, and the
     # second all others.
     chain = chain_of(step)
     assert isinstance(chain, Chain), "fits refuses others"
-    seconds, n_bytes = _costs(step, chain, target, len(how.starts), how.micro_batches)
-    held, taken = np.zeros(how.ranks), np.zeros(how.ranks)
-    for stage, (first, end) in enumerate(zip(how.starts, (*how.starts[1:], len(step.blocks)), strict=True)):
-        held[stage % how.ranks] += n_bytes[stage, first:end].sum()
-        taken[stage % how.ranks] += seconds[first:end].sum()
-    chosen = sorted({0, min(1, how.ranks - 1), how.ranks - 1, int(held.argmax()), int(taken.argmax())})
-    others = sorted({chosen[1], *range(how.ranks)} - {*chosen[:1], *chosen[2:]})
+    seconds, n_bytes = _costs(step, chain, target, len(settings.starts), settings.micro_batches)
+    held, taken = np.zeros(settings.ranks), np.zeros(settings.ranks)
+    for stage, (first, end) in enumerate(
+        zip(settings.starts, (*settings.starts[1:], len(step.blocks)), strict=True)
+    ):
+        held[stage % settings.ranks] += n_bytes[stage, first:end].sum()
+        taken[stage % settings.ranks] += seconds[first:end].sum()
+    chosen = sorted(
+        {0, min(1, settings.ranks - 1), settings.ranks - 1, int(held.argmax()), int(taken.argmax())}
+    )
+    others = sorted({chosen[1], *range(settings.ranks)} - {*chosen[:1], *chosen[2:]})
     return {rank: others if rank == chosen[1] else [rank] for rank in chosen}
 
 

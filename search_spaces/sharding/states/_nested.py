@@ -60,7 +60,7 @@ class _NestedSharding(_FsdpUnits):
 
     def rewrite(self, program: Program, plan: Any, target: Target) -> Program:
         """Add FSDP2's gathers and reductions if parameters are sharded, and the further sharding."""
-        how = Division(
+        division = Division(
             factors=self._factors(program.ranks, plan),
             ranks=program.ranks,
             ranks_per_node=target.hardware.local_ranks(program.ranks),
@@ -72,7 +72,7 @@ class _NestedSharding(_FsdpUnits):
             param_itemsize=itemsize(self.param_dtype),
             reduce_itemsize=itemsize(self.reduce_dtype),
         )
-        return program.with_step(divide_states(program.step, how))
+        return program.with_step(divide_states(program.step, division))
 
     def apply(self, context: Context, plan: Any) -> None:
         """Shard the model's states and rebind the optimizer to this rank's shards."""

@@ -75,7 +75,7 @@ class Ddp(Technique):
         of_blocks, of_experts = effects.averages != "blocks", effects.averages != "experts"
         bucket_bytes, at_end = self.bucket_cap_mb << 20, program.unrolled > 1
         per_gradient = effects.calls == "grad_hooks"
-        how = Replication(
+        replication = Replication(
             program.ranks,
             bucket_bytes,
             program.accumulate,
@@ -85,7 +85,7 @@ class Ddp(Technique):
             at_end,
             per_gradient,
         )
-        return program.with_step(replicate(program.step, how))
+        return program.with_step(replicate(program.step, replication))
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Wrap the model in DistributedDataParallel, or average each part among the ranks that have it.

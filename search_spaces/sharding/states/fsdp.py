@@ -65,11 +65,11 @@ class Fsdp(_FsdpUnits):
         return self.degree or ranks
 
     def _sharding(self, program: Program, plan: Any, target: Target) -> Sharding:
-        how = super()._sharding(program, plan, target)
+        sharding = super()._sharding(program, plan, target)
         return replace(
-            how,
+            sharding,
             prefetch=self.prefetch,
-            keeps_root=self.keep_root and how.keeps_root,
+            keeps_root=self.keep_root and sharding.keeps_root,
         )
 
     def _shard_options(self) -> dict[str, Any]:

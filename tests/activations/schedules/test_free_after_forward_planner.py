@@ -63,10 +63,10 @@ def test_schedule_is_valid_for_any_freed_subset(graph: OpGraph, data: st.DataObj
     for at, step in enumerate(
         schedule.backward
     ):  # not earlier: the next first run of backward needs it, or a recomputation before that does
-        if step.action == Action.COMPUTE and step.of < graph.n_forward:
-            computes = [each.of for each in schedule.backward[at + 1 :] if each.action == Action.COMPUTE]
+        if step.action == Action.COMPUTE and step.target < graph.n_forward:
+            computes = [each.target for each in schedule.backward[at + 1 :] if each.action == Action.COMPUTE]
             until = next(i for i, op in enumerate(computes) if op >= graph.n_forward)
-            assert any(set(graph.makes[step.of]) & set(graph.reads[op]) for op in computes[: until + 1])
+            assert any(set(graph.makes[step.target]) & set(graph.reads[op]) for op in computes[: until + 1])
 
 
 def test_order_is_by_price_per_byte_with_shared_runs_paid_once() -> None:
@@ -105,6 +105,6 @@ def most_values(schedule: Schedule, n_forward: int) -> int:
     """Return the largest number of resident values of a graph in which op and value have one number."""
     there, most = 0, 0
     for step in (*schedule.forward, *schedule.backward):
-        there += (step.action == Action.COMPUTE and step.of < n_forward) - (step.action == Action.FREE)
+        there += (step.action == Action.COMPUTE and step.target < n_forward) - (step.action == Action.FREE)
         most = max(most, there)
     return most

@@ -103,7 +103,7 @@ def test_dropout_mask_is_redrawn_after_its_inputs_are_freed() -> None:
         schedule = build_schedule(
             graph, range(graph.n_forward), [*again, *range(graph.n_forward, graph.n_ops)]
         )
-        freed = [step.of for step in schedule.forward if step.action == Action.FREE]
+        freed = [step.target for step in schedule.forward if step.action == Action.FREE]
         assert mask in freed
         return schedule
 

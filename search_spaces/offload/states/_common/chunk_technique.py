@@ -116,17 +116,17 @@ def non_chunk_bytes(program: Program, in_place: bool = False) -> Units:
 
 
 @memoized
-def in_chunks(program: Program, how: ChunkPlan, rule: Rule, prefetch: int = 0) -> Program:
+def in_chunks(program: Program, chunk_plan: ChunkPlan, rule: Rule, prefetch: int = 0) -> Program:
     """Return the program with blocks' parameters in chunks, and the optimizer on the host."""
-    residency = cache_residency(how.chunks.uses(prefetch), how.slots, rule)
+    residency = cache_residency(chunk_plan.chunks.uses(prefetch), chunk_plan.slots, rule)
     # Resident parameters are taken out of their blocks, so that only the others are streamed.
-    step, ops = update_resident_first(program.step, how.resident_parameters, replicas(program))
+    step, ops = update_resident_first(program.step, chunk_plan.resident_parameters, replicas(program))
     step = stream_parameters(
-        step, residency, how.chunks, early=False, ranks=replicas(program), in_place=how.in_place
+        step, residency, chunk_plan.chunks, early=False, ranks=replicas(program), in_place=chunk_plan.in_place
     )
     step = optimizer_on_host(step, n_resident_ops=ops)
     # Later passes need each parameter in its block again.
-    return program.with_step(in_blocks_of(program.step, step) if how.resident_parameters else step)
+    return program.with_step(in_blocks_of(program.step, step) if chunk_plan.resident_parameters else step)
 
 
 def update_resident_first(step: Step, count: int, ranks: int = 1) -> tuple[Step, int]:
@@ -191,30 +191,30 @@ def apply_chunks(context: Context, kind: str, plan: ChunksPlan, rule: Rule, pref
         ApplyError: The plan is for another model, or FSDP2 shards parameters whose gradients are in place.
     """
     try:
-        how = chunk_plan_from(*sizes_of(context), plan, is_gathered(context.model))
-        residency = cache_residency(how.chunks.uses(prefetch), how.slots, rule)
+        chunk_plan = chunk_plan_from(*sizes_of(context), plan, is_gathered(context.model))
+        residency = cache_residency(chunk_plan.chunks.uses(prefetch), chunk_plan.slots, rule)
     except ValueError as wrong:
         raise wrong_model_error(context, kind, plan) from wrong
     every = [list(context.model.get_submodule(name).parameters()) for name in context.blocks]
-    resident = set([each for block in every for each in block][: how.resident_parameters])
+    resident = set([each for block in every for each in block][: chunk_plan.resident_parameters])
     members = [[each for each in block if each not in resident] for block in every] if resident else None
-    if how.in_place and is_gathered(context.model):
+    if chunk_plan.in_place and is_gathered(context.model):
         # FSDP2 reduces gradients at a time when the chunk of their rows may be evicted.
         raise wrong_model_error(context, kind, plan)
     move_to_device(context, resident)
     optimizer = HostOptimizer(context, "user", resident=resident)
     blocks = OffloadedBlocks(context, optimizer, members)
-    units = BlockUnits(context, blocks, how.chunks)
+    units = BlockUnits(context, blocks, chunk_plan.chunks)
     gradients = BlockGradients(context, blocks)
-    places = GradientPlaces(blocks, units, gradients) if how.in_place else None
+    places = GradientPlaces(blocks, units, gradients) if chunk_plan.in_place else None
     store = ParameterOffloader(context, residency, blocks, units, gradients, None, optimizer.check)
-    context.checks["offload.states"] = functools.partial(_check, store, how, places)
+    context.checks["offload.states"] = functools.partial(_check, store, chunk_plan, places)
 
 
-def _check(store: ParameterOffloader, how: ChunkPlan, places: GradientPlaces | None) -> dict[str, Any]:
+def _check(store: ParameterOffloader, chunk_plan: ChunkPlan, places: GradientPlaces | None) -> dict[str, Any]:
     facts = {
-        "chunks": how.chunks.count,
-        "chunk_bytes": how.chunks.chunk_bytes,
-        "resident_parameters": how.resident_parameters,
+        "chunks": chunk_plan.chunks.count,
+        "chunk_bytes": chunk_plan.chunks.chunk_bytes,
+        "resident_parameters": chunk_plan.resident_parameters,
     }
     return store.check() | facts | ({} if places is None else {"placed_bytes": places.placed_bytes})

@@ -77,18 +77,22 @@ class OnSsd:
 
 
 @memoized
-def in_pages(program: Program, how: PagePlan, on_ssd: OnSsd | None = None) -> Program:
+def in_pages(program: Program, page_plan: PagePlan, on_ssd: OnSsd | None = None) -> Program:
     """Return the program with its blocks' parameters in pages, and the optimizer on the host except for
     cached parameters.
 
     Args:
         program: The program.
-        how: Pages, frames and cached parameters.
+        page_plan: Pages, frames and cached parameters.
         on_ssd: Settings of the optimizer on SSD; None: it is on the host.
     """
-    step, ops = update_resident_first(program.step, how.cached)
+    step, ops = update_resident_first(program.step, page_plan.cached)
     step = stream_parameters(
-        step, timeline(how.pages, how.prefetch), how.pages, early=False, ranks=replicas(program)
+        step,
+        timeline(page_plan.pages, page_plan.prefetch),
+        page_plan.pages,
+        early=False,
+        ranks=replicas(program),
     )
     if on_ssd is None:
         step = optimizer_on_host(step, n_resident_ops=ops)
@@ -197,14 +201,14 @@ def apply_pages(
     """
     gathered = is_gathered(context.model)
     try:
-        how = page_plan_from(sizes_of(context), plan, gathered)
-        residency = timeline(how.pages, how.prefetch)
-        if how.cached and context.placement.world_size > 1 and not gathered:
+        page_plan = page_plan_from(sizes_of(context), plan, gathered)
+        residency = timeline(page_plan.pages, page_plan.prefetch)
+        if page_plan.cached and context.placement.world_size > 1 and not gathered:
             raise ValueError("no component averages gradients of cached parameters")
     except ValueError as wrong:
         raise wrong_model_error(context, kind, plan) from wrong
     every = [list(context.model.get_submodule(name).parameters()) for name in context.blocks]
-    resident = [each for block in every for each in block][: how.cached]
+    resident = [each for block in every for each in block][: page_plan.cached]
     move_to_device(context, resident)
     optimizer: HostOptimizer | LockFreeOptimizer | SsdOptimizer | LockFreeOnSsd
     if max_staleness is not None:
@@ -220,21 +224,21 @@ def apply_pages(
     members = [[each for each in block if each not in set(resident)] for block in every]
     host = optimizer.on_host if isinstance(optimizer, LockFreeOptimizer) else optimizer
     blocks = OffloadedBlocks(context, host if isinstance(host, HostOptimizer) else None, members)
-    units, gradients = PagedUnits(context, blocks, how.pages), BlockGradients(context, blocks)
+    units, gradients = PagedUnits(context, blocks, page_plan.pages), BlockGradients(context, blocks)
     store = ParameterOffloader(context, residency, blocks, units, gradients, None, optimizer.check)
     if isinstance(optimizer, LockFreeOptimizer | LockFreeOnSsd):
         optimizer.publish_to(units)
     elif isinstance(optimizer, SsdOptimizer):
         optimizer.write_weights_to(blocks.hosts)
-    context.checks["offload.states"] = functools.partial(_check, store, how)
+    context.checks["offload.states"] = functools.partial(_check, store, page_plan)
 
 
-def _check(store: ParameterOffloader, how: PagePlan) -> dict[str, Any]:
-    pages = how.pages
+def _check(store: ParameterOffloader, page_plan: PagePlan) -> dict[str, Any]:
+    pages = page_plan.pages
     facts = {
         "pages": pages.count,
         "page_bytes": pages.page_bytes,
         "frames": pages.frames,
-        "cached": how.cached,
+        "cached": page_plan.cached,
     }
     return store.check() | facts

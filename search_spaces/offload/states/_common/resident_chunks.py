@@ -88,10 +88,14 @@ def split_cache(
         )
 
 
-def _over_bytes(program: Program, how: ChunkPlan, budget_bytes: int, prefetch: int | None = None) -> int:
+def _over_bytes(
+    program: Program, chunk_plan: ChunkPlan, budget_bytes: int, prefetch: int | None = None
+) -> int:
     """Return by how many bytes `program` exceeds the budget; `prefetch` is Elixir's."""
     rewritten = (
-        in_chunks(program, how, "belady") if prefetch is None else in_chunks(program, how, "lru", prefetch)
+        in_chunks(program, chunk_plan, "belady")
+        if prefetch is None
+        else in_chunks(program, chunk_plan, "lru", prefetch)
     )
     return rewritten.step.peak_bytes() - budget_bytes
 
