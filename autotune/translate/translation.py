@@ -47,7 +47,8 @@ def translate(
     """Return `recording` as if made on `hardware`; unchanged if both are the same kind of device.
 
     A device without a table of kernels gets only the changes that torch makes on every accelerator:
-    dropout is one kernel, the optimizer takes all parameters at once. A note states it.
+    dropout is one kernel, the optimizer takes all parameters at once and counts its steps on the host. A note
+    states it.
 
     Args:
         recording: Of a CPU run, on fake or real tensors.
@@ -199,15 +200,15 @@ def translate_step(step: Step, hints: Hints, context: _Context) -> Step:
         kernel = _kernel(call, step, context)
         if kernel is not None:
             fusion.fuse(call, kernel)
-    if not context.architecture:
+    if context.architecture:
+        _compiled_attention(fusion, hints, context)
+        _drop_scratch(fusion)
+        widen_statistics(fusion, hints)
+        if on_cudnn := context.architecture.startswith("sm") and use_cudnn(fusion, hints):
+            context.count("cudnn batch norm", on_cudnn, estimated=True)
+        step = fusion.done(lambda edit: _add_workspaces(edit, step, hints, context))
+    else:
         step = fusion.done(lambda edit: None)
-        return step if hints.foreach is None else with_foreach(step, hints.foreach)
-    _compiled_attention(fusion, hints, context)
-    _drop_scratch(fusion)
-    widen_statistics(fusion, hints)
-    if on_cudnn := context.architecture.startswith("sm") and use_cudnn(fusion, hints):
-        context.count("cudnn batch norm", on_cudnn, estimated=True)
-    step = fusion.done(lambda edit: _add_workspaces(edit, step, hints, context))
     if hints.foreach is not None:
         step = with_foreach(step, hints.foreach)
     return counters_on_host(step, hints.step_counters)

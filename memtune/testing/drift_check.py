@@ -30,7 +30,7 @@ _LINKS = (
 def recording_of(path: Path, device: str = "cpu") -> Recording:
     """Return the plain recording of the workload in `path` for `device`, cached in this process."""
     if device != "cpu":
-        return translate(recording_of(path), hardware.detect(device))
+        return translate(record(Workload.load(path), target=device), hardware.detect(device))
     return record(Workload.load(path))
 
 

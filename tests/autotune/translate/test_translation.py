@@ -433,6 +433,9 @@ def test_translation_without_a_table_has_torchs_dropout_and_optimizer(tmp_path: 
     assert not any("bernoulli" in name for name in used)
     assert "aten._foreach_addcdiv_.ScalarList" in used
     assert any(table.CPU_ATTENTION in name for name in used)
+    counters = plain.hints[plain.small].step_counters
+    states = ours.step.storages.kind == Kind.OPTIMIZER
+    assert np.count_nonzero(ours.step.storages.tier[states] == Tier.HOST) == len(counters) > 0
     assert "memtune has no table of xpu's" in ours.notes[-1]
 
 
