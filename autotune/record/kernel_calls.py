@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.node import map_arg
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -190,6 +192,22 @@ class CallRecorder(TorchFunctionMode):
                 return func(*args, **kwargs)
         finally:
             F.has_torch_function = asks  # type: ignore[attr-defined]
+
+
+def attention_without_dropout(graph: GraphModule) -> None:
+    """Take dropout off attention in a graph of Dynamo, where no call is recorded, if a GPU has a kernel for
+    it.
+    """
+    # As `CallRecorder` with `fuse`.
+    for node in graph.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
+        args, kwargs = map_arg((node.args, node.kwargs), lambda each: each.meta.get("example_value", each))
+        options = _attention(*args, **kwargs)
+        if options is None or not options["dropout"]:
+            continue
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if not _is_composed(tensors, _compute_dtype("attention", tensors[0]), options):
+            node.args, node.kwargs = _without_dropout(node.args, node.kwargs)
+    graph.recompile()
 
 
 def _compute_dtype(called: str, tensor: Tensor) -> str:

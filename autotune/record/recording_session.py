@@ -23,7 +23,7 @@ from memtune.autotune.record.block_dedup import BlockDedup, optimizer_mark
 from memtune.autotune.record.block_expand import PartialRecording
 from memtune.autotune.record.fake_divergence import BatchValues, as_in_training
 from memtune.autotune.record.foreach_record import foreach_phase, step_counters
-from memtune.autotune.record.kernel_calls import CallRecorder
+from memtune.autotune.record.kernel_calls import CallRecorder, attention_without_dropout
 from memtune.autotune.record.optimizer_dedup import OptimizerDedup
 from memtune.autotune.record.tracer import Tracer
 from memtune.compile import CompiledModel, Compiling
@@ -432,7 +432,11 @@ def _with_compile(session: Session, compiling: Compiling) -> Session:
     """Return `session` with the model compiled as specified; a model compiled whole has no blocks."""
     regions = session.blocks if compiling.scope == "blocks" else [""]
     compiled = CompiledModel(
-        session.model, regions, f"recorded {compiling.backend}", dict(compiling.partitioning)
+        session.model,
+        regions,
+        f"recorded {compiling.backend}",
+        dict(compiling.partitioning),
+        change_graph=(lambda graph: None) if session.target == "cpu" else attention_without_dropout,
     )
     compiled.install()
     return replace(session, compiled=compiled, blocks=session.blocks if compiling.scope == "blocks" else [])

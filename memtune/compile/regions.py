@@ -68,6 +68,7 @@ class CompiledModel:
         regions: Qualified names of the modules whose forward is compiled; `''` is the model itself.
         backend: Name of the backend that runs the graphs.
         partitioning: Settings of `torch._functorch.config` while graphs are made.
+        change_graph: Changes each graph that Dynamo captured, in place.
 
     Attributes:
         sizes: Ops of each graph, in the order in which they were made.
@@ -76,13 +77,20 @@ class CompiledModel:
     """
 
     def __init__(
-        self, model: nn.Module, regions: list[str], backend: str, partitioning: dict[str, Any]
+        self,
+        model: nn.Module,
+        regions: list[str],
+        backend: str,
+        partitioning: dict[str, Any],
+        *,
+        change_graph: Callable[[torch.fx.GraphModule], None] = lambda graph: None,
     ) -> None:
         self.regions = [Region(name, model.get_submodule(name)) for name in regions]
         self.partitioning = partitioning
         self.sizes: list[int] = []
         self.orders: list[LowPeak] = []
         self.backend = backend
+        self._change_graph = change_graph
         self._running: Region | None = None
         self._complaints: Counter[str] = Counter()
 
@@ -131,6 +139,7 @@ class CompiledModel:
             self.sizes.append(
                 sum(node.op not in ("placeholder", "output", "get_attr") for node in graph.graph.nodes)
             )
+            self._change_graph(graph)
             safe = (
                 partitioner.in_inductor()
                 if self.backend == "inductor" and self.partitioning

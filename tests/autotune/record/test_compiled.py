@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +15,13 @@ from memtune.api import apply
 from memtune.autotune.record.compiled import CompiledRecordings
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.space.search_space import build_space
+from memtune.autotune.translate import translate
 from memtune.compile.regions import Compiling
 from memtune.errors import UsageError
 from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
 from memtune.memory.workspace import WorkspaceTable
-from memtune.program.step import Phase
+from memtune.program.step import Phase, Recording
 from memtune.runtime.memory_tiers import HOST, tier
 from memtune.technique import Reason, Target
 from memtune.testing.drift_check import recording_of
@@ -158,3 +160,37 @@ def test_frozen_compile_applies_to_every_execution() -> None:
     assert [each.micro_batch for each in space.executions] == [4, 2, 1]
     with pytest.raises(UsageError, match="MT210 There is no such execution"):
         build_space(rewriter, 4, freeze={"compile": "everything"})
+
+
+ATTENTION = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=DROP, is_causal=True)
+def model(): return Net().bfloat16()
+def batch(size): return torch.randn(size, 64, 32, dtype=torch.bfloat16)
+def loss(model, batch): return model(batch).float().square().mean()
+"""
+
+
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_compiled_attention_with_dropout_is_cudas_kernel(backend: str, tmp_path: Path) -> None:
+    gpu = hardware.find("a100-80g")
+    peaks = []
+    for drop in ("0.1", "0.0"):
+        path = tmp_path / f"drop{drop}.py"
+        path.write_text(ATTENTION.replace("DROP", drop))
+        make = CompiledRecordings(
+            Workload.load(path), target="cuda", translate=lambda recording: translate(recording, gpu)
+        )
+        found = make(Compiling("model", backend))
+        assert isinstance(found, Recording)
+        assert any("_scaled_dot_product_flash_attention" in name for name in found.step.names)
+        peaks.append(found.at(4).peak_bytes())
+    assert peaks[0] == peaks[1]
