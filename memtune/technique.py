@@ -96,6 +96,8 @@ class Target:
     """Function that records one rank's step with layers sharded over ranks; None if no technique needs such
     steps.
     """
+    recorded_kinds: frozenset[str] | None = None
+    """Techniques of `sharding.parallel` whose steps are recorded and planned; None for all."""
     whole: Target | None = None
     """The target of all ranks, if this one is of the ranks that hold the same part (`among_copies`)."""
     optimizer: OptimizerFacts | None = None
@@ -105,6 +107,10 @@ class Target:
     def device(self) -> str:
         """Torch's device type, such as `cpu` or `cuda`."""
         return self.hardware.device
+
+    def plans_parallel(self, kind: str) -> bool:
+        """Return True if steps are recorded for the technique `kind` of `sharding.parallel`."""
+        return self.sharded is not None and (self.recorded_kinds is None or kind in self.recorded_kinds)
 
     def group_sizes(self) -> tuple[int, ...]:
         """Return the sizes of equal groups of ranks, largest first: several nodes, a node, or parts of one;

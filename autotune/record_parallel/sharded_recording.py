@@ -18,7 +18,7 @@ compared op by op:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -62,7 +62,7 @@ from memtune.parallel.model import (
     shard_fake_blocks,
     shard_fake_sequence,
 )
-from memtune.parallel.ranks import Ring
+from memtune.parallel.ranks import Ring, put_placeholders
 from memtune.parallel.sharding import meshes
 from memtune.program import Phase, Recording, Step
 from memtune.runtime import node_topology
@@ -142,19 +142,21 @@ class ShardedRecordings:
             return recording
         if not layers:
             return nothing_rotates(refused)
-        fields = self._divided_fields(recording, layers, degree)
+        divided = changed_shapes(self._plain, recording)
+        fields = self._divided_fields(recording, layers, degree, divided)
         if isinstance(fields, Reason):
             return fields
         return ShardedRecording(self._translate(recording), fields)
 
     def _dispatched(self, degree: int, inner_degree: int, ranks: int) -> ShardedRecording | Reason:
-        layers, refused, loads = dict[str, int](), list[str](), list[Load]()
+        layers, refused, divided, loads = dict[str, int](), list[str](), list[str](), list[Load]()
         change = partial(
             dispatch_session,
             degree=degree,
             inner_degree=None if inner_degree == degree else inner_degree,
             layers=layers,
             refused=refused,
+            divided=divided,
             loads=loads,
         )
         recording = self._recorded(change, ranks)
@@ -162,7 +164,7 @@ class ShardedRecordings:
             return recording
         if not layers:
             return refusals.no_divisible_experts(min(refused, default="the model has none"))
-        fields = self._divided_fields(recording, layers, degree)
+        fields = self._divided_fields(recording, layers, degree, divided)
         if isinstance(fields, Reason):
             return fields
         rows = sum(load.routed for load in loads)
@@ -170,17 +172,16 @@ class ShardedRecordings:
         return ShardedRecording(self._translate(recording), {**fields, "busiest": busiest})
 
     def _divided_fields(
-        self, recording: Recording, layers: Collection[str], degree: int
+        self, recording: Recording, layers: Collection[str], degree: int, parameters: Sequence[str]
     ) -> dict[str, Any] | Reason:
-        """Return the fields of a plan whose `layers` have divided weights, or why other code uses those."""
-        parameters = changed_shapes(self._plain, recording)
+        """Return the fields of a plan whose `layers` have the divided weights `parameters`, or why other code
+        uses those.
+        """
         reason = used_outside(recording, layers, parameters)
         if reason is not None:
             return reason
-        step = recording.step
-        n_bytes = degree * sum(
-            int(step.storages.bytes[p.storage]) for p in step.parameters if p.name in parameters
-        )
+        step, names = self._plain.step, frozenset(parameters)
+        n_bytes = sum(int(step.storages.bytes[p.storage]) for p in step.parameters if p.name in names)
         return {
             "degree": degree,
             "layers": tuple(layers),
@@ -462,6 +463,7 @@ def dispatch_session(
     inner_degree: int | None,
     layers: dict[str, int],
     refused: list[str],
+    divided: list[str],
     loads: list[Load],
 ) -> None:
     """Divide the experts of `session`'s model; their weights remain plain tensors.
@@ -472,6 +474,7 @@ def dispatch_session(
         inner_degree: Ranks among which rows are sent first, None if they are sent at once.
         layers: Receives the number of experts by module.
         refused: Receives a line about each module that is not divided.
+        divided: Receives the names of the weights that are.
         loads: Receives the rows of every call.
     """
     found, lines = divisible_experts(session.model, degree)
@@ -481,7 +484,11 @@ def dispatch_session(
     place = Place(meshes("cpu", degree)[1].get_group().group_name, degree, 0)
     owners = owners_of("cpu", degree, inner_degree)
     with session.entered():
-        divide_layers(session.model, found, place, owners, loads)
+        pieces, owner_of = divide_layers(session.model, found, place, owners, loads)
+        absent = put_placeholders(session.model, {name for name, owner in owner_of.items() if owner})
+        for placeholder in absent.values():
+            placeholder.requires_grad_(False)  # is trained by its owner
+    divided[:] = [*pieces, *owner_of]
     _update_optimizer(session, before)
 
 
@@ -498,7 +505,8 @@ def used_outside(recording: Recording, layers: Collection[str], parameters: Coll
     """
     step = recording.step
     weights = {p.storage: p.name for p in step.parameters if p.name in parameters}
-    inside = np.array([name in layers for name in step.modules], bool)
+    lists = tuple(f"{name}." for name in layers)
+    inside = np.array([name in layers or name.startswith(lists) for name in step.modules], bool)
     uses = (
         np.isin(step.uses.storage, list(weights))
         # Backward reads a weight where forward did.

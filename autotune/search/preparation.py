@@ -183,8 +183,14 @@ def prepare(
     local = machine.local_ranks(options.ranks)
     sharded = ShardedRecordings(workload, recorded, local, to_device, **how)
     # The recordings below are made when a candidate first asks for one: most searches need none.
-    is_sharded = _records_partitions(options, only)
-    target = Target(machine, options.ranks, budget, sharded=sharded if is_sharded else None)
+    kinds = _recorded_kinds(options, only, recorded, local)
+    target = Target(
+        machine,
+        options.ranks,
+        budget,
+        sharded=sharded if kinds is None or kinds else None,
+        recorded_kinds=kinds,
+    )
     rewriter = Rewriter(recording, target, compiled=compiled, in_precision=PrecisionRecordings(compiled))
     scorer, calibration = _scorer(options, device, rewriter, for_trials)
     space = build_space(
@@ -344,13 +350,20 @@ def _with_all_batches(space: Space, scorer: Scorer, budget: int | None) -> Space
     )
 
 
-def _records_partitions(options: TargetOptions, only: Choice | None) -> bool:
-    """Return whether to record partitioned layers."""
-    # Each degree takes a recording, so the slot must be requested.
+def _recorded_kinds(
+    options: TargetOptions, only: Choice | None, recorded: Recording, local: int
+) -> frozenset[str] | None:
+    """Return the techniques for which partitioned layers are recorded, empty for none, None for all."""
+    # Each degree takes a recording, so the slot must be requested. Without request, ranks of several nodes of
+    # `local` divide experts, whose exchange sends less between nodes than gathers of all experts.
     slot = "sharding.parallel"
     if only is not None:
-        return only.technique(slot) != null(slot)
-    return options.ranks > 1 and (slot in options.freeze or slot in options.axes)
+        return None if only.technique(slot) != null(slot) else frozenset()
+    if options.ranks > 1 and (slot in options.freeze or slot in options.axes):
+        return None
+    has_experts = any("expert" in parameter.name for parameter in recorded.step.parameters)
+    searched = not options.axes and options.ranks > local and has_experts
+    return frozenset({"expert_parallel"}) if searched else frozenset()
 
 
 def _one_config(options: TargetOptions, per_rank: int) -> Choice | None:

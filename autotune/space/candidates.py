@@ -282,6 +282,7 @@ class Rewriter:
             compiled,
             backend,
             sharded=target.sharded,
+            recorded_kinds=target.recorded_kinds,
             optimizer=target.optimizer,
         )
 

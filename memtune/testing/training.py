@@ -158,7 +158,11 @@ def one_step(
         runner, workload.loss, batches, device, sync=sync or (lambda last: nullcontext()), order=order
     )
     with spent_as_none():  # those that updates inside backward have used
-        gradients = {name: on_host(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        remote = None if tuned is None else tuned._context.placement.remote_parameters
+        if remote is not None:  # the gradient of a placeholder is a norm
+            found = {name: remote.full_value(name, each) for name, each in found.items()}
+        gradients = {name: on_host(each) for name, each in found.items()}
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return on_host(loss), gradients

@@ -39,8 +39,8 @@ from memtune import refusals
 from memtune.device import accelerator
 from memtune.offload.layer_major import BoundaryTier, PackOffloader, StageLayout, StageUse, discard_saved
 from memtune.offload.optimizer import HostOptimizer
-from memtune.parallel.pipeline import Run, become_pieces, keep_own, shared_batch_form, total_loss
-from memtune.parallel.ranks import MicroBatchRotation, require_ranks
+from memtune.parallel.pipeline import Run, become_pieces, shared_batch_form, total_loss
+from memtune.parallel.ranks import MicroBatchRotation, keep_own, require_ranks
 from memtune.parallel.replicas import sum_now
 from memtune.runtime import (
     HOST,

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
         divided_attention as divided_attention,
         shard_fake_blocks as shard_fake_blocks,
     )
+    from memtune.parallel.model.expert_dispatch import Load as Load
     from memtune.parallel.model.expert_parallel import (
-        Load as Load,
         divide_experts as divide_experts,
         divide_layers as divide_layers,
         divisible_experts as divisible_experts,

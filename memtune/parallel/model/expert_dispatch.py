@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,15 @@ class Owners:
     def ranks(self) -> int:
         """Number of owners."""
         return math.prod(ranks for _, ranks in self.levels)
+
+
+class Load(NamedTuple):
+    """Rows of one call of a layer of experts."""
+
+    routed: int
+    """Rows of this rank's tokens: the rows of each owner, if experts are chosen evenly."""
+    arriving: int
+    """Rows that have arrived."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +214,21 @@ class _Combined(torch.autograd.Function):
         return sent, None, None, None, *[None] * len(ctx.hops)
 
 
+class _Unused(torch.autograd.Function):
+    """Outputs of no rows, which depend on them and on others."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, *others)
+        return torch.empty_like(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        return tuple(torch.zeros_like(each) if needed else None for each, needed in pairs)
+
+
 def _summed(rows: Tensor, chosen: int) -> Tensor:
     """Return the sums of `chosen` consecutive rows each."""
     return rows if chosen == 1 else rows.view(-1, chosen, *rows.shape[1:]).sum(1)
@@ -213,6 +237,12 @@ def _summed(rows: Tensor, chosen: int) -> Tensor:
 def dispatched(x: Tensor, weights: Tensor | None, route: Route) -> tuple[Tensor, Tensor | None]:
     """Return the rows of all ranks' tokens for this rank's experts, and their weights if there are any."""
     made: tuple[Tensor, Tensor | None] = _Dispatched.apply(x, weights, route.hops, route.ranks, *route.orders)  # type: ignore[no-untyped-call]
+    return made
+
+
+def unused(rows: Tensor, *others: Tensor) -> Tensor:
+    """Return the outputs of a rank that gets no rows, (0, …); backward gives `others` gradients of zero."""
+    made: Tensor = _Unused.apply(rows, *others)  # type: ignore[no-untyped-call]
     return made
 
 

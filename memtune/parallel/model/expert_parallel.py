@@ -3,12 +3,13 @@ them.
 
 Five rules:
 
-1. Experts are the rows of the weights of one module, (experts, …), which is called with tokens, the experts
-  that each is routed to, and their weights: (T, H), (T, K), (T, K), and returns (T, H), as in nearly all
-  models of Transformers 5; or with rows sorted by expert and the number of each expert's: (R, H), (E), and
-  returns (R, H), as in torchtitan.
-2. A weight is a DTensor of the plain shape with this rank's experts. For the tokens that arrive, the module's
-  own forward runs with them, on one expert a row.
+1. Experts are modules of a list (`expert_lists`), or the rows of the weights of one module, (experts, …).
+  That one is called with tokens, the experts that each is routed to, and their weights: (T, H), (T, K),
+  (T, K), and returns (T, H), as in nearly all models of Transformers 5; or with rows sorted by expert and the
+  number of each expert's: (R, H), (E), and returns (R, H), as in torchtitan.
+2. A weight of one module is a DTensor of the plain shape with this rank's experts; the module's own forward
+  runs with them for the tokens that arrive, on one expert a row. Weights of other ranks' experts of a list
+  are placeholders, whose gradients are the norms of the real ones (`ranks.remote_parameters`).
 3. A rank that no token is sent to runs nothing, but takes part in the exchanges of backward, and its weights
   get gradients of zero, as those of a plain module do whose other experts were chosen.
 4. Gradients of experts are complete on their owner (`expert_dispatch`); all other parameters are replicated,
@@ -24,30 +25,28 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from memtune import refusals
 from memtune.deferred_init import Piece, keep_only
 from memtune.errors import ApplyError
-from memtune.parallel.model.expert_dispatch import Owners, Route, combined, dispatched
-from memtune.parallel.model.tensor_parallel import Place, average_whole, mix_plain_and_sharded, part
-from memtune.parallel.ranks import require_groups, require_ranks
+from memtune.parallel.model.expert_dispatch import Load, Owners, Route, combined, dispatched, unused
+from memtune.parallel.model.expert_lists import ExpertList, list_refusal
+from memtune.parallel.model.tensor_parallel import (
+    LastBackward,
+    Place,
+    average_whole,
+    mix_plain_and_sharded,
+    part,
+)
+from memtune.parallel.ranks import SharedNorms, keep_own, require_groups, require_ranks
 from memtune.parallel.sharding import meshes, rebind
 from memtune.runtime import Context, ForwardWrapper, local, node_topology
-
-
-class Load(NamedTuple):
-    """Rows of one call of a layer of experts."""
-
-    routed: int
-    """Rows of this rank's tokens: the rows of each owner, if experts are chosen evenly."""
-    arriving: int
-    """Rows that have arrived."""
 
 
 class Experts:
@@ -113,7 +112,7 @@ class Experts:
                 made: Tensor = self._forward(rows, *others)
             else:
                 inputs = [each for each in (rows, *others, *mine) if each.is_floating_point()]
-                made = _Unused.apply(*inputs)  # type: ignore[no-untyped-call]
+                made = unused(*inputs)
         return made
 
     def _other_tensors(self, *given: Tensor) -> ApplyError:
@@ -141,21 +140,6 @@ class Experts:
             vars(self.module).update(dict.fromkeys(numbers, self.experts))
 
 
-class _Unused(torch.autograd.Function):
-    """Outputs of no rows, which depend on them and on the weights (rule 3)."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, *others: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, *others)
-        return torch.empty_like(rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
-        return tuple(torch.zeros_like(each) if needed else None for each, needed in pairs)
-
-
 def _numbers(module: nn.Module, experts: int) -> list[str]:
     """Return the attributes of `module` that hold its number of experts."""
     return [name for name, value in vars(module).items() if "expert" in name and value == experts]
@@ -170,20 +154,29 @@ def divisible_experts(model: nn.Module, degree: int) -> tuple[dict[str, int], li
     for name, module in model.named_modules():
         named = "expert" in f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
         # A module without weights of its own is a layer around experts.
-        if not named or not (module._parameters or isinstance(module, nn.ModuleList)):
+        is_list = isinstance(module, nn.ModuleList) and len(module) > 1
+        if not named or not (module._parameters or is_list):
             continue
-        why = _not_divisible(module, degree, owners)
+        if isinstance(module, nn.ModuleList):
+            path, _, own = name.rpartition(".")
+            holder = model.get_submodule(path)
+            why = list_refusal(own, module, holder, degree) or _shared(module, owners)
+        else:
+            why = _not_divisible(module, degree, owners)
         if why:
             refused.append(f"{name or 'the model'} {why}")
         else:
-            found[name] = next(module.parameters()).shape[0]
+            found[name] = len(module) if isinstance(module, nn.ModuleList) else len(next(module.parameters()))
     return found, refused
+
+
+def _shared(module: nn.Module, owners: dict[int, list[str]]) -> str:
+    shared = next((owners[id(each)] for each in module.parameters() if len(owners[id(each)]) > 1), None)
+    return f"shares its weight: {' and '.join(shared)}" if shared else ""
 
 
 def _not_divisible(module: nn.Module, degree: int, owners: dict[int, list[str]]) -> str:
     mine = [each for each in module._parameters.values() if each is not None]
-    if not mine:
-        return "has a module for each expert, not one weight of all experts"
     if any(each._parameters for each in module.modules() if each is not module):
         return "has weights in modules of its own, of which an owner would need a share"
     rows = {each.shape[:1] for each in mine}
@@ -200,8 +193,7 @@ def _not_divisible(module: nn.Module, degree: int, owners: dict[int, list[str]])
         )
     if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
         return "has hooks or a forward of its own"
-    shared = next((owners[id(each)] for each in mine if len(owners[id(each)]) > 1), None)
-    return f"shares its weight: {' and '.join(shared)}" if shared else ""
+    return _shared(module, owners)
 
 
 def _takes_tokens(forward: Callable[..., Any]) -> bool:
@@ -216,17 +208,28 @@ def divide_layers(
     place: Place,
     owners: Owners,
     seen: list[Load] | None = None,
-) -> dict[str, Piece]:
-    """Replace the weights of `layers` by this rank's experts; return the piece of each parameter."""
-    piece, pieces = Piece(0, place.ranks, place.rank), dict[str, Piece]()
+) -> tuple[dict[str, Piece], dict[str, int]]:
+    """Divide `layers`: replace the weights of modules by this rank's, and the forwards of modules and lists.
+
+    Returns:
+        The piece of each weight of modules, and the owner of each weight of lists, which all remain here.
+    """
+    piece, pieces, owner_of = Piece(0, place.ranks, place.rank), dict[str, Piece](), dict[str, int]()
     for name, experts in layers.items():
         module = model.get_submodule(name)
+        if isinstance(module, nn.ModuleList):
+            holder = model.get_submodule(name.rpartition(".")[0])
+            ExpertList(name, holder, list(module), owners, place.rank, seen)
+            for index, expert in enumerate(module):
+                for each, _ in expert.named_parameters():
+                    owner_of[f"{name}.{index}.{each}"] = index * place.ranks // experts
+            continue
         for each, whole in module._parameters.items():
             if whole is not None:
                 module._parameters[each] = part(whole, piece, place.mesh)
                 pieces[f"{name}.{each}"] = piece
         Experts(module, name, experts, owners, seen)
-    return pieces
+    return pieces, owner_of
 
 
 def owners_of(device_type: str, degree: int, inner_degree: int | None) -> Owners:
@@ -262,19 +265,41 @@ def divide_experts(context: Context, layers: Sequence[str], degree: int, inner_d
     before = dict(context.model.named_parameters())
     owners = owners_of(context.device.type, degree, inner_degree)
     place = Place(mesh.get_group().group_name, degree, mesh.get_local_rank(), mesh)
-    pieces = divide_layers(context.model, {name: found[name] for name in layers}, place, owners)
+    pieces, owner_of = divide_layers(context.model, {name: found[name] for name in layers}, place, owners)
     keep_only(context.model, pieces)
     rebind(context.optimizer, before, dict(context.model.named_parameters()))
     mix_plain_and_sharded()
     context.placement.model_parallel_size = degree
+    divided = [*pieces, *owner_of]
     # Not now: whether `sharding.states` averages between the groups is known once that slot is applied.
-    context.events.states_sharded.subscribe(lambda: average_whole(context, list(pieces), mesh, copies))
-    context.checks["sharding.parallel"] = lambda: _check(context, layers, list(pieces), degree)
+    context.events.states_sharded.subscribe(lambda: average_whole(context, divided, mesh, copies))
+    if owner_of:
+        _keep_own(context, owner_of, place, mesh.get_group())
+    context.checks["sharding.parallel"] = lambda: _check(context, layers, divided, degree)
+
+
+def _keep_own(context: Context, owner_of: dict[str, int], place: Place, group: dist.ProcessGroup) -> None:
+    """Put placeholders instead of the weights of lists that other ranks own."""
+    everyone = range(place.ranks)
+    names = context.model.state_dict(keep_vars=True)
+    owners = {name: (owner_of[name],) if name in owner_of else everyone for name in names}
+    keep_own(context, owners, [place.rank], place.ranks, group)
+    norms = SharedNorms(context, group)
+
+    def listen() -> None:
+        # After the averages, whose ends are queued in the same backward.
+        replicated = [parameter for name, parameter in norms.trained() if name not in owner_of]
+        loop = context.loop
+        loop.sync = LastBackward(context, replicated, norms.share, loop.sync, is_last=True).sync
+
+    context.events.states_sharded.subscribe(listen)
 
 
 def _check(context: Context, layers: Sequence[str], divided: Sequence[str], degree: int) -> dict[str, Any]:
-    for name in divided:
-        if not isinstance(context.model.get_parameter(name), DTensor):
+    absent = context.placement.absent
+    held = {name: context.model.get_parameter(name) for name in divided}
+    for name, mine in held.items():
+        if (name in absent and mine.numel() > 1) or not (absent or isinstance(mine, DTensor)):
             raise ApplyError(f"{name} is not divided over the ranks.", code="MT392")
-    n_bytes = sum(local(context.model.get_parameter(name)).nbytes for name in divided)
+    n_bytes = sum(local(mine).nbytes for name, mine in held.items() if name not in absent)
     return {"degree": degree, "layers": len(layers), "expert_bytes": n_bytes}

@@ -42,7 +42,7 @@ def expert_refusal(module: nn.Module, expert: nn.Module) -> str:
         with torch.no_grad():
             # Tried at apply time, because an error in the middle of a forward would leave other ranks waiting
             # in the ring.
-            expert(_no_tokens(expert))
+            expert(no_tokens(expert))
     except Exception as error:  # code of the user's, which was not written for no tokens
         return f"is of an expert that does not run on zero tokens ({type(error).__name__})"
     return ""
@@ -81,7 +81,7 @@ class ExpertOrder:
         finally:
             self._is_open = False
         skipped, self._skipped = self._skipped, []
-        return _join(made, [each for each in skipped if each.requires_grad])
+        return join(made, [each for each in skipped if each.requires_grad])
 
     def _begins(self, index: int) -> None:
         """Run the skipped experts before expert `index`; forward pre-hook."""
@@ -108,7 +108,7 @@ class ExpertOrder:
         try:
             for skipped in range(self._next, index):
                 self._forget_cleared(skipped)
-                self._skipped.append(self.experts[skipped](_no_tokens(self.experts[skipped])))
+                self._skipped.append(self.experts[skipped](no_tokens(self.experts[skipped])))
         finally:
             self._skips = False
         if index < len(self.experts):
@@ -157,7 +157,7 @@ def remove_gradients_of_unused(
     before_step(context.optimizer, clear)
 
 
-def _no_tokens(expert: nn.Module) -> Tensor:
+def no_tokens(expert: nn.Module) -> Tensor:
     """Return an empty input of `expert`, (0, features of its first linear layer)."""
     first = next(each for each in expert.modules() if isinstance(each, nn.Linear))
     weight = first._parameters["weight"]
@@ -166,7 +166,7 @@ def _no_tokens(expert: nn.Module) -> Tensor:
     return torch.empty(0, first.in_features, dtype=weight.dtype, device=weight.device)
 
 
-def _join(made: Any, skipped: Sequence[Tensor]) -> Any:
+def join(made: Any, skipped: Sequence[Tensor]) -> Any:
     """Return `made` with its first floating-point tensor depending on the empty tensors `skipped`."""
     if not skipped:
         return made

@@ -19,9 +19,10 @@ Four rules:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -311,28 +312,31 @@ def uncuttable_error(why: str) -> ApplyError:
     return ApplyError(f"these layers cannot be cut over ranks: {why}.", fix=fix, code="MT390")
 
 
-class Average:
-    """Gradients averaged over a group when the last backward has ended (rule 4).
+class LastBackward:
+    """A function that is called when the last backward of a step has ended.
 
     Args:
         context: Its `undo` removes the hooks.
-        group: Ranks over which gradients are averaged.
-        parameters: Parameters whose gradients are averaged.
+        parameters: Parameters of which a gradient of that backward tells that it runs.
+        ends: The function.
         outer: Further context of a micro-batch.
+        is_last: Call it after the functions that others queue in this backward.
     """
 
     def __init__(
         self,
         context: Context,
-        group: dist.ProcessGroup,
-        parameters: Sequence[nn.Parameter],
+        parameters: Iterable[nn.Parameter],
+        ends: Callable[[], None],
         outer: Callable[[bool], AbstractContextManager[Any]] | None = None,
+        *,
+        is_last: bool = False,
     ) -> None:
         # `_last` is True outside of `sync`: a loop that announces no micro-batch averages in every backward.
         # Averages of equal values do not change, so sums stay correct.
-        self._group, self._last, self._at_end = group, True, BackwardEnd(self._finish)
-        self._parameters, self._exchange = parameters, outer or (lambda last: nullcontext())
-        for parameter in self._parameters:
+        self._last, self._at_end = True, BackwardEnd(ends, is_last=is_last)
+        self._exchange = outer or (lambda last: nullcontext())
+        for parameter in parameters:
             context.undo.callback(parameter.register_post_accumulate_grad_hook(self._arrived).remove)
 
     @contextmanager
@@ -349,8 +353,25 @@ class Average:
         if self._last:
             self._at_end.expect()
 
-    def _finish(self) -> None:
-        average_now(self._parameters, self._group)
+
+class Average(LastBackward):
+    """Gradients averaged over a group when the last backward has ended (rule 4).
+
+    Args:
+        context: Its `undo` removes the hooks.
+        group: Ranks over which gradients are averaged.
+        parameters: Parameters whose gradients are averaged.
+        outer: Further context of a micro-batch.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        group: dist.ProcessGroup,
+        parameters: Sequence[nn.Parameter],
+        outer: Callable[[bool], AbstractContextManager[Any]] | None = None,
+    ) -> None:
+        super().__init__(context, parameters, partial(average_now, parameters, group), outer)
 
 
 def average_whole(
@@ -375,8 +396,11 @@ def average_whole(
     everyone = dist.distributed_c10d._get_default_group()
     context.loop.sync = GradBuckets(context, whole, everyone, outer=context.loop.sync).sync
     if copies is not None:
-        mine = [trainable[name] for name in divided if name in trainable]
-        context.loop.sync = Average(context, copies.get_group(), mine, context.loop.sync).sync
+        here = trainable.keys() - context.placement.absent.keys()
+        mine = [trainable[name] for name in divided if name in here]
+        # An expert has no gradient where no row was sent to it, but all copies take part in its average.
+        ends = partial(average_now, mine, copies.get_group())
+        context.loop.sync = LastBackward(context, [*whole, *mine], ends, context.loop.sync).sync
 
 
 def _same_batch(group: dist.ProcessGroup, handles: list[Any]) -> Any:

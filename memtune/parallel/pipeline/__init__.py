@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         pipelined as pipelined,
         upload as upload,
     )
-    from memtune.parallel.pipeline.remote_parameters import keep_own as keep_own
     from memtune.parallel.pipeline.stage import (
         Run as Run,
         become_pieces as become_pieces,

@@ -42,12 +42,6 @@ from memtune.activations.recompute import ActivationTable
 from memtune.device import is_out_of_memory
 from memtune.errors import ApplyError, MemtuneError
 from memtune.parallel.model import mix_plain_and_sharded
-from memtune.parallel.pipeline.remote_parameters import (
-    ParameterPlace,
-    PlaceholderGradients,
-    keep_own,
-    parameter_places,
-)
 from memtune.parallel.pipeline.stage import (
     Run,
     Stage,
@@ -58,7 +52,9 @@ from memtune.parallel.pipeline.stage import (
 )
 from memtune.parallel.ranks import (
     MicroBatchRotation,
+    SharedNorms,
     has_real_peers,
+    keep_own,
     require_groups,
     require_ranks,
 )
@@ -72,7 +68,7 @@ from memtune.refusals import (
     several_stages,
     tied_stages,
 )
-from memtune.runtime import Context, LossFunction, RemoteParameters, local
+from memtune.runtime import Context, LossFunction, RemoteParameters
 
 
 @dataclass(frozen=True)
@@ -147,10 +143,7 @@ class Pipeline:
         """Reduces or averages the sums of gradients over pipelines when the last backward has ended."""
         self.before_backward: Callable[[bool], None] | None = None
         """Called before each backward, with True for the last one of a step."""
-        self._sharers: dist.ProcessGroup | None = None
-        self._norms = PlaceholderGradients()
-        self._places: list[ParameterPlace] = []
-        """Places of the model's parameters, from the end of the first step on."""
+        self._norms = SharedNorms(context, group)
 
     def require_divisible(self, kind: str) -> None:
         """Refuse the stages whose gradients `kind` cannot reduce in each backward.
@@ -168,7 +161,7 @@ class Pipeline:
 
     def divided_among(self, sharers: dist.ProcessGroup) -> None:
         """Declare that gradients of this rank's stages are sharded over `sharers`: norms sum over them."""
-        self._sharers = sharers
+        self._norms.sharers = sharers
         mix_plain_and_sharded()
 
     def __call__(self, model: nn.Module, loss_function: LossFunction, batches: Iterable[Any]) -> Tensor:
@@ -224,11 +217,11 @@ class Pipeline:
         # A probe gathers parameters that FSDP2 shards over pipelines, so all pipelines probe if one does.
         # torch's schedule depends on the number of micro-batches, its buffers on their shape.
         new: bool = self._made_for != (count, form)
-        if self.run.ended is None or self._sharers is None or not has_real_peers(self._context.model):
+        if self.run.ended is None or self._norms.sharers is None or not has_real_peers(self._context.model):
             return new
         # One message for both questions: the maximum of -count is minus the smallest count.
         extremes = torch.tensor([int(new), count, -count], device=self._context.device)
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._sharers)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._norms.sharers)
         any_new, most, least = extremes.tolist()
         if most != -least:
             raise ApplyError(
@@ -287,15 +280,12 @@ class Pipeline:
         """Reduce gradients after the last backward (rule 5)."""
         held = self._context.placement.remote_parameters
         assert held is not None
-        if not self._places:
-            self._places = parameter_places(self._context.model)
-        found = ((name, held_by[key]) for name, held_by, key in self._places)
-        trained = [(name, p) for name, p in found if p is not None and p.requires_grad]
+        trained = self._norms.trained()
         # Sums over stages first, so that pipelines average complete gradients; norms of the results last.
         self._sum_between(held, trained)
         if self.reduce is not None:
             self.reduce()
-        self._share_norms(held, trained)
+        self._norms.share()
 
     def _sum_between(self, held: RemoteParameters, trained: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Sum gradients over stages that share a weight, average over pipelines; no gradient is kept."""
@@ -305,30 +295,6 @@ class Pipeline:
             sum_now([each for name, each in own if len(self._owners[name]) > 1], self._tied)
         if self._copies is not None and not self._context.placement.states_average_grads:
             average_now([each for _, each in own], self._copies)
-
-    def _share_norms(self, held: RemoteParameters, trained: Sequence[tuple[str, nn.Parameter]]) -> None:
-        mine = [i for i, (name, p) in enumerate(trained) if p.grad is not None and held.owns(name)]
-        # Row 0: norms. Row 1: 1 from the rank that has the gradient, so that a missing one remains None.
-        norms = torch.zeros(2, len(trained), device=self._context.device)
-        if mine:
-            found = torch._foreach_norm([local(_grad(trained[i][1])) for i in mine])
-            norms[0, mine] = torch.stack([norm.float() for norm in found])
-            norms[1, mine] = 1
-        if self._sharers is not None:  # each has some rows of what the stage holds
-            # A norm of sharded rows is a norm of partial norms: sum of squares over those that share the
-            # stage.
-            norms[0].square_()
-            torch.ops.memtune.all_reduce_(norms[0], self._sharers.group_name, self._sharers.size(), "sum")
-            norms[0].sqrt_()
-        torch.ops.memtune.all_reduce_(norms, self._group.group_name, self._group.size(), "sum")
-        # One value per absent parameter: `clip_grad_norm_` over all of them then gives the full model's norm.
-        absent = {i: p for i, (name, p) in enumerate(trained) if name in held.absent}
-        self._norms.assign(absent, norms[0], norms[1].tolist())
-
-
-def _grad(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
 
 
 def scheduled(kind: str, stages: Sequence[Any], count: int) -> Any:

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
         require_whole_layers as require_whole_layers,
         require_whole_parameters as require_whole_parameters,
     )
+    from memtune.parallel.ranks.remote_parameters import (
+        SharedNorms as SharedNorms,
+        keep_own as keep_own,
+        put_placeholders as put_placeholders,
+    )
     from memtune.parallel.ranks.replica_groups import (
         PARTS as PARTS,
         FullParameter as FullParameter,

@@ -142,7 +142,7 @@ class Mobius(Technique):
         if (reason := self.refuses(Facts.of(program, target))) is not None:
             return reason
         if target.ranks > 1:
-            if self.stages is None and target.sharded is None:
+            if self.stages is None and not target.plans_parallel("pipeline"):
                 return Reason(
                     "stages on several ranks are solved on request only",
                     "stages: a multiple of the ranks, or --axes sharding.parallel,offload.states",

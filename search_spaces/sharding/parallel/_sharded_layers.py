@@ -69,7 +69,7 @@ class SharedLayers(Technique):
             return refusals.differentiated_again("layers that ranks share have no second derivative")
         if (reason := refusals.uneven_groups("degree", degree, target.ranks)) is not None:
             return reason
-        if target.sharded is None:
+        if target.sharded is None or not target.plans_parallel(self.kind):
             return Reason(
                 "each degree must be recorded, which is done when the slot is searched",
                 "--axes sharding.parallel,recompute",

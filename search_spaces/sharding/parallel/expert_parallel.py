@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from memtune.parallel.model import divide_experts
-from memtune.program import Program
+from memtune.program import Program, split_expert_name
 from memtune.runtime import Context
+from memtune.search_spaces import active
 from memtune.search_spaces.sharding.parallel._sharded_layers import DividedPlan, PartitionedWeights
 from memtune.technique import Plan, Reason, Target
 from memtune.units import format_bytes, format_ranks
@@ -71,7 +73,16 @@ class ExpertParallel(PartitionedWeights):
                 f"inner_degree={inner} is no proper divisor of the {degree} ranks that divide experts",
                 "inner_degree: null",
             )
-        return super().fits(program, target)
+        if (reason := super().fits(program, target)) is not None:
+            return reason
+        # The other slot is asked last: a refusal that reads none holds for all candidates.
+        if not _divides_lists(self._recorded(target).fields):
+            return None
+        states = active(target, "sharding.states")
+        if states is None or states.effects.shards == "replicas":
+            return None
+        text = f"each expert of a list is whole on its owner, which sharding.states: {states.kind} shards"
+        return Reason(text, "sharding.states: {kind: ddp}")
 
     def apply(self, context: Context, plan: ExpertPlan) -> None:
         """Divide the modules of experts that the plan names."""
@@ -94,3 +105,7 @@ class ExpertParallel(PartitionedWeights):
         node = target.hardware.local_ranks(target.ranks)
         ways = (None, node) if 1 < node < target.ranks else (None,)
         return {**super().choices_on(target), "inner_degree": ways}
+
+
+def _divides_lists(fields: Mapping[str, Any]) -> bool:
+    return any(split_expert_name(name) is not None for name in fields["parameters"])

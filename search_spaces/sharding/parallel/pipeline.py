@@ -109,7 +109,7 @@ class Pipeline(Technique):
             return refusals.one_rank(" to put a stage on")
         if (reason := refusals.uneven_groups("degree", degree, target.ranks)) is not None:
             return reason
-        if target.sharded is None:
+        if not target.plans_parallel(self.kind):
             return Reason("stages are planned only when the slot is searched", "--axes sharding.parallel")
         reason = conflict(
             self,

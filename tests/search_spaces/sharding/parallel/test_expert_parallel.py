@@ -28,9 +28,13 @@ from torch import Tensor, nn
 from memtune import hardware
 from memtune.api import apply
 from memtune.autotune.predict.simulation import simulate
+from memtune.autotune.record_parallel.fake_process_group import fake_ranks
+from memtune.autotune.space.candidates import Choice
 from memtune.config.tuned_config import Settings, TunedConfig, dump_yaml, load_config
 from memtune.errors import ApplyError
 from memtune.memory import cpu_allocator
+from memtune.parallel.model.expert_dispatch import Owners
+from memtune.parallel.model.expert_lists import ExpertList
 from memtune.parallel.model.expert_parallel import divisible_experts
 from memtune.program.step import Step
 from memtune.search_spaces.execution import Execution
@@ -43,8 +47,13 @@ STACKED, HASHED, SORTED, MIXTRAL = (
     MODELS / f"{name}.py" for name in ("stacked_experts", "hashed_experts", "sorted_experts", "mixtral")
 )
 LAYERS, TOKENS = 2, SIZE * SEQ
+ROUTED = MODELS / "routed.py"
+LEARNED, NOISY, LISTED = (MODELS / f"listed_experts.py:{name}" for name in ("learned", "noisy", "hashed"))
 REPLICATED = 4 * (2 * VOCAB * DIM + VOCAB + LAYERS * (2 * DIM + EXPERTS * DIM))
 """Bytes of embedding, head, norms and routers."""
+
+NORMS = 2 * 4 * (3 + LAYERS * (3 + 6 * EXPERTS))
+"""Bytes of the norms of all gradients of `LISTED`, and of their presence."""
 
 
 def to_owner(degree: int, owner: int) -> int:
@@ -84,7 +93,10 @@ def test_refusals_name_what_is_in_the_way() -> None:
     assert "fsdp has no copies of a part" in refusal(KIND, STACKED, other_slots={"sharding": both})
     assert "degree=4 is more than the 2 ranks" in refusal(KIND, STACKED, degree=4)
     assert "inner_degree=2 is no proper divisor of the 2 ranks" in refusal(KIND, STACKED, inner_degree=2)
-    assert "layers.0.experts has a module for each expert" in refusal(KIND, MODELS / "routed.py")
+    zero = {"parallel": {"kind": KIND, "degree": 2}, "states": {"kind": "zero1"}}
+    asked = {"execution": {"micro_batch": SIZE}, "sharding": zero}
+    found = rewriter(LISTED, 4).candidate(Choice.from_document(asked))
+    assert "each expert of a list is whole on its owner" in str(found)
     assert "the model has none" in refusal(KIND)
     program, here = candidate(KIND, STACKED).program, hardware.detect("cpu")
     assert "each degree must be recorded" in str(ExpertParallel().fits(program, Target(here, 2)))
@@ -138,6 +150,80 @@ def test_modules_that_are_not_stacked_experts_are_replicated(change: Any, line: 
     found, refused = divisible_experts(model, 2)
     assert any(line in each for each in refused) if line else not refused
     assert "layers.1.experts" in found or "shares" in line
+
+
+def first_list(model: nn.Module) -> Any:
+    return model.layers[0].moe.experts  # type: ignore[union-attr,index]
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda model: None, ""),
+        (lambda model: first_list(model).append(nn.Linear(DIM, DIM)), "has modules of different weights"),
+        (lambda model: first_list(model)[0].register_buffer("seen", torch.zeros(1)), "has buffers"),
+        (lambda model: first_list(model)[1].register_forward_hook(lambda *_: None), "has hooks"),
+        (lambda model: setattr(first_list(model)[1], "up", first_list(model)[0].up), "shares its weight"),
+        (
+            lambda model: setattr(
+                model.layers[0].moe, "shared_experts", nn.ModuleList([nn.Linear(2, 2)] * 2)
+            ),
+            "is not the only list",
+        ),
+    ],
+)
+def test_lists_whose_experts_are_not_alike_are_replicated(change: Any, line: str) -> None:
+    _, model, _ = build(LEARNED)
+    change(model)
+    found, refused = divisible_experts(model, 2)
+    assert any(f"layers.0.moe.experts {line}" in each for each in refused) if line else not refused
+    assert "layers.1.moe.experts" in found
+
+
+def collects(holder: Any, x: Tensor) -> Tensor:
+    holder.calls.append(x)
+    return holder.experts[0](x)
+
+
+def scales(holder: Any, x: Tensor) -> Tensor:
+    return holder.experts[0](x.mul_(2))
+
+
+def chains(holder: Any, x: Tensor) -> Tensor:
+    return holder.experts[1](holder.experts[0](x).mul_(2))
+
+
+def weighs(holder: Any, x: Tensor) -> Tensor:
+    return holder.experts[0](x, x)
+
+
+class Holder(nn.Module):
+    def __init__(self, run: Any) -> None:
+        super().__init__()
+        self.experts, self.calls = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), list[Any]()
+        self._run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._run(self, x)
+
+
+@pytest.mark.parametrize(
+    ("run", "line"),
+    [
+        (collects, "counts or collects its calls"),
+        (scales, "writes to its inputs"),
+        (chains, "is called with what another expert returned"),
+        (weighs, "is called with more than rows"),
+    ],
+)
+def test_module_that_cannot_run_twice_is_refused(run: Any, line: str) -> None:
+    with fake_ranks(2):
+        holder, group = Holder(run), "0"
+        ExpertList("experts", holder, list(holder.experts), Owners(((group, 2),)), 0, None)
+        with pytest.raises(ApplyError, match=line):
+            holder(torch.randn(3, 4))
+        with pytest.raises(ApplyError, match="outside of the module"):
+            holder.experts[0](torch.randn(3, 4))
 
 
 def test_apply_refuses_a_plan_of_another_degree() -> None:
@@ -206,6 +292,39 @@ def test_two_ranks_train_as_one_with_clipping_as_predicted() -> None:
         assert max(rank[""][0] for rank, _ in found) == pytest.approx(predicted, rel=0.02)
 
 
+def test_list_of_experts_trains_as_one_with_clipping_as_predicted() -> None:
+    """Also buffers of the router, which runs twice, and an expert to which no row is sent."""
+    made = candidate(KIND, LISTED)
+    found = run_ranks(both, 2, config(KIND, path=LISTED), LISTED)
+    assert_trained_as_one([run for _, run in found], trained(2, None, True, path=LISTED))
+    for rank, (each, _) in enumerate(found):
+        rows = to_owner(2, rank) + TOKENS * TOP - to_owner(2, rank)  # arriving and returning; without weights
+        exchanged = LAYERS * (2 * 4 * rows * DIM + 8 * EXPERTS // 2)
+        assert each[""][1:] == (exchanged + REPLICATED + NORMS, 0)
+    if cpu_allocator.available() is None:
+        predicted = simulate(made.program, hardware.detect("cpu")).peak_allocated_bytes
+        assert max(rank[""][0] for rank, _ in found) == pytest.approx(predicted, rel=0.02)
+
+
+def with_counts(document: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Train two steps; return the losses and the tokens that the first router has counted in the first."""
+    workload, model, optimizer = build(NOISY)
+    tuned = apply(model, optimizer, document, loss=workload.loss, strict=False)
+    torch.manual_seed(torch.distributed.get_rank())
+    losses = [float(tuned.step([workload.make_batch(SIZE)]))]
+    counted = model.layers[0].moe.tokens.tolist()  # type: ignore[union-attr,index]
+    return [*losses, float(tuned.step([workload.make_batch(SIZE)]))], counted
+
+
+def test_router_of_a_list_draws_and_counts_as_if_it_ran_once() -> None:
+    replicas = {"settings": {"sharding": {"states": {"kind": "ddp"}}}}
+    divided, plain = (run_ranks(with_counts, 2, each) for each in (config(KIND, path=NOISY), replicas))
+    for (losses, tokens), (wanted, counted) in zip(divided, plain, strict=True):
+        assert losses == pytest.approx(wanted, rel=1e-6)
+        assert tokens == counted
+        assert sum(tokens) == TOKENS * TOP
+
+
 def test_sorted_rows_train_as_one() -> None:
     """Also on the owner of an expert without rows."""
     found = run_ranks(trained, 2, 2, config(KIND, path=SORTED), True, 1, False, SORTED)
@@ -235,22 +354,23 @@ def test_peaks_and_bytes_with_activation_techniques(ranks: int) -> None:
             assert max(each[name][0] for each in found) == pytest.approx(predicted, rel=0.02), name
 
 
-def saved(document: dict[str, Any], folder: str) -> dict[str, Any]:
+def saved(document: dict[str, Any], folder: str, path: Path) -> dict[str, Any]:
     """Train a step, save, load into a second model that goes on, and return its state."""
-    workload, model, optimizer = build(STACKED)
+    workload, model, optimizer = build(path)
     tuned = apply(model, optimizer, document, loss=workload.loss, strict=False)
     tuned.step([workload.make_batch(SIZE)])
     tuned.save(folder)
-    workload, model, optimizer = build(STACKED)
+    workload, model, optimizer = build(path)
     again = apply(model, optimizer, document, loss=workload.loss, strict=False)
     again.load(folder)
     return {"before": tuned.state_dict(), "after": again.state_dict()}
 
 
 @pytest.mark.slow
-def test_checkpoint_of_divided_experts_loads_on_these_ranks_and_on_one(tmp_path: Path) -> None:
-    found = run_ranks(saved, 2, config(KIND, path=STACKED), str(tmp_path))
-    workload, model, optimizer = build(STACKED)
+@pytest.mark.parametrize("path", [STACKED, LEARNED], ids=lambda path: path.stem)
+def test_checkpoint_of_divided_experts_loads_on_these_ranks_and_on_one(path: Path, tmp_path: Path) -> None:
+    found = run_ranks(saved, 2, config(KIND, path=path), str(tmp_path), path)
+    workload, model, optimizer = build(path)
     tuned = apply(model, optimizer, {"settings": {}}, loss=workload.loss, strict=False)
     tuned.load(tmp_path)
     wanted = found[0]["before"]
@@ -283,7 +403,9 @@ def test_states_sharded_between_copies_train_as_one(states: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("knobs", [{}, {"degree": 2}, {"inner_degree": 2}, {"accumulate": 2}], ids=str)
-@pytest.mark.parametrize("path", [STACKED, HASHED, SORTED, MIXTRAL], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [STACKED, HASHED, SORTED, MIXTRAL, LEARNED, ROUTED], ids=lambda path: path.stem
+)
 def test_four_ranks_train_as_one(path: Path, knobs: dict[str, Any]) -> None:
     """Also a rank of `HASHED` to which no token is sent: its experts have gradients of zero."""
     accumulate = knobs.get("accumulate", 1)
@@ -294,5 +416,5 @@ def test_four_ranks_train_as_one(path: Path, knobs: dict[str, Any]) -> None:
 
 class TestExpertParallel(ShardedSuite):
     technique = ExpertParallel
-    models: ClassVar[dict[str, Path]] = {"hashed": HASHED}
+    models: ClassVar[dict[str, Path]] = {"hashed": HASHED, "listed": LISTED}
     accumulate, peak_rel, briefly, busiest_only = 2, 0.02, False, True

@@ -37,7 +37,7 @@ from memtune.api import apply
 from memtune.autotune.predict.simulation import simulate
 from memtune.errors import ApplyError
 from memtune.parallel.pipeline.pipeline_pass import PipelineSettings, pipelined
-from memtune.parallel.pipeline.remote_parameters import NormAlone
+from memtune.parallel.ranks.remote_parameters import NormAlone
 from memtune.program.edit import accumulate_gradients
 from memtune.program.step import Kind, Phase
 from memtune.search_spaces.sharding.parallel.pipeline import Pipeline

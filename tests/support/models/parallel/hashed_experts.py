@@ -16,10 +16,14 @@ from torch import Tensor, nn
 class Block(stacked_experts.Block):
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.norm(x).flatten(0, 1)
-        place = torch.arange(len(tokens), device=x.device)
-        index = torch.stack([place % 2, torch.where(place % 4 == 0, EXPERTS - 1, 1 - place % 2)], 1)
+        index = chosen(torch.arange(len(tokens), device=x.device))
         weights = self.gate(tokens).softmax(-1).gather(1, index)
         return x + self.experts(tokens, index, weights).view_as(x)
+
+
+def chosen(place: Tensor) -> Tensor:
+    """Return the experts of the tokens at each place."""
+    return torch.stack([place % 2, torch.where(place % 4 == 0, EXPERTS - 1, 1 - place % 2)], 1)
 
 
 def model() -> nn.Module:

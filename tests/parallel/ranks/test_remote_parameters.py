@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memtune.parallel.pipeline.remote_parameters import NormAlone, PlaceholderGradients, parameter_places
+from memtune.parallel.ranks.remote_parameters import NormAlone, PlaceholderGradients, parameter_places
 
 
 def _placeholder(dim: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:

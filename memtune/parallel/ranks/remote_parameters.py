@@ -1,13 +1,13 @@
-"""Weights that only other ranks of a pipeline hold: their placeholders, and their values in state dicts.
+"""Weights that only other ranks of a group hold: their placeholders, and their values in state dicts.
 
-The placeholder of another stage's parameter is one value with as many dimensions, so that optimizers and
+The placeholder of another rank's parameter is one value with as many dimensions, so that optimizers and
 parameter groups are unchanged; its updates are never used. State dicts omit it (checkpoints, of which each
 rank writes its part) or receive the value from its owner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,11 +18,11 @@ from torch.utils import _foreach_utils
 
 from memtune.deferred_init import keep_only
 from memtune.errors import ApplyError
-from memtune.runtime import Context
+from memtune.runtime import Context, local
 
 
 @dataclass(frozen=True, eq=False)
-class OtherStages:
+class OtherRanks:
     """Other ranks' entries, by name in the plain model's state dict; a tied weight under each name."""
 
     absent: Mapping[str, torch.Size]
@@ -92,8 +92,8 @@ class NormAlone(Tensor):
             order = args[1] if len(args) > 1 else given.get("ord", given.get("p", 2))
             if order not in (2, 2.0, None, "fro"):
                 raise ApplyError(
-                    f"the {order}-norm of gradients is not known on the ranks of a pipeline.",
-                    evidence="Of another stage's gradient a rank has the 2-norm alone.",
+                    f"the {order}-norm of gradients is not known on the ranks that divide the model.",
+                    evidence="Of another rank's gradient a rank has the 2-norm alone.",
                     fix="clip by norm_type=2, or parallel: {kind: none}",
                     code="MT398",
                 )
@@ -119,6 +119,54 @@ def parameter_places(model: nn.Module) -> list[ParameterPlace]:
                 seen.add(parameter)
                 found.append((f"{path}.{key}" if path else key, module._parameters, key))
     return found
+
+
+class SharedNorms:
+    """The norms of all gradients of a model, which the ranks of a group exchange for their placeholders.
+
+    Args:
+        context: Its `placement` has `remote_parameters` when norms are shared.
+        group: The ranks that hold the model together.
+    """
+
+    def __init__(self, context: Context, group: dist.ProcessGroup) -> None:
+        self._context, self._group = context, group
+        self.sharers: dist.ProcessGroup | None = None
+        """Ranks over which gradients are sharded; norms sum over them."""
+        self._gradients, self._places = PlaceholderGradients(), list[ParameterPlace]()
+
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters that need gradients, and their placeholders, by name."""
+        if not self._places:
+            self._places = parameter_places(self._context.model)
+        found = ((name, held_by[key]) for name, held_by, key in self._places)
+        return [(name, p) for name, p in found if p is not None and p.requires_grad]
+
+    def share(self) -> None:
+        """Give each placeholder the norm of the real gradient; collective, when gradients are complete."""
+        held, trained = self._context.placement.remote_parameters, self.trained()
+        assert held is not None
+        mine = [i for i, (name, p) in enumerate(trained) if p.grad is not None and held.owns(name)]
+        # Row 0: norms. Row 1: 1 from the rank that has the gradient, so that a missing one remains None.
+        norms = torch.zeros(2, len(trained), device=self._context.device)
+        if mine:
+            found = torch._foreach_norm([local(_grad(trained[i][1])) for i in mine])
+            norms[0, mine] = torch.stack([norm.float() for norm in found])
+            norms[1, mine] = 1
+        if self.sharers is not None:  # each has some rows of what the owner holds
+            # A norm of sharded rows is a norm of partial norms: sum of squares over those that share them.
+            norms[0].square_()
+            torch.ops.memtune.all_reduce_(norms[0], self.sharers.group_name, self.sharers.size(), "sum")
+            norms[0].sqrt_()
+        torch.ops.memtune.all_reduce_(norms, self._group.group_name, self._group.size(), "sum")
+        # One value per absent parameter: `clip_grad_norm_` over all of them then gives the full model's norm.
+        absent = {i: p for i, (name, p) in enumerate(trained) if name in held.absent}
+        self._gradients.assign(absent, norms[0], norms[1].tolist())
+
+
+def _grad(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 class PlaceholderGradients:
@@ -172,14 +220,14 @@ def keep_own(
     degree: int,
     group: dist.ProcessGroup,
 ) -> None:
-    """Replace the parameters of other stages in the model and the optimizer of `context`.
+    """Replace the parameters of other ranks in the model and the optimizer of `context`.
 
     Args:
         context: Changed in place; gets `remote_parameters`.
         owners: Entry of the state dict → the stages that hold it, its owner first.
         mine: Stages of this rank.
         degree: Ranks of the group; stage s is of rank s % degree.
-        group: The ranks of this pipeline.
+        group: The ranks that hold the model together.
     """
     named = dict(context.model.named_parameters(remove_duplicate=False))
     # `named_parameters` reports a tied weight under its first name only; that one decides.
@@ -188,25 +236,32 @@ def keep_own(
     absent = {name for name, stages in owner_of.items() if not set(stages) & set(mine)}
     state = context.model.state_dict(keep_vars=True)
     shapes = {name: state[name].shape for name in absent if isinstance(state[name], Tensor)}
-    new_of: dict[nn.Parameter, nn.Parameter] = {}
-    for module in context.model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and canonical[id(parameter)] in absent:
-                new_of.setdefault(parameter, _in_place_of(parameter))
-                module._parameters[name] = new_of[parameter]
-    # A deferred model never materializes the weights of other stages.
+    replaced = put_placeholders(context.model, absent)
+    # A deferred model never materializes the weights of other ranks.
     keep_only(context.model, {name: _one_value for name in canonical.values() if name in absent})
     for group_of in context.optimizer.param_groups:
-        group_of["params"] = [new_of.get(parameter, parameter) for parameter in group_of["params"]]
-    for old in new_of:
-        # State of another stage's weight would stay in memory, and be wrong after its first update there.
+        group_of["params"] = [replaced.get(parameter, parameter) for parameter in group_of["params"]]
+    for old in replaced:
+        # State of another rank's weight would stay in memory, and be wrong after its first update there.
         context.optimizer.state.pop(old, None)
-    context.placement.remote_parameters = OtherStages(
+    context.placement.remote_parameters = OtherRanks(
         shapes,
         {name: stages[0] % degree for name, stages in owner_of.items()},
         group,
         context.device,
     )
+
+
+def put_placeholders(model: nn.Module, absent: Collection[str]) -> dict[nn.Parameter, nn.Parameter]:
+    """Put a placeholder instead of each parameter `absent`; return them by the parameter replaced."""
+    canonical = {id(p): name for name, p in model.named_parameters()}
+    new_of: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and canonical.get(id(parameter)) in absent:
+                new_of.setdefault(parameter, _in_place_of(parameter))
+                module._parameters[name] = new_of[parameter]
+    return new_of
 
 
 def _in_place_of(parameter: nn.Parameter) -> nn.Parameter:
