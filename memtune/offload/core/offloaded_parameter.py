@@ -31,6 +31,7 @@ from typing import Any, Final, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
@@ -412,5 +413,6 @@ def put_back(parameter: nn.Parameter, own: Tensor, values: Tensor) -> None:
     """Give `parameter` its `own` storage again, whose memory may have been freed, with `values`."""
     # The storage, not another one: the user's code may hold views of it.
     own.untyped_storage().resize_(own.nbytes)
-    own.copy_(values)
+    with _unsafe_preserve_version_counter(own):  # it is the parameter's, and nothing changes
+        own.copy_(values)
     set_data(parameter, own)
