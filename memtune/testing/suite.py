@@ -6,12 +6,14 @@ import functools
 import gc
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from memtune.api import Tuned, apply
@@ -21,7 +23,7 @@ from memtune.hardware import cpu_threads
 from memtune.runtime import DEVICE, current_tier
 from memtune.search_spaces import find, kinds
 from memtune.search_spaces.execution import Execution
-from memtune.technique import Exactness, Plan, Technique
+from memtune.technique import Exactness, Plan, Reason, Technique
 from memtune.testing.drift_check import drift, fresh_programs, plain_program, target_of
 from memtune.testing.seeded_defects import Mutation, mutations
 from memtune.testing.training import SEED, build, config_of, differences, one_step, plain, train_under
@@ -197,12 +199,14 @@ class TechniqueSuite:
         # Cache the plain model's results and recording before the defect is seeded.
         plain(self._path(model))
         plain_program(self._path(model))
-        variant = (self.variants or (self.default(),))[0]
-        with mutation.seed(self.technique), fresh_programs():
-            try:
-                check(model, variant)
-            except (AssertionError, MemtuneError):
-                return
+        for variant in self.variants or (self.default(),):  # one may not use the mechanism of the defect
+            if self._refusal(model, variant) is not None:
+                continue
+            with mutation.seed(self.technique), fresh_programs():
+                try:
+                    check(model, variant)
+                except (AssertionError, MemtuneError):
+                    return
         raise AssertionError(f"nothing failed although {mutation}")
 
     # -- the checks ------------------------------------------------------------------------------------------
@@ -226,24 +230,25 @@ class TechniqueSuite:
         for _ in range(2):  # a first run, so that imports and lazy initialization are not counted
             calls = _Failing(None)
             workload, net, optimizer = build(path)
+            one_step(workload, net, optimizer, None, seed=SEED)  # so that there is optimizer state to lose
             with calls:
                 apply(net, optimizer, config, strict=False)
         workload, net, optimizer = build(path)
         one_step(workload, net, optimizer, None, seed=SEED)
         wanted = one_step(workload, net, optimizer, None, seed=SEED + 1)
-        for at in sorted({1, calls.count // 3, calls.count // 2, calls.count * 4 // 5, calls.count} - {0}):
+        shared = _shared(calls.seen)
+        n = len(shared)
+        for at in dict.fromkeys(shared[i] for i in (0, n // 3, n // 2, n * 4 // 5, n - 1) if n):
             workload, net, optimizer = build(path)
-            one_step(workload, net, optimizer, None, seed=SEED)  # so that there is optimizer state to lose
+            one_step(workload, net, optimizer, None, seed=SEED)
             before = _state(net, optimizer)
             try:
                 with _Failing(at):
                     apply(net, optimizer, config, strict=False)
             except _InjectedError:
                 pass
-            assert _state(net, optimizer) == before, f"call {at} of {calls.count} failed and left a trace"
-            assert current_tier() == DEVICE, (
-                f"call {at} of {calls.count} failed and left the tier {current_tier()}"
-            )
+            assert _state(net, optimizer) == before, f"{at} failed and left a trace"
+            assert current_tier() == DEVICE, f"{at} failed and left the tier {current_tier()}"
             got = one_step(workload, net, optimizer, None, seed=SEED + 1)
             assert torch.equal(got[0], wanted[0])
             assert all(torch.equal(got[1][name], wanted[1][name]) for name in wanted[1])
@@ -254,11 +259,13 @@ class TechniqueSuite:
     def _config(self, model: str, variant: Technique) -> dict[str, Any]:
         return config_of(self._path(model), variant)
 
+    def _refusal(self, model: str, variant: Technique) -> Reason | None:
+        return variant.fits(plain_program(self._path(model)), target_of(variant))
+
     def _skip_unless_it_fits(self, model: str, variant: Technique) -> None:
         import pytest
 
-        reason = variant.fits(plain_program(self._path(model)), target_of(variant))
-        if reason is not None:
+        if (reason := self._refusal(model, variant)) is not None:
             pytest.skip(str(reason))
 
     def _path(self, model: str) -> Path:
@@ -278,11 +285,32 @@ class _InjectedError(Exception):
     """Error that the suite injects."""
 
 
-class _Failing:
-    """Context in which the `at`-th call of a function of memtune's mechanisms fails; None: count calls."""
+class _Call(NamedTuple):
+    """A call of a function of memtune's mechanisms."""
 
-    def __init__(self, at: int | None) -> None:
-        self.count, self._at = 0, at
+    function: str
+    number: int
+    """Of the calls of this function."""
+
+
+def _shared(calls: list[_Call]) -> list[_Call]:
+    """Return the calls that every rank makes, in the order of the first one; a rank that fails alone leaves
+    the others in a collective.
+    """
+    if not dist.is_initialized():
+        return calls
+    of_ranks: list[list[_Call]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, calls)
+    everywhere = set(calls).intersection(*of_ranks)
+    return [call for call in of_ranks[0] if call in everywhere]
+
+
+class _Failing:
+    """Context in which the call `at` fails; None: note the calls."""
+
+    def __init__(self, at: _Call | None) -> None:
+        self.seen: list[_Call] = []
+        self._at, self._numbers = at, Counter[str]()
 
     def __enter__(self) -> _Failing:
         gc.disable()  # else finalizers of earlier models may run inside, and are counted
@@ -300,8 +328,10 @@ class _Failing:
             return
         if frame.f_code.co_name in _FINALIZERS:
             return
-        self.count += 1
-        if self.count == self._at:
+        function = f"{name}.{frame.f_code.co_qualname}"
+        self._numbers[function] += 1
+        self.seen.append(_Call(function, self._numbers[function]))
+        if self.seen[-1] == self._at:
             raise _InjectedError
 
 

@@ -72,7 +72,7 @@ class ArenaSuite(TechniqueSuite):
         arena.uninstall()
         gc.collect()
 
-    def _skip_unless_it_fits(self, model: str, variant: Technique) -> None:
+    def _refusal(self, model: str, variant: Technique) -> None:
         return
 
     def check_training(self, model: str, variant: Technique) -> None:
