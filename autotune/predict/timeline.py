@@ -108,12 +108,12 @@ def _fill(timeline: _native.Timeline, start: F64, stop: F64, issued: F64, last: 
     rank_class, op, by_host, start_s, stop_s = timeline.critical_path
     host = (rank_class == 0) & (by_host == 1)
     np.maximum.at(issued, op[host], np.minimum(stop_s[host], timeline.step_s))
-    mine = (rank_class == 0) & (by_host == 0)
-    if last >= 0 and (ends := np.flatnonzero(mine & (op == last))).size:
-        mine[ends[0] + 1 :] = False
-    known = op[mine]
+    on_rank = (rank_class == 0) & (by_host == 0)
+    if last >= 0 and (ends := np.flatnonzero(on_rank & (op == last))).size:
+        on_rank[ends[0] + 1 :] = False
+    known = op[on_rank]
     new = np.isnan(start[known])
-    start[known[new]], stop[known[new]] = start_s[mine][new], stop_s[mine][new]
+    start[known[new]], stop[known[new]] = start_s[on_rank][new], stop_s[on_rank][new]
 
 
 def _fill_in_order(step: Step, op_s: F64, issued: F64, start: F64, stop: F64) -> None:
@@ -144,8 +144,8 @@ def _curve(step: Step, stream: np.ndarray[Any, Any], start: F64, tier: Tier) -> 
     """Return the bytes of each kind in a tier over time."""
     # An allocation happens when its op starts. A free has no time of its own: it follows the event before it.
     storage = np.abs(stream) - 1
-    mine = step.storages.tier[storage] == tier
-    storage, sign = storage[mine], np.where(stream[mine] > 0, 1, -1)
+    in_tier = step.storages.tier[storage] == tier
+    storage, sign = storage[in_tier], np.where(stream[in_tier] > 0, 1, -1)
     producer = step.storages.producer[storage]
     # Device memory is allocated in the order of compute ops; elsewhere copies and host updates allocate too.
     counts = (step.ops.resource == Resource.COMPUTE) | (tier != Tier.DEVICE)

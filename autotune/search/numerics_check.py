@@ -64,23 +64,23 @@ class Difference:
         return "equal to the bit" if self.largest == 0 else float(f"{self.largest:.2g}")
 
 
-def difference_between(mine: TrialResult, theirs: TrialResult) -> Difference:
+def difference_between(own: TrialResult, theirs: TrialResult) -> Difference:
     """Compare the gradients and losses that two trials report for the same steps.
 
     Raises:
         ValueError: Their parameters or numbers of steps differ, or there are none.
     """
-    if not mine.gradients or len(mine.gradients) != len(theirs.gradients):
+    if not own.gradients or len(own.gradients) != len(theirs.gradients):
         raise ValueError(
-            f"the trials report gradients of {len(mine.gradients)} and {len(theirs.gradients)} steps"
+            f"the trials report gradients of {len(own.gradients)} and {len(theirs.gradients)} steps"
         )
     steps = [
-        largest_difference(one, other) for one, other in zip(mine.gradients, theirs.gradients, strict=True)
+        largest_difference(one, other) for one, other in zip(own.gradients, theirs.gradients, strict=True)
     ]
     (gradient, name), number = max((found, step) for step, found in enumerate(steps, start=1))
     losses = [
         abs(one - other) / max(abs(other), 1e-8) if one != other else 0.0
-        for one, other in zip(mine.losses, theirs.losses, strict=False)
+        for one, other in zip(own.losses, theirs.losses, strict=False)
     ]
     loss = max((math.inf if math.isnan(each) else each for each in losses), default=0.0)
     return Difference(gradient, loss, f"{name}, step {number}" if name else "")
@@ -134,16 +134,16 @@ def numerics(driver: Driver, choice: Choice) -> dict[str, Any]:
         if first.status != "ok":
             return {"not_run": f"the reference: {first.status}, {first.reason}"}
         second = first if repeats else runs.run(reference, dropout=dropout, budgeted=budgeted)
-        mine = second if reference == choice else runs.run(choice, dropout=dropout)
-        if second is None or mine is None or second.status != "ok" or mine.status != "ok":
-            failed = next((each for each in (second, mine) if each is not None and each.status != "ok"), None)
+        own = second if reference == choice else runs.run(choice, dropout=dropout)
+        if second is None or own is None or second.status != "ok" or own.status != "ok":
+            failed = next((each for each in (second, own) if each is not None and each.status != "ok"), None)
             return {"not_run": f"{failed.status}, {failed.reason}" if failed else "stopped"}
         return {
             "reference": _display_name(reference)
             + ("" if budgeted else ", which does not fit, without the budget"),
             "steps": STEPS,
             "dropout": dropout,
-            **_compared(driver, choice, reference, mine, first, second),
+            **_compared(driver, choice, reference, own, first, second),
         }
     return {"not_run": "stopped" if driver.control.stopping else "no reference fits"}
 
@@ -168,13 +168,13 @@ def _compared(
     driver: Driver,
     choice: Choice,
     reference: Choice,
-    mine: TrialResult,
+    own: TrialResult,
     first: TrialResult,
     second: TrialResult,
 ) -> dict[str, Any]:
     try:
         return verdict(
-            difference_between(mine, first),
+            difference_between(own, first),
             difference_between(second, first),
             _allowed(choice, reference, driver.unit),
         )

@@ -107,9 +107,10 @@ def load(context: Context, folder: str | PathLike[str]) -> None:
         for key, form in forms.items()
         if key.startswith(_STATE)
     }
-    mine = _here(context, {each.name: each for each in held})
+    own_parameters = _here(context, {each.name: each for each in held})
     state = _empty_state(
-        mine, {(name, what): form for (name, _, what), form in states.items() if name in mine}
+        own_parameters,
+        {(name, what): form for (name, _, what), form in states.items() if name in own_parameters},
     )
     wanted: dict[str, Any] = {"model": _here(context, model)}
     if state:

@@ -225,8 +225,8 @@ def fill(
     places = _places(model)
 
     def place(name: str, whole: Tensor) -> None:
-        mine = pieces[name](whole) if name in pieces else whole
-        value = at_rest[name](mine) if name in at_rest else _value(places[name], mine, construction)
+        piece = pieces[name](whole) if name in pieces else whole
+        value = at_rest[name](piece) if name in at_rest else _value(places[name], piece, construction)
         _put(places[name], _like(places[name], value))
 
     construction.run(place)
@@ -271,11 +271,11 @@ def fill_shards(model: nn.Module, at_rest: Collection[str] = ()) -> list[nn.Para
     shards = {id(each.sharded_param): each for each in _fsdp_params(model)}
 
     def place(name: str, whole: Tensor) -> None:
-        old, mine = places[name][0][2], pieces[name](whole) if name in pieces else whole
+        old, piece = places[name][0][2], pieces[name](whole) if name in pieces else whole
         if id(old) in shards:
-            _fill_shard(shards[id(old)], mine, construction.device, on_host=name in at_rest)
+            _fill_shard(shards[id(old)], piece, construction.device, on_host=name in at_rest)
             return
-        _put(places[name], _like(places[name], _value(places[name], mine, construction)))
+        _put(places[name], _like(places[name], _value(places[name], piece, construction)))
 
     construction.run(place)
     filled = construction.tensors.keys() & set(at_rest)
@@ -292,14 +292,14 @@ def _fill_shard(shard: FSDPParam, whole: Tensor, device: torch.device, *, on_hos
         memory = page_locked(lambda locked: make(pin_memory=locked), wanted=on_host and transfer.pins(device))
         if on_host:
             mark(memory, HOST)
-        mine = memory.narrow(dim, 0, length)
+        piece = memory.narrow(dim, 0, length)
         if length:
-            mine.copy_(whole.narrow(dim, rank * padded[dim], length))
+            piece.copy_(whole.narrow(dim, rank * padded[dim], length))
         # A view of the padded memory, as FSDP2 makes it: its all-gather reads the memory as a whole.
         # Gradients are of the DTensor's own device, which is the mesh's also while the rows are on the host.
-        there = torch.empty_like(mine, device=device) if on_host else mine
+        there = torch.empty_like(piece, device=device) if on_host else piece
         new = nn.Parameter(shard.to_sharded_dtensor(there), requires_grad=old.requires_grad)
-        new._local_tensor = mine  # type: ignore[attr-defined]
+        new._local_tensor = piece  # type: ignore[attr-defined]
         vars(new).update(_own_attributes(old))
         shard._setattr_on_modules(new)
         shard.sharded_param, shard._sharded_param_data = new, memory.view(-1)

@@ -182,12 +182,12 @@ def _state(step: Step, ranks: int) -> I32:
     if ranks == 1:
         return np.empty(0, np.int32)
     columns = columns_of(step.parameters)
-    mine = np.flatnonzero(
+    states = np.flatnonzero(
         (step.storages.kind == Kind.OPTIMIZER) & (step.storages.owner >= 0) & (step.storages.producer < 0)
     ).astype(np.int32)
-    numel = columns.numel[step.storages.owner[mine]]
-    sharded = mine[
-        (step.storages.bytes[mine] % np.maximum(numel, 1) == 0) & (step.storages.bytes[mine] >= numel)
+    numel = columns.numel[step.storages.owner[states]]
+    sharded = states[
+        (step.storages.bytes[states] % np.maximum(numel, 1) == 0) & (step.storages.bytes[states] >= numel)
     ]
     ordered: I32 = sharded[np.argsort(step.storages.owner[sharded], kind="stable")]
     return ordered

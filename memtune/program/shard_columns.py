@@ -114,12 +114,12 @@ def optimizer_moments(step: Step) -> I32:
     return moments
 
 
-def moments_of_parameters(step: Step, mine: npt.NDArray[np.intp]) -> tuple[I32, npt.NDArray[np.intp]]:
-    """Return the moments of the ascending parameters `mine`, and each one's index in `mine`."""
+def moments_of_parameters(step: Step, selected: npt.NDArray[np.intp]) -> tuple[I32, npt.NDArray[np.intp]]:
+    """Return the moments of the ascending parameters `selected`, and each one's index in `selected`."""
     moments, chosen = optimizer_moments(step), np.zeros(len(step.parameters), bool)
-    chosen[mine] = True
+    chosen[selected] = True
     moments = moments[chosen[step.storages.owner[moments]]]
-    return moments, np.searchsorted(mine, step.storages.owner[moments])
+    return moments, np.searchsorted(selected, step.storages.owner[moments])
 
 
 @functools.lru_cache(maxsize=8)
@@ -129,17 +129,17 @@ def sharded_storages(step: Step) -> tuple[I32, I32]:
     Raw gradients are not: they exist in full before they are reduced.
     """
     columns = columns_of(step.parameters)
-    mine = np.flatnonzero(step.storages.owner >= 0).astype(np.int32)
-    owner = step.storages.owner[mine]
+    selected = np.flatnonzero(step.storages.owner >= 0).astype(np.int32)
+    owner = step.storages.owner[selected]
     raw = np.zeros(step.storages.n + 1, bool)
     raw[raw_gradients(step)] = True
     whole = (
         # State of another shape (a step counter, Adafactor's factors) is not sharded with the parameter.
-        (step.storages.bytes[mine] % columns.numel[owner] == 0)
-        & (step.storages.bytes[mine] >= columns.numel[owner])
-        & ~raw[mine]
+        (step.storages.bytes[selected] % columns.numel[owner] == 0)
+        & (step.storages.bytes[selected] >= columns.numel[owner])
+        & ~raw[selected]
     )
-    return mine[whole], owner[whole]
+    return selected[whole], owner[whole]
 
 
 def resize_to_shards(edit: Edit, step: Step, ratio: F64, storages: I32, owner: I32) -> None:
@@ -433,9 +433,9 @@ def rows_of_gradients(step: Step) -> RowsOfGradients:
     columns, block = columns_of(step.parameters), _blocks(step)
     rank = np.empty(len(columns.block), np.int32)
     rank[np.asarray(gathering_order(columns.names), np.int32)] = np.arange(len(rank), dtype=np.int32)
-    mine = np.flatnonzero((block >= 0) & (columns.gradient >= 0)).astype(np.int32)
-    mine = mine[np.lexsort((rank[mine], -block[mine]))]  # the last block first
-    gradient = columns.gradient[mine]
+    selected = np.flatnonzero((block >= 0) & (columns.gradient >= 0)).astype(np.int32)
+    selected = selected[np.lexsort((rank[selected], -block[selected]))]  # the last block first
+    gradient = columns.gradient[selected]
     writes = np.flatnonzero((step.uses.mode == WRITES) & (step.use_phase < Phase.BOUNDARY))
     writer = np.full(step.storages.n, -1, np.int32)
     writer[step.uses.storage[writes]] = step.uses.op[writes]
@@ -449,6 +449,6 @@ def rows_of_gradients(step: Step) -> RowsOfGradients:
         others = ~np.isin(step.uses.storage, gradient[summed])
         read[step.uses.op[others]] = step.uses.storage[others]
         raw[summed] = read[after[summed]]
-    n_bytes = columns.n_bytes[mine]
-    found = RowsOfGradients(mine, raw, np.where(summed, gradient, -1).astype(np.int32), after, n_bytes)
-    return found.where(columns.block[mine] >= 0)
+    n_bytes = columns.n_bytes[selected]
+    found = RowsOfGradients(selected, raw, np.where(summed, gradient, -1).astype(np.int32), after, n_bytes)
+    return found.where(columns.block[selected] >= 0)

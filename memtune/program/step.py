@@ -398,13 +398,13 @@ class Step:
 
     def live_bytes(self, tier: Tier = Tier.DEVICE) -> I64:
         """Return (n,) the bytes of `tier` that are live while each op runs."""
-        mine = self.storages.tier == tier
+        in_tier = self.storages.tier == tier
         # Storages from before the step are live from its first op on.
-        start = np.maximum(self.storages.producer[mine], 0)
-        stop = np.minimum(self.freed_after[mine], self.ops.n - 1)
+        start = np.maximum(self.storages.producer[in_tier], 0)
+        stop = np.minimum(self.freed_after[in_tier], self.ops.n - 1)
         delta = np.zeros(self.ops.n + 1, np.int64)
-        np.add.at(delta, start, self.storages.bytes[mine])
-        np.add.at(delta, stop + 1, -self.storages.bytes[mine])
+        np.add.at(delta, start, self.storages.bytes[in_tier])
+        np.add.at(delta, stop + 1, -self.storages.bytes[in_tier])
         return np.cumsum(delta[:-1])
 
     def peak_bytes(self, tier: Tier = Tier.DEVICE) -> int:

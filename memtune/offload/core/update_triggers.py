@@ -116,5 +116,5 @@ def waiting_room(step: Step, held: Mask | None = None) -> int:
     """Return the bytes of gradients (`held`: of these parameters) that may wait for overlapped updates."""
     # Masters are float32: 4 bytes an element.
     columns = columns_of(step.parameters)
-    mine = columns.trainable if held is None else columns.trainable & held
-    return room_bytes((4 * columns.numel[mine]).tolist(), columns.block[mine].tolist())
+    selected = columns.trainable if held is None else columns.trainable & held
+    return room_bytes((4 * columns.numel[selected]).tolist(), columns.block[selected].tolist())

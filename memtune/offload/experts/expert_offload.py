@@ -88,14 +88,14 @@ class ExpertOptimizer:
         on_device: int,
     ) -> None:
         parameters = list(context.model.parameters())
-        mine = {parameters[index] for expert in experts for index in expert.parameters}
+        expert_params = {parameters[index] for expert in experts for index in expert.parameters}
         gathered = is_gathered(context.model)
         averages = context.placement.world_size > 1 and not gathered
         # A group of its own: DDP's collectives on the default one run in another order.
         self._group = dist.new_group() if averages else None
         if self._group is not None:
             context.undo.callback(dist.destroy_process_group, self._group)
-        self._on_ssd = on_ssd = SsdOptimizer(context, master=False, read_ahead=0, chosen=mine)
+        self._on_ssd = on_ssd = SsdOptimizer(context, master=False, read_ahead=0, chosen=expert_params)
         on_ssd.settle = self._settle
         context.events.weights_loaded.subscribe(self._reload)
         # Experts without trained parameters have no records, so not every parameter is found.
@@ -256,14 +256,14 @@ class ExpertOptimizer:
 
     def _average(self, piece: Piece, group: dist.ProcessGroup) -> None:
         """Average a gradient on the device; one at a time, without its host copy, which bounds memory."""
-        mine, piece.held.grad = piece.held.grad, None
+        expert_params, piece.held.grad = piece.held.grad, None
         device = self._compute_device
         whole = (
             torch.zeros(piece.held.shape, dtype=piece.held.dtype, device=device)
-            if mine is None
-            else torch.ops.memtune.to_device(mine, device)
+            if expert_params is None
+            else torch.ops.memtune.to_device(expert_params, device)
         )
-        del mine
+        del expert_params
         torch.ops.memtune.all_reduce_(whole, group.group_name, group.size(), "avg")
         host = torch.ops.memtune.to_host(whole)
         mark(host, HOST)
@@ -362,7 +362,7 @@ class ExpertUnits:
         blocks.load_before_gathers(self.load_block, self._memory)
         if blocks.gathered is not None:  # Rule 7: a gather reads all experts' rows
             # One list for both: it never changes.
-            self._last = self._used = [set(mine) for mine in self._members]
+            self._last = self._used = [set(expert_params) for expert_params in self._members]
             self._separate_resident_gradients(context)
             return
         for index, expert in enumerate(experts):
@@ -371,9 +371,9 @@ class ExpertUnits:
             vars(module)["forward"] = self._forward_of(index, module, module.forward)
 
     def _separate_resident_gradients(self, context: Context) -> None:
-        mine = {id(each) for each in self._blocks.parameters}
+        expert_params = {id(each) for each in self._blocks.parameters}
         for parameter in (each for module in self._blocks.modules for each in module.parameters()):
-            if parameter.requires_grad and id(parameter) not in mine:
+            if parameter.requires_grad and id(parameter) not in expert_params:
                 context.undo.callback(parameter.register_post_accumulate_grad_hook(_copy_out_gradient).remove)
 
     # -- calls -----------------------------------------------------------------------------------------------

@@ -53,8 +53,8 @@ def hide_dense_parameters(step: Step, experts: tuple[Expert, ...]) -> Step:
     """Return `step` as if its blocks had no parameters but experts, for `parameter_offload_pass`."""
     columns = columns_of(step.parameters)
     block = np.full(len(columns.block), -1, np.int32)
-    mine = _parameters(experts)
-    block[mine] = columns.block[mine]
+    expert_rows = _parameters(experts)
+    block[expert_rows] = columns.block[expert_rows]
     return replace(step, parameters=replace(columns, block=block))
 
 
@@ -125,18 +125,18 @@ def experts_on_ssd(
     )
     # Idle experts have rows again: their records on SSD are whole.
     streamed = replace(streamed, parameters=replace(columns_of(streamed.parameters), numel=before.numel))
-    edit, mine = Edit(streamed), _parameters(experts)
+    edit, expert_rows = Edit(streamed), _parameters(experts)
     gradients = (
         (streamed.storages.tier == Tier.HOST)
         & (streamed.storages.kind == Kind.GRADIENT)
         & (streamed.storages.producer >= 0)
-        & np.isin(streamed.storages.owner, mine)
+        & np.isin(streamed.storages.owner, expert_rows)
     )
     # Each is freed after its own update, not with the others of its block.
     edit.storages.held_until[gradients] = -1
-    state = _on_ssd(edit, streamed, step, mine)
-    _drop_optimizer_uses(edit, streamed, step, mine)
-    pieces, experts = _piece_bytes(streamed, mine, state), used
+    state = _on_ssd(edit, streamed, step, expert_rows)
+    _drop_optimizer_uses(edit, streamed, step, expert_rows)
+    pieces, experts = _piece_bytes(streamed, expert_rows, state), used
     n_bytes = np.asarray([sum(pieces[i] for i in expert.parameters) for expert in experts])
     # The host cache: every slot has room for the largest expert.
     held = np.asarray([min(spec.slots, len(experts)) * int(n_bytes.max())])
@@ -148,14 +148,14 @@ def experts_on_ssd(
         )
         edit.add_persistent(held, Kind.BUFFER, Tier.HOST)
     if ranks > 1:
-        _gradient_averages(edit, streamed, mine, ranks)
+        _gradient_averages(edit, streamed, expert_rows, ranks)
     # Parameters that are no experts belong to their blocks again.
     edit.parameters = replace(columns_of(streamed.parameters), block=before.block)
     return edit.done()
 
 
-def _counters(step: Step, plain: Step, mine: npt.NDArray[np.intp]) -> Mask:
-    """Return (m,) True for the step counters of `mine`."""
+def _counters(step: Step, plain: Step, expert_rows: npt.NDArray[np.intp]) -> Mask:
+    """Return (m,) True for the step counters of `expert_rows`."""
     # Counters have no owner; there is one for each parameter, in order.
     there = np.flatnonzero(
         (step.storages.kind == Kind.OPTIMIZER) & (step.storages.producer < 0) & (step.storages.owner < 0)
@@ -163,21 +163,21 @@ def _counters(step: Step, plain: Step, mine: npt.NDArray[np.intp]) -> Mask:
     given = np.flatnonzero(columns_of(plain.parameters).gradient >= 0)
     found = np.zeros(step.storages.n, bool)
     if len(there) == len(given):
-        found[there[np.searchsorted(given, mine)]] = True
+        found[there[np.searchsorted(given, expert_rows)]] = True
     return found
 
 
-def _on_ssd(edit: Edit, step: Step, plain: Step, mine: npt.NDArray[np.intp]) -> I32:
-    """Move weights and moments of `mine` to SSD, step counters to the host; return the moments."""
+def _on_ssd(edit: Edit, step: Step, plain: Step, expert_rows: npt.NDArray[np.intp]) -> I32:
+    """Move weights and moments of `expert_rows` to SSD, step counters to the host; return the moments."""
     columns = columns_of(step.parameters)
-    theirs = (step.storages.producer < 0) & np.isin(step.storages.owner, mine)
+    theirs = (step.storages.producer < 0) & np.isin(step.storages.owner, expert_rows)
     weights = theirs & (step.storages.kind == Kind.PARAMETER) & (step.storages.tier == Tier.HOST)
     state = theirs & (step.storages.kind == Kind.OPTIMIZER)
     size = np.zeros(step.storages.n, np.int64)
     size[theirs] = columns.n_bytes[step.storages.owner[theirs]]
     # Moments are as large as their weight; counters are small and remain in host memory.
     moments = state & (step.storages.bytes == size)
-    state |= _counters(step, plain, mine)
+    state |= _counters(step, plain, expert_rows)
     # Experts without rows had no bytes so far, but have their place on SSD.
     edit.storages.bytes[weights] = size[weights]
     edit.set_storages(
@@ -188,20 +188,20 @@ def _on_ssd(edit: Edit, step: Step, plain: Step, mine: npt.NDArray[np.intp]) -> 
     return np.flatnonzero(moments).astype(np.int32)
 
 
-def _drop_optimizer_uses(edit: Edit, step: Step, plain: Step, mine: npt.NDArray[np.intp]) -> None:
+def _drop_optimizer_uses(edit: Edit, step: Step, plain: Step, expert_rows: npt.NDArray[np.intp]) -> None:
     """Drop the uses of experts' storages by the optimizer's own ops."""
     columns = columns_of(plain.parameters)
-    theirs = np.isin(step.storages.owner, mine)
-    theirs[columns.storage[mine]] = True
+    theirs = np.isin(step.storages.owner, expert_rows)
+    theirs[columns.storage[expert_rows]] = True
     edit.drop_uses((step.use_phase == Phase.OPTIMIZER) & theirs[step.uses.storage])
 
 
-def _piece_bytes(step: Step, mine: npt.NDArray[np.intp], moments: I32) -> I64:
+def _piece_bytes(step: Step, expert_rows: npt.NDArray[np.intp], moments: I32) -> I64:
     columns = columns_of(step.parameters)
     found = np.bincount(
         step.storages.owner[moments], step.storages.bytes[moments], len(columns.numel)
     ).astype(np.int64)
-    found[mine] += columns.n_bytes[mine]
+    found[expert_rows] += columns.n_bytes[expert_rows]
     return found
 
 
@@ -238,7 +238,7 @@ def _transfers(
     )
 
 
-def _gradient_averages(edit: Edit, step: Step, mine: npt.NDArray[np.intp], ranks: int) -> None:
+def _gradient_averages(edit: Edit, step: Step, expert_rows: npt.NDArray[np.intp], ranks: int) -> None:
     """Add flags before blocks' updates, averages of gradients on the device, flags in the step."""
     columns = columns_of(step.parameters)
     updates, parameter = _updates(step)
@@ -250,7 +250,7 @@ def _gradient_averages(edit: Edit, step: Step, mine: npt.NDArray[np.intp], ranks
         edit,
         before,
         # Two float32 flags per parameter: it has a gradient, or zeros.
-        8 * np.append(of_block[columns.block[parameter[first]]], len(mine)).astype(np.int64),
+        8 * np.append(of_block[columns.block[parameter[first]]], len(expert_rows)).astype(np.int64),
         ranks,
     )
     n_bytes = columns.n_bytes[parameter]
@@ -309,31 +309,31 @@ def with_separate_gradients(step: Step, resident: Mask) -> Step:
     """
     # Reduced gradients of a block are views of one buffer; copied ones do not keep others in memory.
     columns, rows = columns_of(step.parameters), rows_of_gradients(step)
-    mine, edit = rows.where(resident[rows.parameter]), Edit(step)
-    if (mine.sums >= 0).any():
-        edit.storages.bytes[rows.sums] = np.bincount(mine.sums, mine.n_bytes, step.storages.n).astype(
-            np.int64
-        )[rows.sums]
+    expert_rows, edit = rows.where(resident[rows.parameter]), Edit(step)
+    if (expert_rows.sums >= 0).any():
+        edit.storages.bytes[rows.sums] = np.bincount(
+            expert_rows.sums, expert_rows.n_bytes, step.storages.n
+        ).astype(np.int64)[rows.sums]
         return edit.done()
     clones = edit.add_ops(
         "aten.clone.default",
-        after=mine.after,
+        after=expert_rows.after,
         phase=Phase.BACKWARD,
         resource=Resource.COMPUTE,
-        traffic_bytes=2 * mine.n_bytes,
-        call=step.ops.call[mine.after],
-        reads=mine.raw,
+        traffic_bytes=2 * expert_rows.n_bytes,
+        call=step.ops.call[expert_rows.after],
+        reads=expert_rows.raw,
     )
     made = edit.add_storages(
-        mine.n_bytes,
+        expert_rows.n_bytes,
         producer=clones,
         kind=Kind.GRADIENT,
-        held_until=step.storages.held_until[mine.raw],
-        owner=mine.parameter,
+        held_until=step.storages.held_until[expert_rows.raw],
+        owner=expert_rows.parameter,
     )
     gradient = columns.gradient.copy()
-    gradient[mine.parameter] = made
-    _replace_optimizer_reads(edit, step, rows.raw, mine.parameter, made)
+    gradient[expert_rows.parameter] = made
+    _replace_optimizer_reads(edit, step, rows.raw, expert_rows.parameter, made)
     edit.parameters = replace(columns, gradient=gradient)
     return edit.done()
 

@@ -53,8 +53,8 @@ class BlockGradients:
             return cls(rows.parameter, rows.raw, rows.sums, rows.after, moment, rows.n_bytes)
         raw = raw_gradients(step)
         parameter_of = np.full(step.storages.n, -1, np.int32)
-        mine = np.flatnonzero((columns.gradient >= 0) & (columns.block >= 0) & (raw >= 0)).astype(np.int32)
-        parameter_of[columns.gradient[mine]] = mine
+        trained = np.flatnonzero((columns.gradient >= 0) & (columns.block >= 0) & (raw >= 0)).astype(np.int32)
+        parameter_of[columns.gradient[trained]] = trained
         parameter = parameter_of[step.grad_order]
         # In the order in which autograd accumulates them; gradients outside of the blocks drop out.
         parameter = parameter[parameter >= 0]
@@ -72,9 +72,9 @@ class BlockGradients:
     def free_in(self, edit: Edit) -> None:
         """Let gradients be freed after their last use; buckets of an average already are."""
         # Rows beyond are buckets, which the average has added with their own lifetimes.
-        mine = self.raw[self.raw < len(edit.storages.held_until)]
-        edit.storages.held_until[mine] = -1
-        edit.storages.kind[mine] = Kind.TEMPORARY
+        trained = self.raw[self.raw < len(edit.storages.held_until)]
+        edit.storages.held_until[trained] = -1
+        edit.storages.kind[trained] = Kind.TEMPORARY
 
 
 @functools.lru_cache(maxsize=8)
@@ -115,13 +115,13 @@ def average_on_device(step: Step, resident: Mask, ranks: int) -> Step:
     """
     # The sum up to then is averaged.
     grads = BlockGradients.from_step(step)
-    mine = np.flatnonzero(resident[grads.parameter])
-    if ranks == 1 or not len(mine):
+    trained = np.flatnonzero(resident[grads.parameter])
+    if ranks == 1 or not len(trained):
         return step
-    edit, after = Edit(step), grads.after[mine]
-    gradients = columns_of(step.parameters).gradient[grads.parameter[mine]]
-    alone = np.arange(len(mine), dtype=np.int32)
-    found = average_in_buckets(edit, step, gradients, after, grads.n_bytes[mine], alone, ranks)
+    edit, after = Edit(step), grads.after[trained]
+    gradients = columns_of(step.parameters).gradient[grads.parameter[trained]]
+    alone = np.arange(len(trained), dtype=np.int32)
+    found = average_in_buckets(edit, step, gradients, after, grads.n_bytes[trained], alone, ranks)
     if after[-1] == step.backward_end:
         edit.hold_to_the_end_of_backward(int(found.message[-1]))
     return edit.done()

@@ -48,14 +48,14 @@ class ReadyGradients:
 Rows = npt.NDArray[np.intp]
 
 
-def ready_gradients(step: Step, mine: Rows, watched: int, bucket_bytes: int) -> ReadyGradients:
-    """Return the grad-ready order of the parameters `mine`, without `mine[watched]`."""
-    columns, raw = columns_of(step.parameters), raw_gradients(step)[mine]
+def ready_gradients(step: Step, parameters: Rows, watched: int, bucket_bytes: int) -> ReadyGradients:
+    """Return the grad-ready order of `parameters`, without `parameters[watched]`."""
+    columns, raw = columns_of(step.parameters), raw_gradients(step)[parameters]
     index_of = np.full(step.storages.n, -1, np.int32)
-    index_of[columns.gradient[mine]] = np.arange(len(mine), dtype=np.int32)
+    index_of[columns.gradient[parameters]] = np.arange(len(parameters), dtype=np.int32)
     index = index_of[step.grad_order]
     index = index[(index >= 0) & (index != watched)]
-    gradient = columns.gradient[mine][index]
+    gradient = columns.gradient[parameters][index]
     summed, after = step.storages.producer[gradient] < 0, complete_after(step, gradient, raw[index])
     order = np.argsort(after, kind="stable")
     # Stable: gradients of one op are ready in the order in which autograd returns them.
@@ -63,7 +63,7 @@ def ready_gradients(step: Step, mine: Rows, watched: int, bucket_bytes: int) -> 
     full = np.zeros(len(index), np.int32)
     full[bucket_ends(step.storages.bytes[raw[index]].tolist(), bucket_bytes)] = 1
     bucket, adds = (np.cumsum(full) - full).astype(np.int32), after[sums >= 0]
-    resident = int(columns.gradient[mine][watched]) if len(mine) else -1
+    resident = int(columns.gradient[parameters][watched]) if len(parameters) else -1
     return ReadyGradients(index, raw[index], sums, after, bucket, full.astype(bool), resident, adds)
 
 
@@ -91,30 +91,30 @@ def average_ready(edit: Edit, step: Step, offloaded: Rows, ranks: int) -> None:
 
 
 def ready_or_reduced(
-    edit: Edit, step: Step, mine: Rows, watched: int, bucket_bytes: int, ranks: int, *, delayed: bool
+    edit: Edit, step: Step, parameters: Rows, watched: int, bucket_bytes: int, ranks: int, *, delayed: bool
 ) -> ReadyGradients:
     """Return `ready_gradients`, or on several ranks the order in which reductions end."""
     # Reduced gradients are parts of one storage of their unit or bucket. Their sums are therefore made
     # on the host, and the sentinel is copied into a storage of its own.
     if ranks == 1:
-        return ready_gradients(step, mine, watched, bucket_bytes)
-    columns, reduced = columns_of(step.parameters), reduced_among(step, mine)
+        return ready_gradients(step, parameters, watched, bucket_bytes)
+    columns, reduced = columns_of(step.parameters), reduced_among(step, parameters)
     # Gradients of one reduction are ready in FSDP2's order, or in that of
     # `parallel.sharding.sharded_buckets`.
     # FSDP2 calls hooks in the order of the unit's parameters; ZeRO's buckets fill from the last one back.
-    row = mine if "fsdp.chunk_cat.default" in step.names else -mine
+    row = parameters if "fsdp.chunk_cat.default" in step.names else -parameters
     index = np.lexsort((row, reduced.after))
     index = index[index != watched].astype(np.int32)
-    sizes, summed = columns.n_bytes[mine], columns.gradient[mine] != reduced.raw
+    sizes, summed = columns.n_bytes[parameters], columns.gradient[parameters] != reduced.raw
     sums = np.full(len(index), -1, np.int32)
     sums[summed[index]] = edit.add_storages(
         sizes[index][summed[index]],
         tier=Tier.HOST,
         kind=Kind.GRADIENT,
-        owner=mine[index][summed[index]].astype(np.int32),
+        owner=parameters[index][summed[index]].astype(np.int32),
         held_until=int(FOREVER) if delayed else -1,
     )
-    on_device = columns.gradient[mine][summed]
+    on_device = columns.gradient[parameters][summed]
     edit.storages.bytes[on_device], edit.storages.held_until[on_device] = 0, -1
     full = np.zeros(len(index), np.int32)
     full[bucket_ends(sizes[index].tolist(), bucket_bytes)] = 1
@@ -125,18 +125,18 @@ def ready_or_reduced(
     )
 
 
-def ready_after(step: Step, mine: Rows, watched: int, ranks: int) -> tuple[I32, I32]:
-    """Return the indices into `mine` of offloaded gradients, and the op after which each is complete."""
+def ready_after(step: Step, parameters: Rows, watched: int, ranks: int) -> tuple[I32, I32]:
+    """Return the indices into `parameters` of offloaded gradients, and the op that completes each."""
     if ranks == 1:
-        there = ready_gradients(step, mine, watched, 0)
+        there = ready_gradients(step, parameters, watched, 0)
         return there.index, there.after
-    index = np.flatnonzero(np.arange(len(mine)) != watched).astype(np.int32)
-    return index, reduced_among(step, mine).after[index]
+    index = np.flatnonzero(np.arange(len(parameters)) != watched).astype(np.int32)
+    return index, reduced_among(step, parameters).after[index]
 
 
 @dataclass(frozen=True, eq=False)
 class Reduced:
-    """Gradients reduced over ranks: arrays over `mine`, except `adds`."""
+    """Gradients reduced over ranks: arrays over `parameters`, except `adds`."""
 
     raw: I32
     """The storage that this micro-batch's reduction produces."""
@@ -145,9 +145,9 @@ class Reduced:
     """Ops that add it to the sum of earlier micro-batches."""
 
 
-def reduced_among(step: Step, mine: Rows) -> Reduced:
-    """Return the reduced gradients of the parameters `mine` on several ranks."""
-    gradient = columns_of(step.parameters).gradient[mine]
+def reduced_among(step: Step, parameters: Rows) -> Reduced:
+    """Return the reduced gradients of `parameters` on several ranks."""
+    gradient = columns_of(step.parameters).gradient[parameters]
     written = np.full(step.storages.n, -1, np.int32)
     writes = np.flatnonzero((step.uses.mode == WRITES) & (step.use_phase < Phase.OPTIMIZER))
     # The last write completes a gradient, or the cast that makes it where narrow gradients are reduced.

@@ -73,12 +73,14 @@ class Weights:
     def __init__(self, new: RowReplay, step: Step) -> None:
         self._new, self._columns, self._by_block = new, columns_of(step.parameters), parameters_by_block(step)
         self._n_bytes = self._columns.n_bytes
-        mine = np.asarray([row for block in self._by_block for row in block], np.int32)
+        parameters = np.asarray([row for block in self._by_block for row in block], np.int32)
         self.hosts = np.full(len(self._columns.numel), -1, np.int32)
-        self.hosts[mine] = new.add_storages(self._n_bytes[mine], Tier.HOST, Kind.PARAMETER, -1, mine, FOREVER)
+        self.hosts[parameters] = new.add_storages(
+            self._n_bytes[parameters], Tier.HOST, Kind.PARAMETER, -1, parameters, FOREVER
+        )
         # The step's own weights keep their numbers, without bytes: loads add a storage for each time of
         # residency.
-        new.empty_initial(self._columns.storage[mine])
+        new.empty_initial(self._columns.storage[parameters])
         self._resident: dict[int, I32] = {}
 
     def begin(self, pack: Span, following: Span | None, phase: Phase) -> None:
@@ -309,10 +311,10 @@ class Gradients:
 
     def hold_outside(self, rows: RowIndex, positions: I32) -> None:
         """Hold gradients of parameters outside of the blocks until the optimizer's rows free them."""
-        mine = np.flatnonzero((self._device_sum >= 0) & (self._columns.block < 0))
-        held = self._step.storages.held_until[self._columns.gradient[mine]]
+        parameters = np.flatnonzero((self._device_sum >= 0) & (self._columns.block < 0))
+        held = self._step.storages.held_until[self._columns.gradient[parameters]]
         until = positions[np.maximum(np.searchsorted(rows, held, side="right") - 1, 0)]
-        self._new.hold(self._device_sum[mine], np.where(held == FOREVER, FOREVER, until))
+        self._new.hold(self._device_sum[parameters], np.where(held == FOREVER, FOREVER, until))
 
     def columns(self) -> tuple[I32, I32]:
         """Return (parameters,) each one's gradient at the end, -1 if freed; and these in grad-ready order."""

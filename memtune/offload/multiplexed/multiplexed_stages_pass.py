@@ -118,31 +118,31 @@ class _RankWriter:
         # A gradient is freed when the next one's copy starts.
         if not self._layout.prefetch:
             return 0
-        columns, mine = self._columns, self._inside & (self._columns.gradient >= 0)
+        columns, owned = self._columns, self._inside & (self._columns.gradient >= 0)
         stages = [
-            mine & np.isin(columns.block, list(self._layout.blocks(stage)))
+            owned & np.isin(columns.block, list(self._layout.blocks(stage)))
             for stage in self._layout.stages_of(self._rank)
         ]
         return max(int(self._n_bytes[each].sum()) for each in stages)
 
     def _to_host(self) -> dict[int, int]:
         """Move the blocks' weights and state to the host from before the step; return the host weights."""
-        mine, columns, rows = np.flatnonzero(self._inside), self._columns, self._rows
-        gradients = columns.gradient[mine]
+        owned, columns, rows = np.flatnonzero(self._inside), self._columns, self._rows
+        gradients = columns.gradient[owned]
         # The device copy of a weight exists from a use's begin to its end; before the step it has no memory.
-        rows.set_initial(columns.storage[mine], "bytes", 0)
+        rows.set_initial(columns.storage[owned], "bytes", 0)
         rows.set_initial(
             gradients[(gradients >= 0) & (self._step.storages.producer[gradients] < 0)], "bytes", 0
         )
         state = np.flatnonzero(
             (self._step.storages.kind == Kind.OPTIMIZER)
             & (self._step.storages.producer < 0)
-            & np.isin(self._step.storages.owner, mine)
+            & np.isin(self._step.storages.owner, owned)
         )
         rows.set_initial(state.astype(np.int32), "tier", Tier.HOST)
         return {
             row: rows.add_storage(int(self._n_bytes[row]), Tier.HOST, Kind.PARAMETER, row, forever=True)
-            for row in mine.tolist()
+            for row in owned.tolist()
         }
 
     def _adders(self) -> dict[int, int]:
@@ -191,15 +191,17 @@ class _RankWriter:
         """Add the last step's deferred updates, as `offload.layer_major.pack_offloader` runs them."""
         columns = self._columns
         for block in np.unique(columns.block[self._deferred]).tolist():
-            mine = np.flatnonzero(
+            owned = np.flatnonzero(
                 self._deferred & (columns.block == block) & (columns.gradient >= 0)
             ).tolist()
             gradients = [
                 self._rows.add_storage(int(self._n_bytes[row]), Tier.HOST, Kind.GRADIENT, row, left=True)
-                for row in mine
+                for row in owned
             ]
-            for row, gradient in zip(mine, gradients, strict=True):
-                used = gradients if row == mine[-1] else [gradient]  # gradients of a block are freed together
+            for row, gradient in zip(owned, gradients, strict=True):
+                used = (
+                    gradients if row == owned[-1] else [gradient]
+                )  # gradients of a block are freed together
                 self._update_one(row, used, Phase.PROLOGUE)
 
     def _update_one(self, parameter: int, gradients: list[int], phase: Phase) -> None:

@@ -158,12 +158,12 @@ def optimizer_on_updaters(step: Step, spec: UpdatersSpec, ranks: int = 1, replic
 
 
 def _offload_in_backward(
-    edit: Edit, step: Step, mine: Trained, bucket_bytes: int, ranks: int, replicas: int
+    edit: Edit, step: Step, offloaded: Trained, bucket_bytes: int, ranks: int, replicas: int
 ) -> tuple[_Backward, I32]:
-    """Insert the D2H copies of backward, and return them with (mine,) the gradients that the step reads."""
-    watched = int(np.searchsorted(mine, sentinel_row(step)))
-    ready = ready_or_reduced(edit, step, mine, watched, bucket_bytes, ranks, delayed=False)
-    average_ready(edit, step, mine[ready.index], replicas)
+    """Insert the D2H copies of backward; return them with (offloaded,) gradients that the step reads."""
+    watched = int(np.searchsorted(offloaded, sentinel_row(step)))
+    ready = ready_or_reduced(edit, step, offloaded, watched, bucket_bytes, ranks, delayed=False)
+    average_ready(edit, step, offloaded[ready.index], replicas)
     end, inserted, before = end_of_backward(step, ready), list[InsertedOp](), list[int]()
     for each in np.unique(ready.bucket):
         members = np.flatnonzero(ready.bucket == each).tolist()
@@ -174,8 +174,8 @@ def _offload_in_backward(
         before = members
     inserted += [(ADD, row, end) for row in before if ready.sums[row] >= 0]
     ordered = InsertedOps.from_rows(inserted)
-    rows = insert_ops(edit, step, mine, ready, ordered, watched, {})
-    gradients, _ = host_gradients(edit, step, mine, ready, watched, ordered, rows, False)
+    rows = insert_ops(edit, step, offloaded, ready, ordered, watched, {})
+    gradients, _ = host_gradients(edit, step, offloaded, ready, watched, ordered, rows, False)
     gradients[watched] = ready.watched
     return _Backward(ready, ordered, rows), gradients
 
@@ -253,7 +253,7 @@ def _insert(edit: Edit, anchor: int, turned: I64) -> _InsertedOps:
 
 def _uses_of_groups(edit: Edit, made: _InsertedOps, layout: Layout, spec: UpdatersSpec) -> None:
     """Add slots, buffers and SSD extents, and their uses."""
-    groups = [group for mine in layout.domains for group in mine]
+    groups = [group for offloaded in layout.domains for group in offloaded]
     n_slots = np.asarray([layout.slots(domain) for domain in range(spec.domains)])
     n_buffers = np.asarray([layout.buffers(domain, spec.buffers) for domain in range(spec.domains)])
     numel, of_moments = np.asarray([(each.numel, each.moments) for each in groups], np.int64).T
@@ -266,7 +266,7 @@ def _uses_of_groups(edit: Edit, made: _InsertedOps, layout: Layout, spec: Update
     # The updated sub-groups of a domain take its slots, and its buffers, in turn.
     slot = slots[(np.cumsum(n_slots) - n_slots)[made.domain] + made.index % SLOTS]
     buffer = buffers[(np.cumsum(n_buffers) - n_buffers)[made.domain] + made.index % spec.buffers]
-    firsts = np.cumsum([0, *(len(mine) for mine in layout.domains)])
+    firsts = np.cumsum([0, *(len(offloaded) for offloaded in layout.domains)])
     at = firsts[made.domain] + made.number
     for kinds, storages, mutates in (
         ((READ,), weights[at], False),
@@ -278,8 +278,8 @@ def _uses_of_groups(edit: Edit, made: _InsertedOps, layout: Layout, spec: Update
         ((WRITE_MOMENTS,), moments[at], True),
         ((RELOAD,), slot, False),
     ):
-        mine = np.isin(made.action, kinds)
-        edit.add_uses(made.rows[mine], storages[mine], mode=mutates)
+        offloaded = np.isin(made.action, kinds)
+        edit.add_uses(made.rows[offloaded], storages[offloaded], mode=mutates)
 
 
 def _uses_of_parameters(edit: Edit, step: Step, made: _InsertedOps, trained: Trained, gradients: I32) -> None:
@@ -308,9 +308,9 @@ def _free_gradients(edit: Edit, step: Step, made: _InsertedOps, gradients: I32) 
     others = np.flatnonzero(~down)
     last = np.full(len(gradients), -1)
     np.maximum.at(last, made.parameter[down], np.flatnonzero(down))
-    mine = np.flatnonzero(last >= 0)
-    sources = gradients[mine]
-    following = made.rows[others[np.searchsorted(others, last[mine])]]
+    offloaded = np.flatnonzero(last >= 0)
+    sources = gradients[offloaded]
+    following = made.rows[others[np.searchsorted(others, last[offloaded])]]
     recorded = sources < step.storages.n
     freed = ~recorded
     freed[recorded] = step.storages.held_until[sources[recorded]] != FOREVER  # DDP's buckets are not freed

@@ -49,9 +49,9 @@ class Cut(NamedTuple):
 @functools.lru_cache(maxsize=8)
 def cut_by_parameter(step: Step) -> Cut:
     """Cut the optimizer's phase of `step` by parameter."""
-    mine = step.ops.phase == Phase.OPTIMIZER
-    made = np.flatnonzero((step.storages.producer >= 0) & mine[step.storages.producer]).astype(np.int32)
-    used = mine[step.uses.op]
+    parameters = step.ops.phase == Phase.OPTIMIZER
+    made = np.flatnonzero((step.storages.producer >= 0) & parameters[step.storages.producer]).astype(np.int32)
+    used = parameters[step.uses.op]
     owner = _owners(step)
     ops = np.concatenate([step.uses.op[used], step.storages.producer[made]])
     storages = np.concatenate([step.uses.storage[used], made])
@@ -64,7 +64,7 @@ def cut_by_parameter(step: Step) -> Cut:
     op = (keys % step.ops.n).astype(np.int32)
     total = np.bincount(op, weight, step.ops.n)[op]
     share = np.where(total > 0, weight / np.maximum(total, 1.0), 1.0)
-    shared = mine.copy()
+    shared = parameters.copy()
     shared[op] = False
     # A workspace belongs to its op and needs no owner: each part of the op allocates its own.
     results = made[step.storages.kind[made] != Kind.WORKSPACE]
@@ -116,15 +116,15 @@ def not_at_gradients(step: Step) -> str:
     return needed_after_ready(step, *_updated(step))
 
 
-def needed_after_ready(step: Step, mine: _Rows, watched: int, ranks: int = 1) -> str:
-    """Return the op of backward that reads one of the weights `mine` after its gradient; '' for none.
+def needed_after_ready(step: Step, parameters: _Rows, watched: int, ranks: int = 1) -> str:
+    """Return the op of backward that reads a weight of `parameters` after its gradient; '' for none.
 
-    The weight of `mine[watched]` is excluded: it is updated in the step.
+    The weight of `parameters[watched]` is excluded: it is updated in the step.
     """
-    columns, (index, complete) = columns_of(step.parameters), ready_after(step, mine, watched, ranks)
+    columns, (index, complete) = columns_of(step.parameters), ready_after(step, parameters, watched, ranks)
     after = np.full(step.storages.n, FOREVER, np.int32)
     # An op that reads the weight later would see the updated one.
-    after[columns.storage[mine[index]]] = complete
+    after[columns.storage[parameters[index]]] = complete
     used_after = (step.uses.op > after[step.uses.storage]) & (step.use_phase < Phase.BOUNDARY)
     if not used_after.any():
         return ""
@@ -140,9 +140,9 @@ def _updated(step: Step) -> tuple[_Rows, int]:
     """Return the parameters that are updated, and the sentinel's index among them (-1: none)."""
     columns, updated = columns_of(step.parameters), np.zeros(len(step.parameters), bool)
     updated[cut_by_parameter(step).parameter] = True
-    mine = np.flatnonzero(columns.trainable & (columns.gradient >= 0) & updated)
-    at = np.flatnonzero(mine == sentinel_row(step))
-    return mine, int(at[0]) if len(at) else -1
+    parameters = np.flatnonzero(columns.trainable & (columns.gradient >= 0) & updated)
+    at = np.flatnonzero(parameters == sentinel_row(step))
+    return parameters, int(at[0]) if len(at) else -1
 
 
 def updates_at_gradients(step: Step, accumulate: int) -> Step:
@@ -154,15 +154,15 @@ def updates_at_gradients(step: Step, accumulate: int) -> Step:
             backward, so the step includes these bytes.
     """
     cut, edit = cut_by_parameter(step), Edit(step)
-    mine, watched = _updated(step)
-    there = ready_gradients(step, mine, watched, 0)
+    parameters, watched = _updated(step)
+    there = ready_gradients(step, parameters, watched, 0)
     optimizer = step.ops.phase == Phase.OPTIMIZER
     first, end = int(optimizer.argmax()), step.backward_end
     # Foreach ops are cut into one op per parameter, which the hooks run at different times.
     edit.drop_ops(optimizer)
-    rows = _ops(edit, step, cut, mine, there)
+    rows = _ops(edit, step, cut, parameters, there)
     _storages(edit, step, cut, rows)
-    early = mine[there.index].astype(np.int32)
+    early = parameters[there.index].astype(np.int32)
     gradients = columns_of(step.parameters).gradient[early]
     last = rows[cut.last_up_to(early, np.full(len(early), step.ops.n - 1, np.int32), step.ops.n)]
     edit.storages.held_until[gradients] = -1
@@ -184,14 +184,14 @@ def updates_at_gradients(step: Step, accumulate: int) -> Step:
     return edit.done()
 
 
-def _ops(edit: Edit, step: Step, cut: Cut, mine: _Rows, there: ReadyGradients) -> I32:
+def _ops(edit: Edit, step: Step, cut: Cut, parameters: _Rows, there: ReadyGradients) -> I32:
     """Insert an op for each row of the cut, at its ready gradient or at the step's end; return rows."""
-    place = np.full(len(step.parameters), len(mine), np.int32)
-    place[mine[there.index]] = np.arange(len(there.index), dtype=np.int32)
+    place = np.full(len(step.parameters), len(parameters), np.int32)
+    place[parameters[there.index]] = np.arange(len(there.index), dtype=np.int32)
     # By grad-ready order; stable, so a parameter's ops keep their order.
     order = np.argsort(place[cut.parameter], kind="stable")
     # The sentinel, and parameters without a gradient, are updated at the end of the step.
-    early = place[cut.parameter[order]] < len(mine)
+    early = place[cut.parameter[order]] < len(parameters)
     rows = np.empty(len(order), np.int32)
     for part, at_end in ((order[early], False), (order[~early], True)):
         anchor = (
@@ -246,8 +246,8 @@ def _pairs(cut: Cut, ops: I32, owner: I32, n_ops: int) -> tuple[_Rows, _Rows]:
     """Return matching rows of the cut and items: of the item's owner, or of every parameter if none."""
     # Unique by parameter and op, and sorted: the cut lists parameters in order.
     keys = cut.parameter.astype(np.int64) * n_ops + cut.op
-    mine, common = np.flatnonzero(owner >= 0), np.flatnonzero(owner < 0)
-    rows = np.searchsorted(keys, owner[mine].astype(np.int64) * n_ops + ops[mine])
+    parameters, common = np.flatnonzero(owner >= 0), np.flatnonzero(owner < 0)
+    rows = np.searchsorted(keys, owner[parameters].astype(np.int64) * n_ops + ops[parameters])
     by_op = np.argsort(cut.op, kind="stable")
     low, high = (np.searchsorted(cut.op[by_op], ops[common], side=side) for side in ("left", "right"))
     items = np.repeat(common, high - low)
@@ -256,4 +256,4 @@ def _pairs(cut: Cut, ops: I32, owner: I32, n_ops: int) -> tuple[_Rows, _Rows]:
         - np.repeat(np.cumsum(high - low) - (high - low), high - low)
         + np.repeat(low, high - low)
     )
-    return np.concatenate([rows, by_op[place]]), np.concatenate([mine, items])
+    return np.concatenate([rows, by_op[place]]), np.concatenate([parameters, items])

@@ -134,22 +134,26 @@ def overlap_optimizer(
         ops: The number that `offload.optimizer.resident_state_pass.updated_first` returned.
     """
     updated = _updated(step)
-    mine = np.flatnonzero(updated if resident is None else updated & ~resident)
-    if not len(mine) or not (step.ops.phase == Phase.OPTIMIZER).any():
+    offloaded = np.flatnonzero(updated if resident is None else updated & ~resident)
+    if not len(offloaded) or not (step.ops.phase == Phase.OPTIMIZER).any():
         return step
-    watched = int(np.searchsorted(mine, sentinel_row(step, resident)))
+    watched = int(np.searchsorted(offloaded, sentinel_row(step, resident)))
     # Replicas average whole gradients, so for the order they are like one rank.
     edit, ranks = Edit(step), ranks if timing.replicas == 1 else 1
-    grads = ready_or_reduced(edit, step, mine, watched, timing.bucket_bytes, ranks, delayed=timing.delayed)
-    average_ready(edit, step, mine[grads.index], timing.replicas)
+    grads = ready_or_reduced(
+        edit, step, offloaded, watched, timing.bucket_bytes, ranks, delayed=timing.delayed
+    )
+    average_ready(edit, step, offloaded[grads.index], timing.replicas)
     if ranks > 1 and resident is not None and ops:
         _alone_on_device(edit, step, np.flatnonzero(updated & resident), ops)
     first = int(without_own_update(edit, step, ops)[0])
     # First the order alone, as plain tuples: every later array follows it.
-    inserted = _inserted_ops(step, mine, grads, watched, timing, first)
-    rows = insert_ops(edit, step, mine, grads, inserted, watched, {UPDATE: update_bytes(step, native, mine)})
-    _, old = host_gradients(edit, step, mine, grads, watched, inserted, rows, timing.delayed)
-    _update(edit, step, native, mine, inserted, rows, old)
+    inserted = _inserted_ops(step, offloaded, grads, watched, timing, first)
+    rows = insert_ops(
+        edit, step, offloaded, grads, inserted, watched, {UPDATE: update_bytes(step, native, offloaded)}
+    )
+    _, old = host_gradients(edit, step, offloaded, grads, watched, inserted, rows, timing.delayed)
+    _update(edit, step, native, offloaded, inserted, rows, old)
     free_buckets(edit, step, grads, inserted, rows)
     on_device, held = of_first_ops(step, ops)
     on_host(edit, step, (step.ops.phase == Phase.OPTIMIZER) & ~on_device, held)
@@ -163,10 +167,10 @@ def _updated(step: Step) -> Mask:
     return found
 
 
-def _alone_on_device(edit: Edit, step: Step, mine: Rows, ops: int) -> None:
-    """Give the reduced gradients of resident parameters `mine` storages of their own."""
-    gradient, reduced = columns_of(step.parameters).gradient[mine], reduced_among(step, mine)
-    sizes = columns_of(step.parameters).n_bytes[mine].tolist()
+def _alone_on_device(edit: Edit, step: Step, offloaded: Rows, ops: int) -> None:
+    """Give the reduced gradients of resident parameters `offloaded` storages of their own."""
+    gradient, reduced = columns_of(step.parameters).gradient[offloaded], reduced_among(step, offloaded)
+    sizes = columns_of(step.parameters).n_bytes[offloaded].tolist()
     # With accumulation the recorded sum is on the device; the host has the sums of offloaded parameters.
     summed = gradient != reduced.raw
     edit.storages.bytes[gradient[summed]], edit.storages.held_until[gradient[summed]] = 0, -1
@@ -188,11 +192,11 @@ def _alone_on_device(edit: Edit, step: Step, mine: Rows, ops: int) -> None:
 
 
 def _inserted_ops(
-    step: Step, mine: Rows, grads: ReadyGradients, watched: int, timing: OffloadTiming, first: int
+    step: Step, offloaded: Rows, grads: ReadyGradients, watched: int, timing: OffloadTiming, first: int
 ) -> InsertedOps:
     """Return all inserted ops in their order, as `GradientOffload` runs them."""
     end = end_of_backward(step, grads)
-    waits = _Waits(step, mine, watched, timing.trigger)
+    waits = _Waits(step, offloaded, watched, timing.trigger)
     buckets = [np.flatnonzero(grads.bucket == each).tolist() for each in np.unique(grads.bucket)]
     updated: set[int] = set()
 
@@ -205,7 +209,9 @@ def _inserted_ops(
         return adds + [(UPDATE, index, anchor) for index in ready]
 
     # Delayed: the last step's updates overlap with this step from its first op on.
-    inserted: list[InsertedOp] = [(UPDATE, index, _BEGIN) for index in range(len(mine)) if timing.delayed]
+    inserted: list[InsertedOp] = [
+        (UPDATE, index, _BEGIN) for index in range(len(offloaded)) if timing.delayed
+    ]
     before: list[int] = []
     for members in buckets:
         # A bucket that never fills is sent when backward ends.
@@ -219,16 +225,16 @@ def _inserted_ops(
     # The sentinel is copied when the optimizer's step begins: until then it reveals changes.
     inserted += [(COPY, SENTINEL, int((step.ops.phase == Phase.OPTIMIZER).argmax()))]
     if not timing.delayed:
-        inserted += [(UPDATE, index, first) for index in range(len(mine)) if index not in updated]
-    return InsertedOps.from_rows(inserted + [(UP, index, first) for index in range(len(mine))])
+        inserted += [(UPDATE, index, first) for index in range(len(offloaded)) if index not in updated]
+    return InsertedOps.from_rows(inserted + [(UP, index, first) for index in range(len(offloaded))])
 
 
 class _Waits:
     """Gradients that are not on the host yet, to find the parameters that the trigger updates."""
 
-    def __init__(self, step: Step, mine: Rows, watched: int, trigger: Trigger) -> None:
+    def __init__(self, step: Step, offloaded: Rows, watched: int, trigger: Trigger) -> None:
         columns = columns_of(step.parameters)
-        self._trigger, self._block = trigger, columns.block[mine].tolist()
+        self._trigger, self._block = trigger, columns.block[offloaded].tolist()
         self._members: dict[int, set[int]] = {}
         if trigger != "per_layer":
             return
@@ -257,7 +263,7 @@ class _Waits:
 def insert_ops(
     edit: Edit,
     step: Step,
-    mine: Rows,
+    offloaded: Rows,
     grads: ReadyGradients,
     inserted: InsertedOps,
     watched: int,
@@ -268,14 +274,14 @@ def insert_ops(
     Args:
         edit: Of `step`.
         step: Before the edit.
-        mine: (mine,) parameters that are updated.
+        offloaded: Rows of the parameters that are updated.
         grads: Their gradients in grad-ready order.
         inserted: The ops in their order.
-        watched: The sentinel's index in `mine`.
-        traffic_bytes: By kind of op, (mine,) bytes where they are not the gradient's.
+        watched: The sentinel's index in `offloaded`.
+        traffic_bytes: By kind of op, (offloaded,) bytes where they are not the gradient's.
     """
     what, row, anchor = inserted
-    sizes = columns_of(step.parameters).n_bytes[mine]
+    sizes = columns_of(step.parameters).n_bytes[offloaded]
     grad_index = np.append(grads.index, watched).astype(np.int32)  # the last: the sentinel
     # Copies and additions are rows of gradients, updates rows of parameters.
     index = np.where((what == ADD) | (what == COPY), grad_index[row], row)
@@ -313,14 +319,14 @@ def insert_ops(
 def host_gradients(
     edit: Edit,
     step: Step,
-    mine: Rows,
+    offloaded: Rows,
     grads: ReadyGradients,
     watched: int,
     inserted: InsertedOps,
     rows: I32,
     delayed: bool,
 ) -> tuple[I32, I32]:
-    """Return (mine,) the host gradients that this step produces for an update, and those its updates read."""
+    """Return (offloaded,) host gradients that this step makes for an update, and those that updates read."""
     # They differ where updates are delayed by a step.
     what, row, _ = inserted
     sums = np.append(grads.sums, -1)  # the last: the sentinel
@@ -328,15 +334,15 @@ def host_gradients(
     index = np.append(grads.index, watched)[source]
     outlives_step = delayed & (sums[source] < 0)
     hosts = edit.add_storages(
-        columns_of(step.parameters).n_bytes[mine][index],
+        columns_of(step.parameters).n_bytes[offloaded][index],
         producer=copies,
         tier=Tier.HOST,
         kind=Kind.GRADIENT,
-        owner=mine[index].astype(np.int32),
+        owner=offloaded[index].astype(np.int32),
         held_until=np.where(outlives_step, FOREVER, -1).astype(np.int32),
     )
     edit.add_uses(copies, np.append(grads.raw, grads.watched)[source].astype(np.int32))
-    gradients = np.empty(len(mine), np.int32)
+    gradients = np.empty(len(offloaded), np.int32)
     # With accumulation the update reads the sum, to which this micro-batch's copy was added.
     gradients[index] = np.where(sums[source] >= 0, sums[source], hosts)
     host_of = np.empty(len(sums), np.int32)
@@ -348,7 +354,7 @@ def host_gradients(
     if not delayed:
         return gradients, gradients
     # The last step's gradients exist before the step begins, so no op produces them.
-    sizes, owner = columns_of(step.parameters).n_bytes[mine], mine.astype(np.int32)
+    sizes, owner = columns_of(step.parameters).n_bytes[offloaded], offloaded.astype(np.int32)
     return gradients, edit.add_storages(sizes, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner)
 
 
@@ -356,30 +362,34 @@ def _update(
     edit: Edit,
     step: Step,
     native: Native,
-    mine: Rows,
+    offloaded: Rows,
     inserted: InsertedOps,
     rows: I32,
     old: I32,
 ) -> None:
     """Add masters, updates from the gradients `old`, and H2D copies of weights."""
     columns = columns_of(step.parameters)
-    count = len(mine)
-    weights = edit.add_persistent(4 * columns.numel[mine], Kind.PARAMETER, Tier.HOST, mine.astype(np.int32))
+    count = len(offloaded)
+    weights = edit.add_persistent(
+        4 * columns.numel[offloaded], Kind.PARAMETER, Tier.HOST, offloaded.astype(np.int32)
+    )
     what, row, anchor = inserted
     updates, up = np.empty(count, np.int32), np.empty(count, np.int32)
     updates[row[what == UPDATE]], up[row[what == UP]] = rows[what == UPDATE], rows[what == UP]
-    update_by(edit, step, native, mine, updates)
+    update_by(edit, step, native, offloaded, updates)
     edit.add_uses(updates, writes=weights)
     edit.add_uses(updates, writes=old)
-    narrow = columns.itemsize[mine] != 4
-    edit.add_uses(up, np.where(narrow, old, weights), writes=columns.storage[mine])
+    narrow = columns.itemsize[offloaded] != 4
+    edit.add_uses(up, np.where(narrow, old, weights), writes=columns.storage[offloaded])
     # The host frees a gradient that backward's updates use by the rules of `PendingUpdates`, any other one
     # when the new weight is on the device. A bfloat16 gradient's memory has the new weight, so it counts as
     # the latter.
     early = (what == UPDATE) & (anchor != _BEGIN) & (anchor != anchor[-1])
     early[early] = ~narrow[row[early]]
     if early.any():
-        gone = _freed_before(np.flatnonzero(early), what, row, waiting_room(step), 4 * columns.numel[mine])
+        gone = _freed_before(
+            np.flatnonzero(early), what, row, waiting_room(step), 4 * columns.numel[offloaded]
+        )
         edit.release_before(old[row[early]], rows[gone])
     in_step = np.setdiff1d(np.arange(count), row[early])
     edit.hold_through(old[in_step], up[in_step])
@@ -393,11 +403,11 @@ def _freed_before(early: Rows, what: I32, row: I32, room: int, n_bytes: I64) -> 
     run = np.searchsorted(first_of_run, early, side="right") - 1
     found, waiting = np.full(len(early), -1, np.intp), PendingUpdates[Rows](room)
     for each in np.unique(run):
-        mine = np.flatnonzero(run == each)
-        size = int(n_bytes[row[early[mine]]].sum())
+        offloaded = np.flatnonzero(run == each)
+        size = int(n_bytes[row[early[offloaded]]].sum())
         for before in waiting.make_room(size):
             found[before] = first_of_run[each]
-        waiting.add(mine, size)
+        waiting.add(offloaded, size)
     # `optimizer.step()` waits for the rest, after the sentinel's copy.
     found[found < 0] = np.flatnonzero(what == COPY)[-1] + 1
     return found

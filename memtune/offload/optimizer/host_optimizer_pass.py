@@ -58,9 +58,9 @@ def optimizer_on_host(
     """
     columns = columns_of(step.parameters)
     on_device, resident = of_first_ops(step, n_resident_ops)
-    mine = columns.trainable & (columns.gradient >= 0) & ~resident[columns.storage]
-    weights, gradients = columns.storage[mine], columns.gradient[mine]
-    sizes = columns.n_bytes[mine]  # of parts of a shared storage, where sharded
+    offloaded = columns.trainable & (columns.gradient >= 0) & ~resident[columns.storage]
+    weights, gradients = columns.storage[offloaded], columns.gradient[offloaded]
+    sizes = columns.n_bytes[offloaded]  # of parts of a shared storage, where sharded
     optimizer = step.ops.phase == Phase.OPTIMIZER
     if not optimizer.any():
         return step
@@ -82,7 +82,7 @@ def optimizer_on_host(
     )
     owner = step.storages.owner[gradients]
     host_gradients = edit.add_storages(sizes, producer=down, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner)
-    master_bytes = sizes if native is None else 4 * columns.numel[mine]
+    master_bytes = sizes if native is None else 4 * columns.numel[offloaded]
     host_weights = edit.add_persistent(master_bytes, Kind.PARAMETER, Tier.HOST, owner)
     # The optimizer's ops are the recorded ones; only the storages that they touch are on the host.
     moved = np.arange(step.storages.n, dtype=np.int32)
@@ -95,17 +95,17 @@ def optimizer_on_host(
     edit.storages.held_until[gradients[freed]] = -1
     edit.release_before(gradients[:-1][freed[:-1]], down[1:][freed[:-1]])
     if native is not None:
-        _one_pass(edit, step, native, np.flatnonzero(mine), host_weights, host_gradients)
+        _one_pass(edit, step, native, np.flatnonzero(offloaded), host_weights, host_gradients)
     # An offloader loads a weight at its next use, so the step copies none.
     copied = (
         np.ones(len(weights), bool)
         if with_offloader is None
-        else ~np.isin(np.flatnonzero(mine), with_offloader)
+        else ~np.isin(np.flatnonzero(offloaded), with_offloader)
     )
     held = (
         host_weights
         if native is None
-        else np.where(columns.itemsize[mine] == 4, host_weights, host_gradients)
+        else np.where(columns.itemsize[offloaded] == 4, host_weights, host_gradients)
     )
     up = _weights_to_device(edit, weights[copied], held[copied], sizes[copied], last)
     # A bfloat16 gradient's memory holds the new weight until it is on the device; others are freed at the
@@ -156,18 +156,18 @@ def _copies(edit: Edit, name: str, before: I32, storages: I32, sizes: I64, resou
 
 
 def _one_pass(
-    edit: Edit, step: Step, native: Native, mine: npt.NDArray[np.intp], weights: I32, gradients: I32
+    edit: Edit, step: Step, native: Native, offloaded: npt.NDArray[np.intp], weights: I32, gradients: I32
 ) -> None:
     """Replace the optimizer's ops by one op per parameter, with state in the format of `native`."""
     optimizer = without_own_update(edit, step)
     updates = edit.add_ops(
         "memtune.host_update_.default",
-        before=np.full(len(mine), optimizer[-1], np.int32),
+        before=np.full(len(offloaded), optimizer[-1], np.int32),
         phase=Phase.OPTIMIZER,
         resource=Resource.HOST_THREADS,
-        traffic_bytes=update_bytes(step, native, mine),
+        traffic_bytes=update_bytes(step, native, offloaded),
     )
-    update_by(edit, step, native, mine, updates)
+    update_by(edit, step, native, offloaded, updates)
     for written in (weights, gradients):
         edit.add_uses(updates, writes=written)
 
@@ -183,22 +183,22 @@ def without_own_update(edit: Edit, step: Step, n_resident_ops: int = 0) -> npt.N
     return np.flatnonzero(optimizer)
 
 
-def update_bytes(step: Step, native: Native, mine: npt.NDArray[np.intp]) -> I64:
+def update_bytes(step: Step, native: Native, offloaded: npt.NDArray[np.intp]) -> I64:
     """Return the bytes that each native pass moves: gradient, weight, moments read and written."""
-    columns, (_, at) = columns_of(step.parameters), moments_of_parameters(step, mine)
-    numel, itemsize = columns.numel[mine], columns.itemsize[mine].astype(np.int64)
+    columns, (_, at) = columns_of(step.parameters), moments_of_parameters(step, offloaded)
+    numel, itemsize = columns.numel[offloaded], columns.itemsize[offloaded].astype(np.int64)
     # One float32 scale per block of 8-bit moments.
     scales = -(-numel[at] // native.block) * 4 if native.block else np.zeros(len(at), np.int64)
     each = 2 * (native.moment_bytes * numel[at] + scales)
     # The float32 weight, read and written, and the gradient; a narrow gradient's memory is also written.
     found: I64 = 8 * numel + np.where(itemsize == 4, 1, 2) * itemsize * numel
-    return found + np.bincount(at, each, len(mine)).astype(np.int64)
+    return found + np.bincount(at, each, len(offloaded)).astype(np.int64)
 
 
-def update_by(edit: Edit, step: Step, native: Native, mine: npt.NDArray[np.intp], updates: I32) -> None:
-    """Let the op `updates[i]` change the state of parameter `mine[i]`, in the format of `native`."""
-    columns, (state, at) = columns_of(step.parameters), moments_of_parameters(step, mine)
-    numel = columns.numel[mine]
+def update_by(edit: Edit, step: Step, native: Native, offloaded: npt.NDArray[np.intp], updates: I32) -> None:
+    """Let the op `updates[i]` change the state of parameter `offloaded[i]`, in the format of `native`."""
+    columns, (state, at) = columns_of(step.parameters), moments_of_parameters(step, offloaded)
+    numel = columns.numel[offloaded]
     edit.storages.bytes[state] = native.moment_bytes * numel[at]
     edit.add_uses(updates[at], writes=state)
     if native.block:

@@ -133,12 +133,12 @@ class BlockGradients:
         group = dist.group.WORLD
         if context.placement.world_size == 1 or group is None:
             return None
-        mine = set(self._blocks.parameters)
+        offloaded = set(self._blocks.parameters)
         resident = [
             each
             for block in self._blocks.modules
             for each in block.parameters()
-            if each.requires_grad and each not in mine
+            if each.requires_grad and each not in offloaded
         ]
         # Those that autograd accumulates, in the order of backward.
         buckets = [[each for each in block if each in self._trained] for block in reversed(ready)]

@@ -297,9 +297,9 @@ class BlockUnits:
     def free(self, units: Iterable[int]) -> None:
         """Free those of `units` that are resident, with values or without."""
         gone = [each for each in units if each in self.resident]
-        mine = [] if self._values is None else self._owners(gone)
+        offloaded = [] if self._values is None else self._owners(gone)
         if self._values is not None:
-            self._values.free(mine)
+            self._values.free(offloaded)
         for unit in gone:
             self.resident.discard(unit)
             self.unfilled.pop(unit, None)
@@ -309,7 +309,7 @@ class BlockUnits:
             for each in self.pieces[unit] if self._keeps else ():
                 each.of[0].expect_values(partial(self._load, unit))
         if self._values is not None:
-            self._values.freed(mine, self)
+            self._values.freed(offloaded, self)
 
     def step_begins(self) -> None:
         """Free all units, and take what the user has written, before the optimizer changes the weights."""
@@ -356,9 +356,9 @@ def copy_together(pieces: Iterable[Piece], copy: Callable[[Tensor, Tensor], None
     adopt_together([each for piece in every for each in piece.of])
     hosts = [piece.host for piece in every]
     for part in groups(hosts):
-        mine = every[part]
-        allocate_together(mine)
-        memories = [piece.memory for piece in mine]
+        offloaded = every[part]
+        allocate_together(offloaded)
+        memories = [piece.memory for piece in offloaded]
         # A counted write would make backward raise for the saved weight, whose values have not changed.
         with _unsafe_preserve_version_counter(tuple(memories)):
             if copy is None:
@@ -380,7 +380,7 @@ def _refuse_schedules(model: nn.Module) -> None:
         )
 
 
-def _outside(model: nn.Module, mine: list[nn.Parameter]) -> list[nn.Parameter]:
+def _outside(model: nn.Module, offloaded: list[nn.Parameter]) -> list[nn.Parameter]:
     """Return the trained parameters outside of the blocks.
 
     Raises:
@@ -392,15 +392,17 @@ def _outside(model: nn.Module, mine: list[nn.Parameter]) -> list[nn.Parameter]:
         for parameter in module._parameters.values():
             if parameter is not None:
                 owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    inside = {id(parameter) for parameter in mine}
-    if len(inside) != len(mine) or any(owners[id(parameter)] > 1 for parameter in mine):
+    inside = {id(parameter) for parameter in offloaded}
+    if len(inside) != len(offloaded) or any(owners[id(parameter)] > 1 for parameter in offloaded):
         raise ApplyError(
             "A parameter of a block is shared with another module, so it cannot be offloaded with its block.",
             fix="offload: {states: {kind: optimizer_cpu}}",
             code="MT364",
         )
     # The storage is freed as a whole; a shard's is FSDP2's own.
-    parts = {id(p) for p in mine if not isinstance(p, DTensor) and p.untyped_storage().nbytes() != p.nbytes}
+    parts = {
+        id(p) for p in offloaded if not isinstance(p, DTensor) and p.untyped_storage().nbytes() != p.nbytes
+    }
     if parts:
         name = next(name for name, each in model.named_parameters() if id(each) in parts)
         raise ApplyError(

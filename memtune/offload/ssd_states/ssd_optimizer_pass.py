@@ -89,26 +89,28 @@ def optimizer_in_host_pieces(step: Step, read_ahead: int, offloaded: OffloadedPa
 
 def _piece_by_piece(step: Step, read_ahead: int, slots: int, offloaded: OffloadedParameters) -> Step:
     """Replace the optimizer's ops, record by record; `slots` is 0 for records on the host."""
-    columns, (mine, optimizer) = columns_of(step.parameters), _updated(step, offloaded)
+    columns, (owners, optimizer) = columns_of(step.parameters), _updated(step, offloaded)
     on_device = columns.gradient >= 0
-    if not len(mine) or not optimizer.any():
+    if not len(owners) or not optimizer.any():
         return step
     edit = Edit(step)
     edit.drop_ops(optimizer)
-    here, narrow = on_device[mine], columns.itemsize[mine] != 4
-    weights = np.where(here, columns.storage[mine], offloaded.weights[mine]).astype(np.int32)
+    here, narrow = on_device[owners], columns.itemsize[owners] != 4
+    weights = np.where(here, columns.storage[owners], offloaded.weights[owners]).astype(np.int32)
     waits = np.where(here, Tier.DEVICE, step.storages.tier[weights])
     # A float32 host copy that is updated in place needs no second master.
-    is_master = (waits == Tier.HOST) & ~narrow if slots == 0 else np.zeros(len(mine), bool)
+    is_master = (waits == Tier.HOST) & ~narrow if slots == 0 else np.zeros(len(owners), bool)
     masters = np.where(is_master, weights, -1)
-    pieces = Pieces.on_ssd(edit, step, mine, slots) if slots else Pieces.on_host(edit, step, mine, masters)
-    gradient_bytes = columns.n_bytes[mine]
+    pieces = (
+        Pieces.on_ssd(edit, step, owners, slots) if slots else Pieces.on_host(edit, step, owners, masters)
+    )
+    gradient_bytes = columns.n_bytes[owners]
     up = np.where(
         is_master,
         _NOTHING,
         np.where(here, _COPY_TO_DEVICE, np.where(waits == Tier.SSD, _WRITE_WEIGHT, _COPY_ON_HOST)),
     )
-    kept = ~here & (step.storages.tier[offloaded.gradients[mine]] == Tier.SSD)
+    kept = ~here & (step.storages.tier[offloaded.gradients[owners]] == Tier.SSD)
     rows, last = _insert(
         edit,
         int(np.flatnonzero(optimizer)[0]),
@@ -122,11 +124,11 @@ def _piece_by_piece(step: Step, read_ahead: int, slots: int, offloaded: Offloade
         if slots
         else pieces.update_in_place(edit, rows[_UPDATE])
     )
-    gradients = offloaded.gradients[mine]
-    gradients[here] = _offload_gradients(edit, step, mine[here], gradient_bytes[here], rows[:, here])
+    gradients = offloaded.gradients[owners]
+    gradients[here] = _offload_gradients(edit, step, owners[here], gradient_bytes[here], rows[:, here])
     edit.storages.held_until[gradients[~here & ~kept]] = -1
     gradients[kept] = _read_gradients(
-        edit, gradients[kept], gradient_bytes[kept], rows[_READ_GRADIENT][kept], mine[kept]
+        edit, gradients[kept], gradient_bytes[kept], rows[_READ_GRADIENT][kept], owners[kept]
     )
     handed = np.flatnonzero(up != _NOTHING)
     new = rows[up[handed], handed]
@@ -143,13 +145,13 @@ def _piece_by_piece(step: Step, read_ahead: int, slots: int, offloaded: Offloade
 def _updated(step: Step, offloaded: OffloadedParameters) -> tuple[npt.NDArray[np.intp], Mask]:
     """Return the parameters with a gradient, resident or offloaded, and a mask of optimizer ops."""
     columns = columns_of(step.parameters)
-    mine = np.flatnonzero(columns.trainable & ((columns.gradient >= 0) | (offloaded.gradients >= 0)))
-    return mine, (step.ops.phase == Phase.OPTIMIZER) & (step.ops.resource == Resource.COMPUTE)
+    owners = np.flatnonzero(columns.trainable & ((columns.gradient >= 0) | (offloaded.gradients >= 0)))
+    return owners, (step.ops.phase == Phase.OPTIMIZER) & (step.ops.resource == Resource.COMPUTE)
 
 
-def _offload_gradients(edit: Edit, step: Step, mine: npt.NDArray[np.intp], n_bytes: I64, rows: I32) -> I32:
-    """Add host gradients of the parameters `mine`, freed on the device; `rows` are the rows of `_insert`."""
-    gradients = columns_of(step.parameters).gradient[mine]
+def _offload_gradients(edit: Edit, step: Step, owners: npt.NDArray[np.intp], n_bytes: I64, rows: I32) -> I32:
+    """Add host gradients of the `owners`, freed on the device, for the `rows` of `_insert`."""
+    gradients = columns_of(step.parameters).gradient[owners]
     owner = step.storages.owner[gradients]
     down = edit.add_storages(
         n_bytes, producer=rows[_OFFLOAD], tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner
@@ -192,17 +194,17 @@ class Pieces:
     owner: I32
 
     @classmethod
-    def on_ssd(cls, edit: Edit, step: Step, mine: npt.NDArray[np.intp], slots: int = 1) -> Pieces:
+    def on_ssd(cls, edit: Edit, step: Step, parameters: npt.NDArray[np.intp], slots: int = 1) -> Pieces:
         """Move weights and moments to SSD; `slots` is the number of SSD slots of each record."""
-        pieces = cls._on(edit, step, mine, Tier.SSD, np.full(len(mine), -1, np.int32))
+        pieces = cls._on(edit, step, parameters, Tier.SSD, np.full(len(parameters), -1, np.int32))
         for _ in range(1, slots):
             edit.add_persistent(pieces.n_bytes, Kind.OPTIMIZER, Tier.SSD, pieces.owner)
         return pieces
 
     @classmethod
-    def on_host(cls, edit: Edit, step: Step, mine: npt.NDArray[np.intp], masters: I32) -> Pieces:
+    def on_host(cls, edit: Edit, step: Step, parameters: npt.NDArray[np.intp], masters: I32) -> Pieces:
         """Move weights and moments to the host; `masters` are existing master weights, -1 for none."""
-        return cls._on(edit, step, mine, Tier.HOST, masters)
+        return cls._on(edit, step, parameters, Tier.HOST, masters)
 
     def traffic(self, sizes: I64) -> dict[int, I64]:
         """Return the bytes that each kind of op moves; `sizes` are those of weights, and so of gradients."""
@@ -212,11 +214,13 @@ class Pieces:
         return records | copies | {_COPY_ON_HOST: 2 * sizes}
 
     @classmethod
-    def _on(cls, edit: Edit, step: Step, mine: npt.NDArray[np.intp], tier: Tier, masters: I32) -> Pieces:
+    def _on(
+        cls, edit: Edit, step: Step, parameters: npt.NDArray[np.intp], tier: Tier, masters: I32
+    ) -> Pieces:
         columns = columns_of(step.parameters)
-        state, at = moments_of_parameters(step, mine)
-        numel, itemsize = columns.numel[mine], columns.itemsize[mine].astype(np.int64)
-        moment_bytes = np.bincount(at, np.full(len(at), 4), len(mine)).astype(np.int64) * numel
+        state, at = moments_of_parameters(step, parameters)
+        numel, itemsize = columns.numel[parameters], columns.itemsize[parameters].astype(np.int64)
+        moment_bytes = np.bincount(at, np.full(len(at), 4), len(parameters)).astype(np.int64) * numel
         edit.storages.bytes[state] = 4 * numel[at]
         edit.set_storages(
             tier=np.where(
@@ -224,7 +228,7 @@ class Pieces:
             ).astype(np.uint8)
         )
         edit.storages.tier[state] = tier
-        owner, masters, made = mine.astype(np.int32), masters.astype(np.int32), masters < 0
+        owner, masters, made = parameters.astype(np.int32), masters.astype(np.int32), masters < 0
         masters[made] = edit.add_persistent(4 * numel[made], Kind.PARAMETER, tier, owner[made])
         update_bytes = 8 * numel + np.where(itemsize == 4, 1, 2) * itemsize * numel + 2 * moment_bytes
         return cls(state, at, masters, 4 * numel + moment_bytes, update_bytes, owner)
@@ -300,26 +304,26 @@ def swept_from_ssd(step: Step, read_ahead: int, offloaded: OffloadedParameters) 
     """
     # The pass of `offload.ssd_states.ssd_lock_free`, for the pace at which a sweep applies the
     # gradients of one step.
-    columns, (mine, optimizer) = columns_of(step.parameters), _updated(step, offloaded)
+    columns, (owners, optimizer) = columns_of(step.parameters), _updated(step, offloaded)
     on_device = columns.gradient >= 0
-    if not len(mine) or not optimizer.any():
+    if not len(owners) or not optimizer.any():
         return step
-    edit, here = Edit(step), on_device[mine]
+    edit, here = Edit(step), on_device[owners]
     edit.drop_ops(optimizer)
     sizes, ready = (
-        columns.n_bytes[mine],
-        offloaded.gradients[mine[~here]],
+        columns.n_bytes[owners],
+        offloaded.gradients[owners[~here]],
     )
     # Gradients outlive the step: the sweep in the next one reads them.
     edit.storages.held_until[ready] = FOREVER
-    pieces = Pieces.on_ssd(edit, step, mine)
-    nothing = np.zeros(len(mine), bool)
+    pieces = Pieces.on_ssd(edit, step, owners)
+    nothing = np.zeros(len(owners), bool)
     rows, _ = _insert(
         edit,
         0,
         pieces.traffic(sizes),
         read_ahead,
-        _UpdateOps(nothing, np.full(len(mine), _COPY_ON_HOST), nothing, True),
+        _UpdateOps(nothing, np.full(len(owners), _COPY_ON_HOST), nothing, True),
         Phase.BOUNDARY,
     )
     host = pieces.stream(edit, rows[_READ], rows[_UPDATE], rows[_WRITE])
@@ -334,20 +338,18 @@ def swept_from_ssd(step: Step, read_ahead: int, offloaded: OffloadedParameters) 
     )
     edit.add_persistent(step.storages.bytes[pages], Kind.PARAMETER, Tier.HOST, step.storages.owner[pages])
     published = edit.add_persistent(sizes[here], Kind.PARAMETER, Tier.HOST, pieces.owner[here])
-    _add_asynchronous_copies(edit, step, mine[here], published, int(np.flatnonzero(optimizer)[0]))
+    _add_asynchronous_copies(edit, step, owners[here], published, int(np.flatnonzero(optimizer)[0]))
     return edit.done()
 
 
 def _add_asynchronous_copies(
-    edit: Edit, step: Step, mine: npt.NDArray[np.intp], published: I32, anchor: int
+    edit: Edit, step: Step, owners: npt.NDArray[np.intp], published: I32, anchor: int
 ) -> None:
-    """Add D2H copies of the gradients of `mine`, which remain on the host, then H2D copies of the `published`
-    weights.
-    """
+    """Add D2H copies of gradients, which remain on the host, then H2D copies of the `published` weights."""
     # All are inserted before the op `anchor`.
     columns = columns_of(step.parameters)
-    gradients, sizes = columns.gradient[mine], columns.n_bytes[mine]
-    at = np.full(len(mine), anchor, np.int32)
+    gradients, sizes = columns.gradient[owners], columns.n_bytes[owners]
+    at = np.full(len(owners), anchor, np.int32)
     found = {}
     for name, resource, stream in (
         ("to_host", Resource.DEVICE_TO_HOST, 0),
@@ -375,7 +377,7 @@ def _add_asynchronous_copies(
     freed = step.storages.held_until[gradients] != FOREVER  # DDP's buckets are not freed
     edit.storages.held_until[gradients[freed]] = -1
     edit.release_before(gradients[freed], np.append(down[1:], up[:1])[freed])
-    edit.add_uses(up, published, writes=columns.storage[mine])
+    edit.add_uses(up, published, writes=columns.storage[owners])
     edit.hold_to_the_end_of_step(int(up[-1]))
 
 
@@ -480,9 +482,9 @@ def _release_after(edit: Edit, step: Step, after: I32, ops: I32, which: Mask) ->
         & (step.storages.producer >= 0)
         & (step.freed_after < step.ops.n)
     )
-    mine = np.flatnonzero(ends).astype(np.int32)
-    until = op_of[step.freed_after[mine]]
-    edit.hold_through(mine[until >= 0], until[until >= 0])
+    owners = np.flatnonzero(ends).astype(np.int32)
+    until = op_of[step.freed_after[owners]]
+    edit.hold_through(owners[until >= 0], until[until >= 0])
 
 
 def _host_sums(step: Step, sums: I32) -> tuple[I32, I32, I32]:

@@ -330,9 +330,9 @@ def _of_stages(column: Sequence[float] | F64, stages: Sequence[Span]) -> F64:
 def _update_s(step: Step, hardware: Hardware) -> F64:
     """Return (blocks,) seconds of the host's update of each block, with all host cores."""
     columns = columns_of(step.parameters)
-    mine = (columns.block >= 0) & (columns.gradient >= 0)
+    of_blocks = (columns.block >= 0) & (columns.gradient >= 0)
     found: F64 = (
-        np.bincount(columns.block[mine], native_update_bytes(step)[mine], len(step.blocks))
+        np.bincount(columns.block[of_blocks], native_update_bytes(step)[of_blocks], len(step.blocks))
         / hardware.host_adam_bytes_per_s
     )
     return found

@@ -75,8 +75,8 @@ def no_attention(step: Step) -> Reason | None:
 def _frees_something(step: Step, keeps: Callable[[str], bool] | None, every: int) -> bool:
     """Return True if one block in `every` saves an output of its own ops other than those of `keeps`."""
     made_by = step.storages.producer[step.saves.storage]
-    mine = (step.saves.block >= 0) & (step.saves.block % every == 0)
-    inside = made_by[(made_by >= 0) & mine & (step.ops.block[made_by] == step.saves.block)]
+    counted = (step.saves.block >= 0) & (step.saves.block % every == 0)
+    inside = made_by[(made_by >= 0) & counted & (step.ops.block[made_by] == step.saves.block)]
     if keeps is None:
         return bool(inside.size)
     return any(not keeps(step.names[name]) for name in np.unique(step.ops.name[inside]).tolist())
@@ -86,13 +86,13 @@ def _first_collective(step: Step) -> str:
     """Return the name of the first collective that a block's own forward runs, "" if there is none."""
     # Collectives of `memtune.*` are built to run again and do not count.
     theirs = np.array([not name.startswith("memtune.") for name in step.names], bool)
-    mine = (
+    counted = (
         (step.ops.group > 0)
         & (step.ops.phase == Phase.FORWARD)
         & (step.ops.block >= 0)
         & theirs[step.ops.name]
     )
-    return step.names[step.ops.name[int(mine.argmax())]] if mine.any() else ""
+    return step.names[step.ops.name[int(counted.argmax())]] if counted.any() else ""
 
 
 def _first_block_writing_inputs(step: Step) -> str:

@@ -69,8 +69,10 @@ def is_host_visible(step: Step, hardware: Hardware) -> bool:
 @lru_cache(maxsize=16)
 def _counts(step: Step) -> tuple[I64, I64]:
     """Return the (blocks,) number of forward ops of each block and of the tensors that it saves."""
-    mine = (step.ops.block >= 0) & (step.ops.phase == Phase.FORWARD) & (step.ops.resource == Resource.COMPUTE)
+    in_blocks = (
+        (step.ops.block >= 0) & (step.ops.phase == Phase.FORWARD) & (step.ops.resource == Resource.COMPUTE)
+    )
     blocks = len(step.blocks)
-    ops = np.bincount(step.ops.block[mine], minlength=blocks)
+    ops = np.bincount(step.ops.block[in_blocks], minlength=blocks)
     saved = np.bincount(step.saves.block[step.saves.block >= 0], minlength=blocks)
     return ops.astype(np.int64), saved.astype(np.int64)

@@ -210,8 +210,8 @@ def levels(
         )
         if key not in known:
             known[key] = len(options)
-            mine, theirs = _options(split, graph, ops)
-            options.append(mine)
+            counted, theirs = _options(split, graph, ops)
+            options.append(counted)
             others.append(theirs)
         class_of.append(known[key])
     found = _measured(step, order, tuple(options), np.asarray(class_of, np.int32), hardware, ranks, offload)
@@ -403,8 +403,8 @@ def _seconds(step: Step, op_s: F64) -> F64:
     inside = step.ops.block >= 0
 
     def total(ops: npt.NDArray[np.bool_]) -> F64:
-        mine = inside & ops
-        found: F64 = np.bincount(step.ops.block[mine], op_s[mine], len(step.blocks)).astype(np.float64)
+        counted = inside & ops
+        found: F64 = np.bincount(step.ops.block[counted], op_s[counted], len(step.blocks)).astype(np.float64)
         return found
 
     computes = step.ops.resource == Resource.COMPUTE
@@ -420,12 +420,12 @@ def _seconds(step: Step, op_s: F64) -> F64:
 def live_bytes(step: Step, hardware: Hardware) -> I64:
     """Return the (n,) live device bytes as the allocator counts them."""
     rounding = hardware.allocation_rounding_bytes
-    mine = np.flatnonzero(step.storages.tier == Tier.DEVICE)
+    counted = np.flatnonzero(step.storages.tier == Tier.DEVICE)
     # torch's allocator rounds each request up (512 bytes on CUDA), so many small tensors cost more.
-    n_bytes = -(-step.storages.bytes[mine] // rounding) * rounding
+    n_bytes = -(-step.storages.bytes[counted] // rounding) * rounding
     delta = np.zeros(step.ops.n + 1, np.int64)
-    np.add.at(delta, np.maximum(step.storages.producer[mine], 0), n_bytes)
-    np.add.at(delta, np.minimum(step.freed_after[mine], step.ops.n - 1) + 1, -n_bytes)
+    np.add.at(delta, np.maximum(step.storages.producer[counted], 0), n_bytes)
+    np.add.at(delta, np.minimum(step.freed_after[counted], step.ops.n - 1) + 1, -n_bytes)
     return np.cumsum(delta[:-1])
 
 

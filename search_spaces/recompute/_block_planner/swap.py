@@ -54,8 +54,8 @@ def busy_seconds(program: Program, hardware: Hardware) -> Busy:
     op_s = op_costs(step, hardware, ranks=program.ranks).op_s
 
     def total(*phases: Phase) -> dict[Resource, float]:
-        mine = np.isin(step.ops.phase, phases)
-        return {each: float(op_s[mine & (step.ops.resource == each)].sum()) for each in Resource}
+        in_phases = np.isin(step.ops.phase, phases)
+        return {each: float(op_s[in_phases & (step.ops.resource == each)].sum()) for each in Resource}
 
     return Busy(total(Phase.FORWARD), total(Phase.BACKWARD), total(Phase.BOUNDARY), program.accumulate)
 

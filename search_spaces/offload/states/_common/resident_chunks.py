@@ -107,13 +107,13 @@ def _room(program: Program, budget_bytes: int, in_place: bool = False) -> Units:
 @functools.lru_cache(maxsize=64)
 def on_device(step: Step) -> OnDevice:
     """Return the bytes of blocks' parameters if they are updated on the device."""
-    columns, mine = columns_of(step.parameters), in_blocks(step)
-    weight = columns.n_bytes[mine]
-    has = columns.gradient[mine] >= 0
-    summed = has & (step.storages.producer[columns.gradient[mine]] < 0)
-    always = weight + state_bytes(step)[mine] + np.where(summed, weight, 0)
+    columns, of_blocks = columns_of(step.parameters), in_blocks(step)
+    weight = columns.n_bytes[of_blocks]
+    has = columns.gradient[of_blocks] >= 0
+    summed = has & (step.storages.producer[columns.gradient[of_blocks]] < 0)
+    always = weight + state_bytes(step)[of_blocks] + np.where(summed, weight, 0)
     ready = np.where(has & ~summed, weight, 0)
-    return OnDevice(tuple(always.tolist()), tuple(ready.tolist()), tuple(columns.block[mine].tolist()))
+    return OnDevice(tuple(always.tolist()), tuple(ready.tolist()), tuple(columns.block[of_blocks].tolist()))
 
 
 @functools.lru_cache(maxsize=64)
@@ -122,10 +122,10 @@ def seconds_of(step: Step, hardware: Hardware) -> Seconds:
 
     An update reads and writes weight and state, and reads the gradient.
     """
-    columns, mine = columns_of(step.parameters), in_blocks(step)
-    weight = columns.n_bytes[mine]
-    down = np.where(columns.gradient[mine] >= 0, weight, 0)
-    update = np.where(columns.gradient[mine] >= 0, 3 * weight + 2 * state_bytes(step)[mine], 0)
+    columns, of_blocks = columns_of(step.parameters), in_blocks(step)
+    weight = columns.n_bytes[of_blocks]
+    down = np.where(columns.gradient[of_blocks] >= 0, weight, 0)
+    update = np.where(columns.gradient[of_blocks] >= 0, 3 * weight + 2 * state_bytes(step)[of_blocks], 0)
     host_s = down / hardware.device_to_host_bytes_per_s + update / hardware.host_adam_bytes_per_s
     device_s = update / hardware.memory_bytes_per_s
     return Seconds(hardware.host_to_device_bytes_per_s, tuple(host_s.tolist()), tuple(device_s.tolist()))
