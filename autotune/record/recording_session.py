@@ -151,7 +151,8 @@ class Session:
             else:
                 # Dynamo compiles nothing under a dispatch mode, so compiled models go without one.
                 values = self.values if self.compiled is None else None
-                with as_in_training(self.assumed, self.optimizer, values), RealOutputs(self.sizes):
+                outputs = RealOutputs(self.sizes, on_cpu=self.target == "cpu")
+                with as_in_training(self.assumed, self.optimizer, values), outputs:
                     yield
 
     def warm_up(self, size: int) -> None:

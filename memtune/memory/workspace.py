@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from memtune.device import accelerator, memory_statistics, platform_of, streams
 from memtune.errors import EnvironmentFault
 from memtune.memory import cpu_allocator
+from memtune.memory.kernel_layouts import as_real
 from memtune.runtime import WatchingMode
 
 SCHEMA_VERSION = 1
@@ -390,7 +391,7 @@ def _wide_grouped_product(func: Any, left: Tensor, right: Tensor, *args: Any, **
 
 
 class RealOutputs(WatchingMode):
-    """Gives fake outputs the sizes of the real op on CPU, for ops whose fake implementation differs.
+    """Gives fake outputs the sizes and layouts of the real op, for ops whose fake implementation differs.
 
     Enter it inside the FakeTensorMode and outside a recorder, so that the recorder sees the outputs of a real
     run. Each of `OPS` runs once for real, alone, normalisations on one row; without the native ledger, its
@@ -398,6 +399,7 @@ class RealOutputs(WatchingMode):
 
     Args:
         table: Stores the measurements.
+        on_cpu: The op is to run on CPU. Otherwise layouts that only its CPU kernel gives stay as they are.
     """
 
     OPS: ClassVar[dict[str, str]] = {
@@ -414,10 +416,6 @@ class RealOutputs(WatchingMode):
     """Losses that are made at full size and then resized to a scalar, which holds all that memory, on every
     device.
     """
-    CONTIGUOUS: ClassVar[frozenset[str]] = frozenset({"aten.native_layer_norm_backward.default"})
-    """Gradients that kernels of every device write contiguously, where fake ones have the incoming gradient's
-    strides.
-    """
     ONE_ROW: ClassVar[frozenset[str]] = frozenset(
         {"aten.native_layer_norm.default", "aten.native_group_norm.default"}
     )
@@ -425,9 +423,9 @@ class RealOutputs(WatchingMode):
     gigabytes.
     """
 
-    def __init__(self, table: WorkspaceTable) -> None:
+    def __init__(self, table: WorkspaceTable, *, on_cpu: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._table = table
+        self._table, self._on_cpu = table, on_cpu
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op and correct its outputs."""
@@ -445,14 +443,8 @@ class RealOutputs(WatchingMode):
             return out
         # Nothing to measure: the size follows from the arguments.
         if name in self.SHRUNK:
-            return _in_memory_of(args, out)
-        if name in self.CONTIGUOUS:
-            return tuple(
-                torch.empty_like(each, memory_format=torch.contiguous_format)
-                if _lies_otherwise(each)
-                else each
-                for each in out
-            )
+            out = _in_memory_of(args, out)
+        out = as_real(func, args, kwargs, out, on_cpu=self._on_cpu)
         if name not in self.OPS:
             return out
         # A real op inside a fake run (constants) has real outputs already.
@@ -495,11 +487,6 @@ def _corrected(fake: Tensor, real: TensorMeta, seen: set[int]) -> Tensor:
         return fake
     dtype, shape, stride = real
     return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=fake.device)
-
-
-def _lies_otherwise(made: Tensor | None) -> bool:
-    """Return whether `made` is a fake tensor that is not contiguous."""
-    return isinstance(made, FakeTensor) and not made.is_contiguous()
 
 
 def _in_memory_of(args: tuple[Any, ...], out: Tensor) -> Tensor:

@@ -88,6 +88,13 @@ def test_batch_norm_that_is_kept_finds_its_statistics_as_saved(tmp_path: Path) -
     assert outcome.kind == "equal", outcome.text
 
 
+def test_schedules_know_the_layout_of_batch_norm(tmp_path: Path) -> None:
+    """On CPU it returns contiguous tensors, whatever it is given; fake ones keep the layout."""
+    found = case("view", "batch_norm", "attention", recompute="attention_boundary")
+    outcome = Recorded(found.model, None, tmp_path).outcome(found)
+    assert outcome.kind == "equal", outcome.text
+
+
 def test_state_dict_has_weights_of_experts_that_the_user_wrote(tmp_path: Path) -> None:
     """The last write, after which no step follows, reaches the records and their checksums."""
     found = replace(case("experts", offload__states="moesys"), behaviours=("decay_weights",))
