@@ -139,12 +139,7 @@ class ForkServer:
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def fork_supervisor(self, command: Sequence[str], env: Mapping[str, str]) -> ForkedSupervisor | None:
-        """Return a supervisor whose ranks are forked; None if ranks must be executed (rules 1 and 4).
-
-        Args:
-            command: Program and arguments of a rank.
-            env: Environment of a rank.
-        """
+        """Return a supervisor whose ranks are forked; None if ranks must be executed (rules 1 and 4)."""
         # The server's libraries have read them at import, so the rank must have the same.
         shared = {name: value for name, value in env.items() if name not in OF_ONE_RANK}
         if module_of(command) is None:

@@ -72,13 +72,7 @@ class GradientSums:
         self.square, self.sketch = 0.0, np.zeros(BUCKETS)
 
     def add(self, data: Tensor, region: Region, *, sketch: bool = True) -> None:
-        """Add a piece.
-
-        Args:
-            data: The piece, contiguous and on the CPU.
-            region: Its place.
-            sketch: Also add to norm and sketch.
-        """
+        """Add a contiguous piece on the CPU; `sketch`: also to norm and sketch."""
         self.digested += data.numel()
         if data.is_complex():
             data = torch.view_as_real(data)
@@ -181,11 +175,7 @@ class GradientDigests:
                 self.add(parameter, gradient)
 
     def records(self, device: torch.device) -> dict[str, GradientRecord]:
-        """Return the digest of every gradient, by name; all ranks must call it.
-
-        Args:
-            device: Device of the all-reduce.
-        """
+        """Return the digest of every gradient, by name; all ranks must call it."""
         sums = [self._sums.get(name, GradientSums()) for name in self._named]
         if self._placement.world_size > 1:
             sums = _all_reduced(sums, device)

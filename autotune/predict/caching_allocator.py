@@ -227,12 +227,7 @@ def replay(
 
 
 def event_stream(step: Step, steps: int) -> AllocatorEvents:
-    """Return the device's allocations and frees of `steps` repetitions of `step`.
-
-    Args:
-        step: As recorded or rewritten: a steady-state step.
-        steps: Number of repetitions.
-    """
+    """Return the device's allocations and frees of `steps` repetitions of the steady-state `step`."""
     # Storages that exist before the step (parameters, buffers, the first batch) are allocated before
     # the first one, in order. Optimizer state is allocated in the first step, before the first
     # optimizer op that uses any of it. Storages that outlive their step are freed when the next step

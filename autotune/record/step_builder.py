@@ -332,15 +332,7 @@ def owners(
     phases: Sequence[int],
     uses: I32,
 ) -> I32:
-    """Return (n_storages,) index of the parameter that owns each storage, -1 for none.
-
-    Args:
-        n_storages: Number of storage rows.
-        parameters: With their storages and gradients.
-        producer: Op that makes each storage.
-        phases: Phase of each op.
-        uses: (n, 3) rows of op, storage and kind of use.
-    """
+    """Return (n_storages,) index of the parameter that owns each storage, -1 for none."""
     # A parameter owns its own storage, its gradient, its optimizer state and the optimizer's
     # temporaries for it; they are found as operands of the optimizer's ops.
     owner = np.full(n_storages, -1, np.int32)
@@ -372,13 +364,7 @@ def owners(
 
 
 def _own_list_operands(owner: I32, storages: list[int], unowned: set[int]) -> None:
-    """Assign operands of an op on tensor lists (a fused or foreach step): equal positions have one owner.
-
-    Args:
-        owner: Owner of each storage; changed in place.
-        storages: Operands of the op, each once, in argument order.
-        unowned: Storages used by ops without a parameter, such as step counters.
-    """
+    """Assign operands of an op on tensor lists (a fused or foreach step): equal positions have one owner."""
     # The lists follow each other (parameters, gradients, states): an owner that repeats begins the second
     # one.
     first: list[int] = owner[storages].tolist()

@@ -76,14 +76,7 @@ def draws_nothing(op: Op) -> bool:
 
 
 def partition_error(name: str, whole: list[Any], part: list[Any], degree: int) -> str:
-    """Return how an op treats the divided dimension wrongly, '' if it does not.
-
-    Args:
-        name: `aten.add.Tensor`.
-        whole: Arguments of the unpartitioned step's op, as in a signature of `memory.workspace`.
-        part: Arguments of the partitioned step's op.
-        degree: Number of parts.
-    """
+    """Return how an op treats the divided dimension wrongly, '' if it does not."""
     divided: list[int | None] = []
     for one, other in zip(_flat(whole), _flat(part), strict=False):
         dim = _divided(one, other, degree)

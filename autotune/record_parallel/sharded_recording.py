@@ -373,13 +373,7 @@ class AttentionArguments:
 
 
 def attend_within_shares(session: Session, *, ranks: int, seen: AttentionArguments) -> None:
-    """Make the blocks of `session`'s model work on one of `ranks` shares, which attends to itself.
-
-    Args:
-        session: Changed in place.
-        ranks: Number of shares.
-        seen: Receives the arguments of attention.
-    """
+    """Make the blocks of `session`'s model work on one of `ranks` shares, which attends to itself."""
     attend = F.scaled_dot_product_attention
 
     def attention(*args: Any, **kwargs: Any) -> Tensor:

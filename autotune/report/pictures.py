@@ -162,12 +162,7 @@ def _front_of(points: Sequence[Point]) -> list[Point]:
 
 
 def memory(runs: Mapping[str, Mapping[str, Any]], limit_bytes: int | None) -> Picture:
-    """Draw the bytes of one step over time by kind, one panel per setting on common axes.
-
-    Args:
-        runs: `device` of each `StepTimeline` document by the name of its setting.
-        limit_bytes: The limit of a rank.
-    """
+    """Draw the bytes of one step over time by kind, one panel per setting on common axes."""
     title = "Memory of a step by kind, simulated"
     if not runs:
         return _nothing(title, "the study has no timelines")
@@ -369,12 +364,7 @@ def streams(runs: Mapping[str, Mapping[str, Any]]) -> Picture:
 
 
 def waterfall(steps: Sequence[Mapping[str, Any]], limit_bytes: int | None) -> Picture:
-    """Draw how time and peak change from the plain setting to the chosen one, one setting more per row.
-
-    Args:
-        steps: Documents of `WaterfallStep`: `setting`, `step_s`, `peak_bytes`, or `unfit` instead of both.
-        limit_bytes: The limit of a rank.
-    """
+    """Draw how time and peak change from the plain setting to the chosen one, one setting more per row."""
     title = "From the plain setting to the chosen one, simulated"
     known = [each for each in steps if each.get("step_s") is not None]
     if len(known) < 2:
@@ -420,11 +410,7 @@ def waterfall(steps: Sequence[Mapping[str, Any]], limit_bytes: int | None) -> Pi
 
 
 def agreement(trials: Sequence[Mapping[str, Any]]) -> Picture:
-    """Draw predicted against measured peak and step time of the trials that fit.
-
-    Args:
-        trials: With `number`, `predicted_peak_bytes`, `peak_bytes`, `predicted_step_s`, `step_s`.
-    """
+    """Draw predicted against measured peak and step time of the trials that fit."""
     title = "Predicted against measured"
     if not trials:
         return _nothing(title, "no trial fitted")

@@ -80,13 +80,7 @@ class WaterfallStep:
 
 
 def timelines(setup: Setup, choice: Choice, step_correction: float) -> dict[str, Any]:
-    """Return the simulated timelines and the waterfall as one document.
-
-    Args:
-        setup: The search's, with what trials have taught its predictions.
-        choice: The chosen setting.
-        step_correction: Factor of trials on step times, applied to the waterfall.
-    """
+    """Return the simulated timelines and the waterfall as one document."""
     found, _ = baselines(setup.scorer, setup.global_batch)
     plain = next((each.scored.choice for each in found if each.name == "plain"), None)
     named = ({"plain": plain} if plain is not None and plain != choice else {}) | {"chosen": choice}

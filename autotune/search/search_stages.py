@@ -70,12 +70,7 @@ class Stages:
         self._proposer = Proposer(self.scores, setup.scorer, self.sampler, setup.goal, self._pruned)
 
     def run(self, logged: set[int], started: set[int]) -> SearchOutcome:
-        """Run all stages; the log records any reason that ends the search.
-
-        Args:
-            logged: Numbers of trials whose result is in the event log.
-            started: Numbers of trials that were started, by the event log.
-        """
+        """Run all stages after `logged` results of `started` trials; the log has what ends the search."""
         try:
             with self.driver.control.catch_signals():
                 self.driver.control.begin()
@@ -296,11 +291,7 @@ class Stages:
         return sum(reason(each.prediction) is not None for each in self.scores.by_key.values())
 
     def _note_audit(self, n_pruned: int) -> None:
-        """Report the audit; if it fitted, the interval was too narrow and is wider since.
-
-        Args:
-            n_pruned: Number of pruned candidates before it.
-        """
+        """Report the audit; if it fitted, the interval was too narrow and is wider since."""
         driver = self.driver
         audited = [each for each in driver.finished if each.job.role == "audit"]
         if not audited:

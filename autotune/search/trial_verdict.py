@@ -336,13 +336,7 @@ def beats(one: Measured, other: Measured, goal: Goal, among: Sequence[Measured] 
 
 
 def finalists_to_repeat(finalists: Sequence[Measured], goal: Goal, rounds_left: int) -> list[Measured]:
-    """Return the finalists that run in another round; none if it is not worthwhile.
-
-    Args:
-        finalists: Choices that ran in every round so far.
-        goal: The value to compare.
-        rounds_left: Rounds that may still run.
-    """
+    """Return the finalists that run in another round; none if it is not worthwhile."""
     # A finalist that the best one beats leaves. Another round is worthwhile while the interval of one
     # of the others is wide, unless the noise is so large that no number of the remaining rounds would
     # tell it from the best.

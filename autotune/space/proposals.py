@@ -72,14 +72,7 @@ class Proposer:
     def next(
         self, pruner: Pruner, tried: Collection[str], best: float | None, model: StepTimeModel
     ) -> Proposal | None:
-        """Return the next candidate, or None if no untried one may improve on `best`.
-
-        Args:
-            pruner: With the current calibration.
-            tried: Keys of candidates that ran, are running or are queued.
-            best: Best measured value, smaller is better.
-            model: Of the step times measured so far.
-        """
+        """Return the next candidate, or None if no untried one may improve on `best`."""
         # A trial that other work may have slowed down is proposed again if that is worth more than
         # another.
         self._n_proposed += 1

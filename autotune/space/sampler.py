@@ -182,11 +182,7 @@ class Sampler:
             return [_stored(each) for each in self._study.get_trials(deepcopy=False)]
 
     def holds(self, results: Mapping[int, tuple[dict[str, Any], TrialResult]]) -> bool:
-        """Return whether every trial can be read, and those in `results` have these settings and results.
-
-        Args:
-            results: Settings and result of trials, by number.
-        """
+        """Return whether every trial can be read, and those in `results` have these settings and results."""
         try:
             kept = [each for each in self.trials() if each.outcome != "pruned"]
             found = {each.number: (each.settings, each.result) for each in kept}

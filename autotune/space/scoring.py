@@ -164,12 +164,7 @@ class Scorer:
         return self._hardware
 
     def learn(self, op_times: Iterable[OpTime], rates: Mapping[str, float] | None = None) -> None:
-        """Correct all later predictions by what trials measured, instead of what was given before.
-
-        Args:
-            op_times: Of trials.
-            rates: Constants of `Hardware` that the ranks of trials measured.
-        """
+        """Correct all later predictions by what trials measured, instead of what was given before."""
         self._rates = dict(rates or {})
         self._hardware = self._taught_by(op_times)
         # Predictions of the hardware as it was believed before.

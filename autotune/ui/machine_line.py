@@ -71,12 +71,7 @@ class MachineLine:
 
 
 def gpu_parts(query: str, pcie: str = "") -> Iterator[str]:
-    """Yield `gpu0 97% 41.2 GiB/79.6 GiB PCIe in 1.2 GiB/s out 340 MiB/s 61 °C` for each GPU.
-
-    Args:
-        query: Answer of nvidia-smi to the query; fields that a GPU does not have are omitted.
-        pcie: Answer of `nvidia-smi dmon -s t`: lines of index, MB/s received and MB/s sent.
-    """
+    """Yield `gpu0 97% 41.2 GiB/79.6 GiB PCIe in 1.2 GiB/s out 340 MiB/s 61 °C` for each GPU."""
     rows = [line.split() for line in pcie.splitlines() if not line.startswith("#")]
     rates = {row[0]: row[1:3] for row in rows if len(row) >= 3 and all(each.isdigit() for each in row[:3])}
     for index, line in enumerate(query.strip().splitlines()):

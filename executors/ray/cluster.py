@@ -75,12 +75,7 @@ def _parts(address: str) -> tuple[str, int]:
 
 
 def bundles(ranks: int, nodes: Sequence[int]) -> list[int]:
-    """Return the ranks of each bundle of one trial, largest first; empty if the cluster is too small.
-
-    Args:
-        ranks: Of the trial.
-        nodes: Devices of each node.
-    """
+    """Return the ranks of each bundle of one trial, largest first; empty if the cluster is too small."""
     for size in range(min(ranks, max(nodes, default=0)), 0, -1):
         whole, rest = divmod(ranks, size)
         wanted = [size] * whole + [rest] * (rest > 0)

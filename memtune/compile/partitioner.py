@@ -43,14 +43,7 @@ def partition_settings(settings: Mapping[str, Any], orders: list[LowPeak]) -> It
 def aot_eager(
     graph: GraphModule, inputs: list[Any], *, as_inductor: bool = False, **options: Any
 ) -> Callable[..., Any]:
-    """Return AOTAutograd's graphs of `graph`, run op by op.
-
-    Args:
-        graph: The graph that Dynamo captured.
-        inputs: Its example inputs.
-        as_inductor: Use inductor's decompositions, and its rules for ops that are cheap to recompute.
-        **options: Options of `torch.compile`; unused.
-    """
+    """Return AOTAutograd's graphs of `graph`, run op by op; `as_inductor`: decomposed as inductor does."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 

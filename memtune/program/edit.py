@@ -379,12 +379,7 @@ class Edit:
         self.hold_through(storages, op)
 
     def hold_to_the_end_of_step(self, op: int, *, gradients: bool = False) -> None:
-        """Hold forward tensors that live until the step ends (the loss) through the new op `op`.
-
-        Args:
-            op: The new last op.
-            gradients: Hold the gradients that a tiled loss makes in forward, too.
-        """
+        """Hold forward tensors that live until the step ends (loss, perhaps gradients) through the new op."""
         step = self._step
         mine = (
             (step.storages.held_until == step.ops.n - 1)

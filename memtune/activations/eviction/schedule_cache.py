@@ -226,13 +226,7 @@ def schedule_of(tape: Tape, decided: Decided) -> Schedule | str:
 
 
 def places_of(tape: Tape, ran: Sequence[OpMetadata], n_forward: int) -> list[int] | str:
-    """Return for each op of the tape its number among the ops that ran, or the reason why there is none.
-
-    Args:
-        tape: The captured region.
-        ran: Every op of one forward and backward, in order.
-        n_forward: Number of them in forward.
-    """
+    """Return for each op of the tape its number among the ops that `ran`, or why there is none."""
     # Ops that are not on the tape (autograd's handling of gradients) are skipped.
     found: list[int] = []
     at, end = 0, len(ran)

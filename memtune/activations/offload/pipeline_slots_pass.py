@@ -54,14 +54,7 @@ class SlotMoves:
         return found
 
     def ends(self, rows: UnrolledRows, action: StageAction, ops: I32, first_row: int) -> None:
-        """Hold the sources of the slot's copies (Rules 1 and 2).
-
-        Args:
-            rows: Its last row is the slot's last.
-            action: Forward or backward of the slot.
-            ops: Ops of the slot, ascending, one row each from `first_row` on.
-            first_row: Row of the first of `ops`.
-        """
+        """Hold the sources of the copies of the slot with these `ops`, one row each (Rules 1 and 2)."""
         started: list[tuple[tuple[Hashable, int], int]] = []
         for op in ops[self._out[ops]].tolist():
             if self._completing:

@@ -101,13 +101,7 @@ class PartStorages:
         self._result = -1
 
     def enter(self, new: int, now: dict[int, int], number: int) -> bool:
-        """Set the uses of row `new`; return whether it makes a part, which becomes storage `number`.
-
-        Args:
-            new: The row.
-            now: Storage of the plain step → the one that has its value now.
-            number: Number of the next storage.
-        """
+        """Set the uses of row `new`; return whether it makes a part, which becomes storage `number`."""
         part, region = self._rows[new], self._region
         storage = int(region.storages[region.graph.makes[part.op][0]])
         if part.role is Role.EMPTY:

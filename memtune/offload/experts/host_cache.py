@@ -84,17 +84,7 @@ def experts_to_read(
     back: Sequence[Sequence[int]],
     gathered: bool = False,
 ) -> list[int]:
-    """Return the experts to read from SSD when `moment` begins: those of the next moments, as far as slots
-    allow.
-
-    Args:
-        moment: The moment that begins.
-        read_ahead: Number of moments after it whose experts are read.
-        slots: Slots of the host cache, including those for the moment's own experts.
-        forward: (blocks,) experts that each block's forward is predicted to use.
-        back: (blocks,) experts that its backward uses.
-        gathered: As in `order_of_use`.
-    """
+    """Return the experts to read from SSD when `moment` begins: those of the next moments, if slots allow."""
     blocks = len(forward)
     used = [
         () if block < 0 else (forward if at < blocks else back)[block]
@@ -126,17 +116,7 @@ def expert_traffic(
     on_device: int,
     gathered: bool = False,
 ) -> tuple[ExpertTraffic, ...]:
-    """Return (moments,) the SSD traffic of a steady step that uses every expert.
-
-    Args:
-        block_of: Block of each expert, ascending.
-        blocks: Number of blocks.
-        slots: Slots of the host cache.
-        rule: Eviction rule.
-        read_ahead: Moments by which experts are read ahead.
-        on_device: Blocks whose experts are resident at once.
-        gathered: As in `order_of_use`.
-    """
+    """Return (moments,) the SSD traffic of a steady step that uses every expert."""
     cache, members = (
         HostCache(slots, rule, block_of, moments_of(blocks, on_device, gathered)),
         _members(block_of, blocks),

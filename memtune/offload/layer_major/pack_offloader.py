@@ -155,13 +155,7 @@ class PackOffloader:
                 self._kept_gradients = []
 
     def end(self, pack: Span, *, update: bool, resident: bool = False) -> None:
-        """End a pack: wait for its D2H copies, free it unless `resident`, start updates.
-
-        Args:
-            pack: The pack that ran.
-            update: Its gradients are complete.
-            resident: The next use is the same pack.
-        """
+        """End a pack: wait for its D2H copies, free it unless `resident`, start complete updates."""
         self.gradients.finish_copies()
         # After the copies: they read the gradients of these blocks' memory.
         if not resident:

@@ -146,12 +146,7 @@ class Action(NamedTuple):
 
 
 def step_actions(counts: Sequence[int], buffers: int) -> list[Action]:
-    """Return all actions of a step in order, as `offload.near_storage.update_workers` describes.
-
-    Args:
-        counts: Sub-groups of each domain that are updated.
-        buffers: Sub-groups that a domain holds in host memory at once, 2 or more.
-    """
+    """Return all actions of a step in order, as `offload.near_storage.update_workers` describes."""
     rounds = max(counts, default=0)
     found = [
         Action(READ, domain, i) for i in range(buffers) for domain, count in enumerate(counts) if i < count

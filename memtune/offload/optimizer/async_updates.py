@@ -130,11 +130,7 @@ class AsyncUpdates:
             self._sweep = _thread().submit(run)
 
     def _adopt(self, *, wait: bool) -> None:
-        """Publish the weights of a finished sweep; raise its error.
-
-        Args:
-            wait: Wait for a running sweep; otherwise do nothing while it runs.
-        """
+        """Publish the weights of a finished sweep, or of a running one with `wait`; raise its error."""
         if self._sweep is None or not (wait or self._sweep.done()):
             return
         # Cleared first: after an error no later call raises it again, and `drop` need not wait.

@@ -140,13 +140,7 @@ def _text(path: Path) -> str:
 
 
 def least_state_bytes(context: Context, share: float, moments: Moments = "float32") -> int:
-    """Return a lower bound of the host bytes that a `share` of the optimizer's state newly takes.
-
-    Args:
-        context: None of its optimizer's state has moved yet.
-        share: Share of the parameters.
-        moments: Format of the moments.
-    """
+    """Return a lower bound of the host bytes that a `share` of the optimizer's state newly takes."""
     # Gradients and buffers come on top. State in host memory already, such as on CPU after some steps,
     # is not new. Weights in host memory, as on CPU the device's, may be freed, so they are not new
     # either.
@@ -175,12 +169,8 @@ def replaced_bytes(context: Context, *, state: bool, weights: Literal["none", "b
 
 
 def made_bytes(context: Context, ranks: int) -> int:
-    """Return a lower bound of the host bytes that `apply` needs to materialize a deferred model.
-
-    Args:
-        context: Context of a model on the meta device; for other models the result is 0.
-        ranks: Each keeps a part of a CPU model. A GPU model is made on the host one tensor at a time.
-    """
+    """Return a lower bound of the host bytes that `apply` needs to materialize a deferred model."""
+    # Each rank keeps a part of a CPU model; a GPU model is made on the host one tensor at a time.
     tensors = (*context.model.named_parameters(), *context.model.named_buffers())
     sizes = {name: each.nbytes for name, each in tensors if each.is_meta}
     largest = max(sizes.values(), default=0)

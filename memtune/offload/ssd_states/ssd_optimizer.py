@@ -181,15 +181,7 @@ class SsdOptimizer:
     def _piece(
         self, name: str, parameter: nn.Parameter, group: dict[str, Any], weight: Tensor, state: dict[str, Any]
     ) -> Piece:
-        """Build the record of a parameter.
-
-        Args:
-            name: Of the parameter, for errors.
-            parameter: On the device.
-            group: Its parameter group.
-            weight: The master, on the host.
-            state: On the host; may have no moments yet.
-        """
+        """Build the record of a parameter on the device from its `weight` and `state` on the host."""
         moments = self._native.moment_names(group)
         # Moments exist from the first step on, as zeros, so that a record has its final size at once.
         if self._on_host:
@@ -243,12 +235,7 @@ class SsdOptimizer:
         pieces: list[Piece],
         update: Callable[[Piece, Tensor, int], tuple[Tensor, Tensor] | None] | None = None,
     ) -> None:
-        """Read, update and write `pieces`, overlapped.
-
-        Args:
-            pieces: The records.
-            update: Updates a record that is being read, and stores its weight; None: `_update`.
-        """
+        """Read, update (by `update`, which also stores the weight) and write `pieces`, overlapped."""
         update = self._update if update is None else update
         # Reads of the first records overlap with the D2H copy and the update of the first.
         read: deque[Tensor] = deque(map(self._start_read, pieces[: self._read_ahead]))
@@ -288,14 +275,7 @@ class SsdOptimizer:
             self._swap_slots(piece)
 
     def write(self, piece: Piece, host: Tensor, new: tuple[Tensor, Tensor] | None = None) -> None:
-        """Start writing the record.
-
-        Args:
-            piece: The record.
-            host: Its new values; held until the write has finished.
-            new: The parameter's SSD copy, which is being written, and the memory it is written from; held as
-                long.
-        """
+        """Start writing the record from `host`, which is held until the write has finished, as is `new`."""
         writes = [] if self._on_host else [(piece.target, host)]
         writes += [] if new is None else [new]
         if writes and len(self._writing) == WRITES_IN_FLIGHT:

@@ -76,15 +76,7 @@ def large_ones(step: Step, found: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_linear(step: Step, p: int, readers: I32, raw: int, shape: tuple[int, ...]) -> bool:
-    """Return whether the weight is read once in forward, by its module, and at most once in backward.
-
-    Args:
-        step: Any.
-        p: The parameter.
-        readers: Ops that read it.
-        raw: Its gradient.
-        shape: Of the whole weight, rows and columns.
-    """
+    """Return whether the weight is read once in forward, by its module, and at most once in backward."""
     # The module's output has a column for each row of the weight.
     columns = columns_of(step.parameters)
     forward, back = (

@@ -71,14 +71,7 @@ def balance_rounds(contexts: int, context: int) -> Iterator[BalanceRound]:
 
 
 def forward(ring: Ring, query: Tensor, pair: Tensor, scale: float | None) -> Attended:
-    """Return attention of this rank's context to all keys up to each query's position.
-
-    Args:
-        ring: The contexts, in their order.
-        query: (B, H, P, D).
-        pair: Keys and values, (2, B, G, P, D).
-        scale: Scale of the scores; None: D ** -0.5.
-    """
+    """Return attention of queries (B, H, P, D) of this context to all earlier keys (2, B, G, P, D)."""
     # Made before the own attention: its first messages overlap with that (rule 3).
     questions = _HelperQueries(ring, (query,), pair)
     own = attend(query, *pair, causal=True, scale=scale)
@@ -107,16 +100,7 @@ def forward(ring: Ring, query: Tensor, pair: Tensor, scale: float | None) -> Att
 def backward(
     ring: Ring, gradient: Tensor, query: Tensor, pair: Tensor, all_keys: Attended, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return gradients of `query` and `pair`, of this rank's context.
-
-    Args:
-        ring: As in `forward`.
-        gradient: Gradient of the output, like `query`.
-        query: As in `forward`.
-        pair: As in `forward`.
-        all_keys: Result of `forward`.
-        scale: As in `forward`.
-    """
+    """Return gradients of `query` and `pair`, of this rank's context."""
     # More than forward sends: softmax cannot be differentiated block by block without the statistics of all
     # keys (rule 5).
     questions = _HelperQueries(ring, (query, gradient, *all_keys), pair)

@@ -445,16 +445,7 @@ def declare(parts: Parts, rows: UnrolledRows, stage: int) -> None:
 
 
 def _run(parts: Parts, rows: UnrolledRows, action: StageAction, lists: Lists, moves: SlotMoves | None) -> I32:
-    """Insert one forward or backward with its messages, and free what it no longer references (rule 3);
-    return its ops.
-
-    Args:
-        parts: Source of the rows.
-        rows: Receives the rows.
-        action: The forward or backward.
-        lists: References that torch's schedule still holds, by stage and list.
-        moves: Copies of saved activations that follow the schedule.
-    """
+    """Insert one forward or backward with its messages, free what ends with it (rule 3); return its ops."""
     stage, key = action.stage, (action.stage, action.micro_batch)
     backward, last = action.backward, len(parts.settings.starts) - 1
     stage_input = None if stage == 0 else parts.input_of(stage)

@@ -178,13 +178,7 @@ class PlaceholderGradients:
         self._gradients: list[Tensor] = []
 
     def assign(self, placeholders: Mapping[int, Tensor], norms: Tensor, there: Sequence[float]) -> None:
-        """Set the gradient of each placeholder to its norm, or to None.
-
-        Args:
-            placeholders: By row of `norms`.
-            norms: The norms of all trained parameters.
-            there: By row, whether the parameter has a gradient.
-        """
+        """Set the gradient of each placeholder to its norm, or to None."""
         form = [(row, each.dtype, each.dim()) for row, each in placeholders.items()]
         if form != self._made_for or any(len(each) != len(norms) for each in self._norms.values()):
             self._norms = {dtype: torch.empty_like(norms, dtype=dtype) for _, dtype, _ in form}

@@ -609,12 +609,7 @@ def _frees(model: Any, last: bool) -> None:
 
 
 def reduce_same_parameters(context: Context, units: Iterable[Any]) -> None:
-    """Make every rank reduce gradients of the same parameters.
-
-    Args:
-        context: Model and blocks.
-        units: FSDP2's modules of that model.
-    """
+    """Make every rank reduce gradients of the same parameters of `units`."""
     named = list(context.model.named_parameters())
     experts = {named[i][0] for expert in experts_of(context.model, context.blocks) for i in expert.parameters}
     names = {id(parameter): name for name, parameter in named}

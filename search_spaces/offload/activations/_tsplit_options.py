@@ -228,15 +228,8 @@ def _last_forward_use(step: Step) -> I32:
 def calls_in_parts(
     step: Step, block: int, regions: dict[int, tuple[PositionWise, int]]
 ) -> dict[int, frozenset[OpAddress]]:
-    """Return op of `block` → its call addresses once some modules run in parts.
-
-    The ops that join the parts take occurrence numbers as well.
-
-    Args:
-        step: Step before the split.
-        block: Row of `step.blocks`.
-        regions: First op of a module's forward → the tiled module, and its number of parts.
-    """
+    """Return op of `block` → its call addresses once the modules of `regions` run in parts."""
+    # The ops that join the parts take occurrence numbers as well.
     ops = np.flatnonzero((step.ops.block == block) & (step.ops.phase == Phase.FORWARD)).astype(np.int32)
     if not regions:
         return {op: frozenset([call]) for op, _, call in calls_of(step, ops)}

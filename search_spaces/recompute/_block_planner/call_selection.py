@@ -177,12 +177,7 @@ def _sources(block: Block, op: int) -> set[int]:
 
 
 def _split(block: Block, again: set[int]) -> tuple[set[int], set[int]]:
-    """Return the ops to keep and the ops to skip in the second run, if the ops `again` run in it.
-
-    Args:
-        block: Forward of the block.
-        again: Rows of the ops whose outputs are not held.
-    """
+    """Return the ops to keep and the ops to skip in the second run, if the ops `again` run in it."""
     # An op is kept if autograd saved its output and it is not in `again`; then its output is held from
     # forward on. An op that saved nothing is skipped, unless an op of the second run reads its output:
     # then it runs too, or is kept if it is a product or attention, so that no product runs twice. So

@@ -150,13 +150,7 @@ def parts_of(block: int, ops: tuple[BlockOp, ...], points: Sequence[Combination]
 
 
 def spilled_blocks(swapped_bytes: Mapping[int, int], host_bytes: int) -> list[int]:
-    """Return the blocks whose tensors go on to SSD so that the others fit on the host: the first ones, whose
-    backward is last.
-
-    Args:
-        swapped_bytes: By block.
-        host_bytes: Most bytes that may be on the host.
-    """
+    """Return the first blocks, whose backward is last: their tensors go on to SSD, others fit on the host."""
     found, left = list[int](), sum(swapped_bytes.values())
     # The first blocks' tensors are needed last, so their way through the SSD has the most time.
     for block in sorted(swapped_bytes):

@@ -143,16 +143,7 @@ def install_blocks(plan: BlockSchedulesPlan, context: Context, kind: str) -> Non
 
 
 def require_schedule_ran(region: ScheduledRegion, name: str, kind: str) -> None:
-    """Check that `region` ran by its schedule, at least once.
-
-    Args:
-        region: The region.
-        name: Name of its module, for messages.
-        kind: As in `_instead_of_schedule`.
-
-    Raises:
-        ApplyError: The schedule never ran, or another component replaced the forward.
-    """
+    """Require that `region` ran by its schedule, at least once, and that its forward is still in place."""
     runs = region.runs
     if not region.is_installed:
         raise ApplyError(f"{name} should run by a schedule, but its forward was replaced.", code="MT313")

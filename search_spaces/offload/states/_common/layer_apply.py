@@ -18,13 +18,7 @@ from memtune.runtime import Context
 
 
 def apply_layers(context: Context, slots: int, overlap: Overlap | None = None) -> None:
-    """Move the optimizer to the host, then the blocks' parameters, with `slots` blocks on the device at once.
-
-    Args:
-        context: Context of the model.
-        slots: Width of the window.
-        overlap: As in `stream_parameters`.
-    """
+    """Move the optimizer to the host, then blocks' parameters, with `slots` blocks on the device at once."""
     residency = window_residency(len(context.blocks), slots, gathered=is_gathered(context.model))
     optimizer = HostOptimizer(context, "native")
     blocks = OffloadedBlocks(context, optimizer)

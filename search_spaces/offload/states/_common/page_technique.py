@@ -78,14 +78,7 @@ class OnSsd:
 
 @memoized
 def in_pages(program: Program, page_plan: PagePlan, on_ssd: OnSsd | None = None) -> Program:
-    """Return the program with its blocks' parameters in pages, and the optimizer on the host except for
-    cached parameters.
-
-    Args:
-        program: The program.
-        page_plan: Pages, frames and cached parameters.
-        on_ssd: Settings of the optimizer on SSD; None: it is on the host.
-    """
+    """Return the program with blocks' parameters in pages, and the optimizer on the host, or on SSD."""
     step, ops = update_resident_first(program.step, page_plan.cached)
     step = stream_parameters(
         step,
