@@ -11,7 +11,6 @@ import shutil
 import site
 import sys
 import tempfile
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,7 +50,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads spin always
 
 
-pytest_plugins = ["support.rate_readers"]
+pytest_plugins = ["support.drawn_cases", "support.rate_readers"]
 
 # The same examples everywhere, however long each takes; --hypothesis-profile=default draws others.
 settings.register_profile("fixed", deadline=None, derandomize=True)
@@ -168,8 +167,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around the plugin that drops those not asked for
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Mark the cases that are not drawn; side by side, begin with the files that take longest."""
-    _mark_undrawn(items)
+    """Side by side, begin with the files that take longest."""
     yield
     if hasattr(config, "workerinput"):
         tests_of = Counter(item.path for item in items)
@@ -195,22 +193,3 @@ def _starts_processes(item: pytest.Item) -> bool:
     would leave the other workers idle.
     """
     return any(hasattr(getattr(item, "module", None), name) for name in ("run_ranks", "FRESH", "subprocess"))
-
-
-def _mark_undrawn(items: list[pytest.Item]) -> None:
-    """`drawn(n)`: n of a test's cases run by default, evenly spread and other ones for each test; the rest is
-    marked slow.
-    """
-    grids: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("drawn"):
-            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for name, cases in grids.items():
-        mark = cases[0].get_closest_marker("drawn")
-        assert mark is not None
-        (n,) = mark.args
-        first = zlib.crc32(name.encode())
-        kept = {(first + i * len(cases) // n) % len(cases) for i in range(n)}
-        for i, case in enumerate(cases):
-            if i not in kept:
-                case.add_marker(pytest.mark.slow)
