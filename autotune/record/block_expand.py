@@ -511,6 +511,19 @@ def _inside(name: str, block: str) -> bool:
     return name == block or name.startswith(block + ".")
 
 
+def _owners(partial: PartialRecording, full: Step, made: int) -> npt.NDArray[np.int32]:
+    """Return the parameters that own the storages of `partial` and those of `full` from row `made` on."""
+    step = partial.step
+    unowned = np.full(step.storages.n - partial.n_state, -1)
+    owner = np.concatenate(
+        [full.storages.owner[: partial.n_state], unowned, full.storages.owner[made:]]
+    ).astype(np.int32)
+    for i, parameter in enumerate(step.parameters):
+        if parameter.gradient >= 0:
+            owner[parameter.gradient] = i
+    return owner
+
+
 def with_optimizer(partial: PartialRecording, full: Step) -> Step:
     """Return the step of `partial` with the optimizer phase of `full` instead of its last op.
 
@@ -560,17 +573,7 @@ def with_optimizer(partial: PartialRecording, full: Step) -> Step:
     }
     storages["producer"] = np.concatenate([step.storages.producer, shifted(full.storages.producer[made:])])
     storages["held_until"] = held
-    owner = np.concatenate(
-        [
-            full.storages.owner[: partial.n_state],
-            np.full(step.storages.n - partial.n_state, -1),
-            full.storages.owner[made:],
-        ]
-    )
-    for i, parameter in enumerate(step.parameters):
-        if parameter.gradient >= 0:
-            owner[parameter.gradient] = i
-    storages["owner"] = owner.astype(np.int32)
+    storages["owner"] = _owners(partial, full, made)
     new = replace(
         step,
         names=tuple(number),

@@ -294,11 +294,27 @@ class Edit:
         self._new_ops.append(columns)
         self.n_ops += count
 
+        group_end = np.full(step.ops.n, -1, np.int32)
+        group_end[ops] = end_of
+        new_storage = self._storages_of_copies(ops, new_op, group_end)
+
+        copied = new_op[step.uses.op] >= 0
+        storages, readers = step.uses.storage[copied], step.uses.op[copied]
+        # A copy reads copies of its own group only; storages of other groups are read in the original.
+        same_group = (new_storage[storages] >= 0) & (
+            group_end[step.storages.producer[storages]] == group_end[readers]
+        )
+        self._more_uses.append(
+            (new_op[readers], np.where(same_group, new_storage[storages], storages), step.uses.mode[copied])
+        )
+        return new_op, new_storage
+
+    def _storages_of_copies(self, ops: I32, new_op: I32, group_end: I32) -> I32:
+        """Add the outputs of the copies `new_op` of `ops`; return (m,) the copy of each storage, or -1."""
+        step = self._step
         made = np.flatnonzero((step.storages.producer >= 0) & (new_op[step.storages.producer] >= 0)).astype(
             np.int32
         )
-        group_end = np.full(step.ops.n, -1, np.int32)
-        group_end[ops] = end_of
         # Python's references end with the copied group, e.g. when the second forward of a block returns.
         held = np.minimum(step.storages.held_until[made], group_end[step.storages.producer[made]])
         last_copied = ops[np.maximum(np.searchsorted(ops, held, side="right") - 1, 0)]
@@ -320,17 +336,7 @@ class Edit:
         self._new_storages[-1].update(tier=step.storages.tier[made], kind=step.storages.kind[made])
         new_storage = np.full(step.storages.n, -1, np.int32)
         new_storage[made] = rows
-
-        copied = new_op[step.uses.op] >= 0
-        storages, readers = step.uses.storage[copied], step.uses.op[copied]
-        # A copy reads copies of its own group only; storages of other groups are read in the original.
-        same_group = (new_storage[storages] >= 0) & (
-            group_end[step.storages.producer[storages]] == group_end[readers]
-        )
-        self._more_uses.append(
-            (new_op[readers], np.where(same_group, new_storage[storages], storages), step.uses.mode[copied])
-        )
-        return new_op, new_storage
+        return new_storage
 
     def _allocation_only(self, columns: dict[str, Any], empty: npt.NDArray[np.bool_]) -> dict[str, Any]:
         """Return the columns in which copies that only allocate differ from their originals."""

@@ -126,17 +126,7 @@ def _move_calls(
         if in_slots
         else _first_asked(step, moved_save, len(storage))
     )
-    # Beyond all ends, so that a copy that only backward completes is not taken for one with a later copy.
-    last = np.full(min(look.out, len(storage)), step.ops.n + 1, np.int32)
-    # Whichever comes first completes a copy: a later copy, or the end of the next call. Copies of a call's
-    # last saves start before the call ends.
-    complete = ends_after[block]
-    by_next = np.append(out.before[look.out :], last) <= complete
-    in_call = np.append(_at_end(step, out)[look.out :], np.full(len(last), -1, np.int32))
-    by_next |= (in_call == complete) & (complete < step.ops.n)
-    # Of each its own: a backward inside the loss has read others before.
-    reads = np.append(np.unique(first), np.int32(step.ops.n))
-    copy_ends = _CopyEnds(complete, by_next, reads[np.searchsorted(reads, out.before)], look.out)
+    copy_ends = _CopyEnds.from_offloads(step, out, ends_after[block], first, look.out)
     spilled = [claim.block for claim in claims if claim.policy.spills]
     on = np.isin(block, spilled)
     traffic = hop.pack_traffic(out.n_bytes, packed)
@@ -188,6 +178,22 @@ class _CopyEnds:
     by_next: npt.NDArray[np.bool_]  # (moved,) a later copy completes it
     first_asked: I32  # (moved,) op of the first reload that follows each copy
     at_once: int = 1
+
+    @classmethod
+    def from_offloads(
+        cls, step: Step, out: OffloadSelection, complete: I32, first: I32, at_once: int
+    ) -> _CopyEnds:
+        """Return the ends of copies that are complete after the ops `complete` at the latest."""
+        # Beyond all ends, so that a copy that only backward completes is not taken for one with a later copy.
+        last = np.full(min(at_once, len(out.storage)), step.ops.n + 1, np.int32)
+        # Whichever comes first completes a copy: a later copy, or the end of the next call. Copies of a
+        # call's last saves start before the call ends.
+        by_next = np.append(out.before[at_once:], last) <= complete
+        in_call = np.append(_at_end(step, out)[at_once:], np.full(len(last), -1, np.int32))
+        by_next |= (in_call == complete) & (complete < step.ops.n)
+        # Of each its own: a backward inside the loss has read others before.
+        reads = np.append(np.unique(first), np.int32(step.ops.n))
+        return cls(complete, by_next, reads[np.searchsorted(reads, out.before)], at_once)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -157,15 +158,7 @@ def _storages(
                 patches.setdefault(new, {})[storage] = now[storage]
         for storage in frees.get(new, ()):
             end[now.get(storage, storage)] = new
-    like = np.asarray([storage for storage, _ in more], np.int32)
-    columns: dict[str, Any] = {
-        name: getattr(step.storages, name)
-        for name in ("bytes", "tier", "kind", "owner", "grad_ready_after", "float_bytes")
-    }
-    columns["grad_ready_after"] = np.where(
-        step.storages.grad_ready_after >= 0, position[step.storages.grad_ready_after], -1
-    ).astype(np.int32)
-    columns = {name: np.concatenate([column, column[like]]) for name, column in columns.items()}
+    columns = _extended(step, position, more)
     part_storages(columns, part_bytes)
     columns["producer"] = np.concatenate([producer, np.asarray([row for _, row in more], np.int32)])
     columns["held_until"] = np.concatenate([held, np.full(len(more), -1, np.int32)])
@@ -174,6 +167,19 @@ def _storages(
         columns["held_until"][at], np.asarray(list(end.values()), np.int32)
     )
     return columns, patches
+
+
+def _extended(step: Step, position: I32, more: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Return columns of the storages, those in `more` (storage that one is like, its maker) included."""
+    like = np.asarray([storage for storage, _ in more], np.int32)
+    columns: dict[str, Any] = {
+        name: getattr(step.storages, name)
+        for name in ("bytes", "tier", "kind", "owner", "grad_ready_after", "float_bytes")
+    }
+    columns["grad_ready_after"] = np.where(
+        step.storages.grad_ready_after >= 0, position[step.storages.grad_ready_after], -1
+    ).astype(np.int32)
+    return {name: np.concatenate([column, column[like]]) for name, column in columns.items()}
 
 
 def _made_by(step: Step, rows: I32) -> dict[int, list[int]]:

@@ -72,16 +72,8 @@ def optimizer_on_host(
         return edit.done()
     first, last = np.flatnonzero(optimizer)[[0, -1]].astype(np.int32)
     edit = Edit(step)
-    down = _copies(
-        edit,
-        "memtune.to_host.default",
-        np.full(len(weights), first, np.int32),
-        gradients,
-        sizes,
-        Resource.DEVICE_TO_HOST,
-    )
+    host_gradients = _gradients_to_host(edit, step, gradients, sizes, first)
     owner = step.storages.owner[gradients]
-    host_gradients = edit.add_storages(sizes, producer=down, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner)
     master_bytes = sizes if native is None else 4 * columns.numel[offloaded]
     host_weights = edit.add_persistent(master_bytes, Kind.PARAMETER, Tier.HOST, owner)
     # The optimizer's ops are the recorded ones; only the storages that they touch are on the host.
@@ -89,11 +81,6 @@ def optimizer_on_host(
     moved[gradients], moved[weights] = host_gradients, host_weights
     inside = step.use_phase == Phase.OPTIMIZER
     edit.set_uses(storage=np.where(inside, moved[edit.uses.storage], edit.uses.storage))
-
-    # A gradient is freed on the device when the next one's copy starts, the last one when its own has ended.
-    freed = step.storages.held_until[gradients] != FOREVER  # views of DDP's buckets, which are permanent
-    edit.storages.held_until[gradients[freed]] = -1
-    edit.release_before(gradients[:-1][freed[:-1]], down[1:][freed[:-1]])
     if native is not None:
         _one_pass(edit, step, native, np.flatnonzero(offloaded), host_weights, host_gradients)
     # An offloader loads a weight at its next use, so the step copies none.
@@ -117,6 +104,18 @@ def optimizer_on_host(
         edit.hold_to_the_end_of_step(int(up[-1]))
     on_host(edit, step, optimizer & ~on_device, resident)
     return edit.done()
+
+
+def _gradients_to_host(edit: Edit, step: Step, gradients: I32, n_bytes: I64, first: np.int32) -> I32:
+    """Add D2H copies of `gradients` before the optimizer's op `first`; return their storages on the host."""
+    at = np.full(len(gradients), first, np.int32)
+    down = _copies(edit, "memtune.to_host.default", at, gradients, n_bytes, Resource.DEVICE_TO_HOST)
+    # A gradient is freed on the device when the next one's copy starts, the last one when its own has ended.
+    freed = step.storages.held_until[gradients] != FOREVER  # views of DDP's buckets, which are permanent
+    edit.storages.held_until[gradients[freed]] = -1
+    edit.release_before(gradients[:-1][freed[:-1]], down[1:][freed[:-1]])
+    owner = step.storages.owner[gradients]
+    return edit.add_storages(n_bytes, producer=down, tier=Tier.HOST, kind=Kind.GRADIENT, owner=owner)
 
 
 def _weights_to_device(edit: Edit, weights: I32, held: I32, n_bytes: I64, last: np.int32) -> I32:
