@@ -252,7 +252,7 @@ class FsdpUnits:
 
 @functools.lru_cache(maxsize=8)
 def units_of(step: Step, blocks_per_unit: int) -> FsdpUnits:
-    """Return the FSDP units of `step`; blocks without parameters or without a backward have none."""
+    """Return the FSDP units of `step`; blocks without parameters or a backward have none."""
     n_blocks = len(step.blocks)
     n_units = 1 + -(-n_blocks // blocks_per_unit)  # unit 0 is the root, removed below if it is empty
     block = columns_of(step.parameters).block
@@ -275,6 +275,7 @@ def units_of(step: Step, blocks_per_unit: int) -> FsdpUnits:
         out=last_forward[1:],
     )
 
+    _place_idle(step, blocks_per_unit, first_forward, first_backward, last_backward)
     end = step.backward_end
     inside = backward[step.ops.module[backward] != 0]
     first_forward[0], last_forward[0] = step.forward_starts[n_blocks], step.forward_ends[n_blocks]
@@ -287,6 +288,23 @@ def units_of(step: Step, blocks_per_unit: int) -> FsdpUnits:
     parameters = Ragged(order, count).picked(existing)
     columns = (column[existing] for column in (first_forward, last_forward, first_backward, last_backward))
     return FsdpUnits(parameters, bool(count[0]), existing, *columns)
+
+
+def _place_idle(step: Step, blocks_per_unit: int, forward: I32, first: I32, last: I32) -> None:
+    """Set `first` and `last` of units that are called but compute nothing, which FSDP2 unshards too."""
+    called = np.unique(_unit(step.calls.block[step.calls.grad_enabled > 0], blocks_per_unit))
+    if (last[called] >= 0).all():
+        return
+    modules = step.ops.module.astype(np.int64) * (len(step.calls.block) + 1) + step.ops.call + 1
+    backward, is_forward = step.ops.phase == Phase.BACKWARD, step.ops.phase == Phase.FORWARD
+    for unit in called[last[called] < 0].tolist():
+        before = np.arange(step.ops.n) < forward[unit]
+        # Modules that ran before it and not after it, whose backward comes after its own.
+        earlier = np.setdiff1d(modules[is_forward & before], modules[is_forward & ~before])
+        behind = backward & np.isin(modules, earlier)
+        if behind.any():
+            first[unit] = np.argmax(behind)
+            last[unit] = first[unit] - 1
 
 
 def _unit(block: I32, blocks_per_unit: int) -> I32:

@@ -50,6 +50,8 @@ def case(
         case("attention", accumulate=3, execution__order="roam", offload__activations=("copy_out", SMALL)),
         # No call follows that of the last block, which is the first one too: backward completes its copy.
         case("mlp", blocks=3, tied=True, offload__activations=("copy_out", SMALL | {"target": "ssd"})),
+        # FSDP2 gathers the weights of blocks that it calls, also of those that compute nothing.
+        case("unused", blocks=4, ranks=2, sharding__states=("zero3", {"blocks_per_unit": 2})),
         # The input's own gradient lives until backward has returned.
         case("experts", loss="penalty", ranks=2, recompute="full", sharding__states="zero1"),
     ],
