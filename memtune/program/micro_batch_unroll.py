@@ -138,6 +138,7 @@ class UnrolledRows:
     def _copy(self, key: Key) -> _Copy:
         known = self._copies.get(key)
         if known is None:
+            # A copy at this time: `replace_from_now` changes what later stages and micro-batches share.
             made, number = self._made[key[0]], self._single.copy()
             first = self._part if key[1] == 0 else _EMPTY
             made = np.setdiff1d(made, first).astype(np.int32)
@@ -152,6 +153,7 @@ class UnrolledRows:
             number[made] = self._append(made)
             # The first gradient is its own sum: it has the sum's number, and no addition.
             number[first] = number[self._total[: len(first)]]
+            # Last, since a replacement may be one of the numbers above.
             for storage, replacement in self._alias.get(key[0], ()):
                 number[storage] = number[replacement]
             known = self._copies[key] = _Copy(made, self._n_storages - len(made), number)
@@ -169,6 +171,7 @@ class UnrolledRows:
         """Add a copy of `storage` that the next op receives for `key`; return its number."""
         copy = self._copy(key)
         number = int(self._append(np.array([storage]))[0])
+        # The op that receives it is appended next.
         self._storages[-1]["kind"], self._storages[-1]["producer"] = np.array([Kind.TEMPORARY]), self.n_ops
         self._storages[-1]["owner"] = np.array([-1])
         copy.number[storage] = number
@@ -314,6 +317,7 @@ class UnrolledRows:
         self, ops: I32, uses: npt.NDArray[Any], storages: I32, modes: Any, share: Any = 1.0
     ) -> None:
         columns = {name: column[ops] for name, column in self._step.ops.columns().items()}
+        # A foreach op updates all parameters of the model, and here only those of this rank.
         columns["traffic_bytes"] = (columns["traffic_bytes"] * share).astype(np.int64)
         columns["flops"] = columns["flops"] * share
         self._ops.append(columns)
@@ -342,6 +346,7 @@ class UnrolledRows:
         """Return (storages,) the producer of each storage, and the row until which Python holds it."""
         step = self._step
         producer, held = np.full(self._n_storages, -1, np.int32), np.full(self._n_storages, -1, np.int32)
+        # Part 0: storages that exist before the step.
         held[: len(self._before)] = self._in_rest(step.storages.held_until[self._before])
         start = 0
         for block in self._storages:
@@ -371,8 +376,10 @@ class UnrolledRows:
         used = np.where(step.saves.used_until >= 0, step.saves.used_until, step.saves.held_until)
         for copy in self._copies.values():
             _, ops = copy.parts.get(True, (_EMPTY, _EMPTY))
+            # Those that the rows of this rank's backward unpack.
             rows = np.flatnonzero(np.isin(used, ops) & (copy.number[step.saves.storage] >= 0))
             forward_rows, forward = copy.parts[False]
+            # The op before which it was packed may be of another stage: then the next one here.
             before = np.minimum(
                 np.searchsorted(forward, step.saves.packed_before[rows]), max(len(forward) - 1, 0)
             )
@@ -395,6 +402,7 @@ class UnrolledRows:
         storages = _joined(self._storages, {name: getattr(step.storages, name) for name in _STORAGE_COLUMNS})
         saves = _joined(list(self._saves()), step.saves.columns())
         use_op, use_storage, modes = (np.concatenate(column) for column in zip(*self._uses, strict=True))
+        # Micro-batches interleave, so a block has no single start and end.
         nothing = np.zeros(len(step.blocks) + 1, np.int32)
         parameters, index = self._parameters()
         storages |= {"owner": index[storages["owner"]], "producer": producer, "held_until": held}

@@ -138,6 +138,7 @@ class _Source:
 
     def __init__(self, step: Step) -> None:
         self._step = step
+        # Stable: the outputs of an op keep the order of their numbers.
         self._by_producer = np.argsort(step.storages.producer, kind="stable").astype(np.int32)
         self._made = np.searchsorted(step.storages.producer[self._by_producer], np.arange(step.ops.n + 1))
         self._uses = np.searchsorted(step.uses.op, np.arange(step.ops.n + 1))
@@ -174,6 +175,7 @@ class _Source:
         )
 
 
+# Candidates of a search replay the same few steps, whose rows are sorted once.
 _source_of = functools.lru_cache(maxsize=8)(_Source)
 
 
@@ -209,6 +211,7 @@ class RowReplay:
         self.is_initial = self._source.is_initial
         before = np.flatnonzero(self.is_initial)
         self.initial_number = np.full(step.storages.n, -1, np.int32)
+        # The lowest numbers: in every Step storages that exist before it come first.
         self.initial_number[before] = np.arange(len(before), dtype=np.int32)
         self.n_storages = 0
         self._op_strides, self._storage_strides = ops, storages = _Strides(), _Strides()
@@ -337,6 +340,8 @@ class RowReplay:
         source = self._source.columns_of_replay(rows)
         positions, numbers = np.empty(len(rows), np.int32), np.empty(len(source.made), np.int32)
         begin = stored = 0
+        # Numbers are given piece by piece, because a stop's ops and storages come in between; columns are
+        # appended for all rows at once.
         for end, call in (*stops, Stop(len(rows))):
             until = int(source.n_made[end])
             positions[begin:end] = np.arange(self.n_ops, self.n_ops + end - begin)
@@ -379,7 +384,10 @@ class RowReplay:
         """
         end = self.mark()
         ops, storages = end.n_ops - second.n_ops, end.n_storages - second.n_storages
+        # Copies by strides are right for equal iterations only.
         assert (ops, storages) == (second.n_ops - first.n_ops, second.n_storages - first.n_storages)
+        # From `first` on: the iteration before is one stride away as well, and a copy refers to its own
+        # predecessor.
         self._op_strides.add(first.n_ops, end.n_ops, ops)
         self._storage_strides.add(first.n_storages, end.n_storages, storages)
 
@@ -429,6 +437,7 @@ class RowReplay:
         first_position = np.full(self.step.ops.n, -1, np.int32)
         first_position[source[old]] = old
         return columns | {
+            # The autograd nodes of the recording are not those of the replays.
             "sequence_nr": np.full(self.n_ops, -1, np.int32),
             "copy_of": copy_of.astype(np.int32),
             "phase": phase.astype(np.uint8),

@@ -214,8 +214,11 @@ class Lohan(Technique):
             self.min_bytes,
             self.spill == "ssd",
         )
+        # There each copy is waited for, so all of its time is added to compute.
         if self.spill == "ssd" or program.stages is not None or self.window == 0:
             return _solved(*inputs, True)
+        # The window follows from the plan and the plan from the window: a narrow one is solved again with
+        # waits.
         found = _solved(*inputs, False)
         if self.window is None or self.window >= _most_moved(program.step, found[0]):
             return found
@@ -282,6 +285,7 @@ def _blocks(step: Step, hardware: Hardware, ranks: int, min_bytes: int) -> _Bloc
     seconds = op_seconds(step, hardware, ranks)
     graphs = dict(zip(step.calls.block.tolist(), block_graphs(step), strict=True))
     made = {block: block_ops(step, graph, seconds, None) for block, graph in graphs.items()}
+    # Equal blocks have equal facts, so each kind of block is solved once for all candidates.
     hulls = {block: _points(_facts(ops), min_bytes) for block, ops in made.items()}
     swapped = {
         block: tuple(bytes_of(made[block], point) for point in points) for block, points in hulls.items()
@@ -306,6 +310,7 @@ def _solved(
     """Return each block's option, the choice, and the swapped bytes; cached for `fits` and `plan`."""
     blocks = _blocks(step, hardware, ranks, min_bytes)
     full = Program((RankClass(ranks, blocks.full),), micro_batch, accumulate)
+    # Copies and updates of `offload.states` take their share of link and host before anything is swapped.
     later = apply_later_passes(full, techniques, hardware)
     fixed = sum(each[0] for each in blocks.swapped_bytes.values())
     choice = SwapChoice.fastest(

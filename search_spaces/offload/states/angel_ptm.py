@@ -128,6 +128,7 @@ class AngelPtm(Technique):
             moves="page",
             parameters_on="host",
             eager_only=EAGER_ONLY,
+            # The least over all plans: a cache may hold all state on the device, and SSD holds all of it.
             host_share=0.0 if self._caches or self.optimizer == "ssd" else 1.0,
             keeps_steps=self.resume == "last_step",
         )
@@ -143,10 +144,12 @@ class AngelPtm(Technique):
             return reason
         if self._on_ssd is not None and (reason := no_directory(target)) is not None:
             return reason
+        # Both update in the native kernel, never by the user's own optimizer.
         return cannot_run_on_ranks(self, program, target, natively=self.lock_free or self._on_ssd is not None)
 
     def plan(self, program: Program, target: Target) -> PagesPlan:
         page_bytes = page_bytes_for(program.step) if self.page_mib is None else _bytes_of(self.page_mib)
+        # Cached parameters are updated apart from the others, which an optimizer over all at once cannot do.
         parts = target.optimizer is None or not target.optimizer.not_one_by_one
         options = {"scheduled": self.moves == "scheduled", "cache": self._caches and parts}
         return page_plan_of(solve_pages(program, target.hardware, target.budget_bytes, page_bytes, **options))
@@ -156,12 +159,14 @@ class AngelPtm(Technique):
         found = in_pages(
             program, page_plan_from(sizes_in_blocks(program.step), plan, are_sharded(program)), self._on_ssd
         )
+        # On SSD `in_pages` has inserted the thread's sweep already.
         in_host = self.lock_free and self._on_ssd is None
         return found.with_step(sweep_in_next_step(found.step)) if in_host else found
 
     def apply(self, context: Context, plan: PagesPlan) -> None:
         """Move blocks' weights into pages on the host and frames on the device; add hooks that load them."""
         if self._on_ssd is not None:
+            # Before anything moves, so that a missing directory leaves the model as it was.
             offload_dir.checked()
         apply_pages(context, self.kind, plan, self.max_staleness if self.lock_free else None, self._on_ssd)
 

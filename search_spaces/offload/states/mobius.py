@@ -231,6 +231,7 @@ def _deferred_on_ranks(program: Program, hardware: Hardware, layout: StageLayout
 def _copied_bytes(program: Program, packs: Packs) -> int:
     """Return the bytes of weights loaded and gradients offloaded in one step."""
     weights, gradients = block_bytes(program.step)[:2]
+    # Down in forward and again in backward, but for the last stage, which is resident in between.
     return 2 * sum(weights) - sum(weights[slice(*packs.turnaround)]) + sum(gradients)
 
 
@@ -263,6 +264,7 @@ def _on_ranks(
     program: Program, hardware: Hardware, budget_bytes: int | None, count: int | None, crossed: bool
 ) -> StageLayout:
     """Return the fastest partition that fits; if none does, the one into most stages that needs least."""
+    # Round-robin: a multiple of the ranks, from one stage for each to one for each block.
     counts = [count] if count else list(range(program.ranks, len(program.step.blocks) + 1, program.ranks))
     each = partitions(program, hardware, prefetch=True, crossed=crossed)
     found = solve_within(
@@ -272,6 +274,7 @@ def _on_ranks(
 
 
 def _stages_as_packs(stages: tuple[Span, ...]) -> Packs:
+    # The last stage's forward is part of its backward: it is resident in between.
     return Packs(stages[:-1], stages, prefetch=True)
 
 
@@ -307,15 +310,18 @@ def _deferred_in_stages(
         backward_s: The same for backward, without the forward that recomputes it.
     """
     sizes, local = block_bytes(program.step), hardware.local_ranks(program.ranks)
+    # Ranks behind one root complex load at the same time, and share its bandwidth.
     sharing = min(local, hardware.gpus_per_pcie_root) if hardware.device != "cpu" else 1
     forward, backward = (_of_stages(each, stages) for each in (forward_s, backward_s))
     up, down = sharing / hardware.host_to_device_bytes_per_s, sharing / hardware.device_to_host_bytes_per_s
     times = BlockTimes(
         forward_s=forward.tolist(),
+        # Backward runs a stage's forward again.
         backward_s=(forward + backward).tolist(),
         outside_s=0.0,
         load_s=(_of_stages(sizes.weights, stages) * up).tolist(),
         down_s=(_of_stages(sizes.gradients, stages) * down).tolist(),
+        # The host's cores update for all its ranks.
         update_s=_of_stages(_update_s(program.step, hardware) * local, stages).tolist(),
     )
     deferred = deferred_blocks(times, _SHARES)

@@ -116,6 +116,7 @@ class TensorMovement(Technique):
         blocks, stride = len(step.blocks), self._stride(self._group(target))
         if (too_many := _too_many_blocks(blocks, stride, self.window)) is not None:
             return too_many
+        # Rank r offloads the blocks that are r modulo the stride.
         if self.mode == "disjoint" and stride < self._group(target):
             return Reason(
                 f"a stride of {stride} gives {self._group(target)} ranks the same blocks",
@@ -133,12 +134,16 @@ class TensorMovement(Technique):
         assert group is not None, "`plan` decides both"
         assert stride is not None
         node, ranks = target.hardware.local_ranks(target.ranks), program.ranks
+        # Without coordination the steps of all ranks are equal: one class stands for them.
         if self.mode == "none":
             return program.with_step(self._swap_blocks(program.step, stride, 0))
+        # Each rank class is simulated op by op, so the time of a search grows with their number.
         if ranks > _MOST_RANK_CLASSES:
             note = "ranks behind one link are priced as if they copied at the same time"
             return program.with_step(self._swap_blocks(program.step, stride, 0), notes=(*program.notes, note))
         places = [place_of(rank, node, group) if self.mode == "disjoint" else 0 for rank in range(ranks)]
+        # Ranks that load other blocks reach a collective at other times, and the first one waits for the
+        # last.
         plain = _with_matched_collectives(program.step)
         steps = {place: self._swap_blocks(plain, stride, place) for place in sorted(set(places))}
         classes = tuple(RankClass(1, steps[place]) for place in places)
@@ -205,6 +210,7 @@ class TensorMovement(Technique):
 
     def _group(self, target: Target) -> int:
         per_root = self.group if self.group is not None else target.hardware.gpus_per_pcie_root
+        # A root complex is part of one node.
         return min(per_root, target.hardware.local_ranks(target.ranks))
 
     def _stride(self, group: int) -> int:

@@ -64,6 +64,7 @@ def partitions(
     """Return all partitions of the blocks into stages on the ranks of `program`."""
     sizes, ranks, chain = block_bytes(program.step), program.ranks, chain_in(program)
     count = program.accumulate * ranks
+    # With one rank per root no mapping has less contention than the plain order.
     per_root = hardware.gpus_per_pcie_root if crossed else 1
     return Partitions(
         costs_of(program.step, hardware),
@@ -72,6 +73,7 @@ def partitions(
         count,
         lambda stages: cross_mapping(stages, ranks, per_root),
         prefetch,
+        # A stage's inputs are kept for backward, of all micro-batches at once.
         count * chain.passed_bytes * (boundaries == "device"),
     )
 
@@ -94,6 +96,7 @@ def costs_of(step: Step, hardware: Hardware) -> BlockCosts:
     assert isinstance(chain, Chain), "fits refuses others"
     up, down = hardware.host_to_device_bytes_per_s, hardware.device_to_host_bytes_per_s
     load = [n_bytes / up for n_bytes in sizes.weights]
+    # Activations between ranks pass through the hosts: down from one device, up to the other.
     return BlockCosts(forward, backward, load, chain.passed_bytes / down + chain.passed_bytes / up)
 
 
@@ -105,6 +108,7 @@ def on_ranks(
     ranks, count = program.ranks, program.accumulate * program.ranks
     steps = _rank_steps(program, layout, hardware, boundaries)
     classes = [RankClass(1, each, (rank,)) for rank, each in enumerate(steps)]
+    # The first class is the one that `Program.step` shows.
     classes.sort(key=lambda each: each.step.peak_bytes(), reverse=True)
     idle = idle_share(ranks, len(layout.stages) // ranks, count)
     return Program(
@@ -117,6 +121,7 @@ def _rank_steps(
     program: Program, layout: StageLayout, hardware: Hardware, boundaries: BoundaryTier
 ) -> tuple[Step, ...]:
     """Return the step of each rank."""
+    # A stage sees the micro-batches of all ranks, so gradients are sums even where each rank has only one.
     step = program.step if program.accumulate > 1 else accumulate_gradients(program.step)
     ranks, count = program.ranks, program.accumulate * program.ranks
     link = Resource.INTER_LINK if hardware.local_ranks(ranks) == 1 else Resource.INTRA_LINK
