@@ -144,6 +144,7 @@ class Logits(Tensor):
             recorded = _recorded(args[0], func, name, args[1:], kwargs)
             if recorded is not None:
                 return recorded
+        # Anything else computes with plain logits, as in the user's model.
         args, kwargs = tree_map(
             lambda each: each.plain(name) if isinstance(each, Logits) else each, (args, kwargs)
         )
@@ -266,8 +267,10 @@ def _recorded(
     logits: Logits, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Logits | None:
     """Return `func(logits, *args)` as recorded; None for an unknown function."""
+    # Only the loss may follow: all views below keep the classes in the last dim.
     if logits.classes_second:
         return None
+    # Repeats the call on plain logits, if code reads them after all.
     again: Step = lambda each: func(each, *args, **kwargs)  # noqa: E731
     call, rows, steps = logits.call, logits.rows, logits.steps
     dtype = _CASTS.get(name) if not args else args[0] if name == "to" and len(args) == 1 else None
@@ -275,6 +278,7 @@ def _recorded(
         return _make_logits(call, rows.contiguous(), logits.dtype, steps=steps, source=(logits, again))
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point and not kwargs:
         return _make_logits(call, rows, dtype, steps=(*steps, again), source=(logits, again))
+    # Ops with a number commute with a choice of rows; another tensor would have to be cut as well.
     numbers = len(args) == 1 and isinstance(args[0], int | float)
     if not kwargs and ((name in _BY_NUMBER and numbers) or (name in _ALONE and not args)):
         return _make_logits(call, rows, logits.dtype, steps=(*steps, again), source=(logits, again))
@@ -313,6 +317,7 @@ def _viewed(logits: Logits, name: str, args: tuple[Any, ...], kwargs: dict[str, 
         return rows.flatten(*args)
     if name == "flatten" and len(args) == 2 and args[0] >= 0 and -rows.dim() <= args[1] <= -2:
         return rows.flatten(*args)
+    # Slices and numbers choose rows as long as the classes, the last dim, stay whole.
     if name == "__getitem__":
         index = args[0] if isinstance(args[0], tuple) else (args[0],)
         plain = all(isinstance(each, slice | int) or each is Ellipsis for each in index)
@@ -347,6 +352,7 @@ def _tiled(*args: Any, **kwargs: Any) -> Tensor | None:
     if any(not isinstance(each, Tensor) or isinstance(each, Logits) or each.requires_grad for each in others):
         return None
     if (
+        # Deprecated arguments override `reduction`; `none` has a gradient of its own for each row.
         asked["size_average"] is not None
         or asked["reduce"] is not None
         or asked["reduction"] not in ("mean", "sum")
@@ -365,6 +371,7 @@ def _tiled(*args: Any, **kwargs: Any) -> Tensor | None:
     if logits.classes_second:
         if target.is_floating_point():
             return None
+        # Rows are (B, T, D) in either layout of the logits.
         rows, target = rows.flatten(0, 1), target.flatten()
     tiled = TiledLoss(
         chunks=call.chunks,
@@ -429,6 +436,7 @@ def _widest(context: Context) -> str:
     ]
     if not heads:
         raise _no_head("the model has no linear layer outside of its blocks")
+    # A vocabulary is wider than other projections.
     return str(max(heads)[1])
 
 
@@ -470,6 +478,7 @@ def lazy_head(head: nn.Linear, *, chunks: int, count: Count) -> Callable[[Tensor
     original = head.forward
 
     def forward(input: Tensor) -> Tensor:
+        # Without a backward nothing is saved, so plain logits are freed after the loss.
         wanted = input.requires_grad or head.weight.requires_grad
         if (
             not torch.is_grad_enabled()

@@ -134,7 +134,7 @@ class TensorMovement(Technique):
         assert group is not None, "`plan` decides both"
         assert stride is not None
         node, ranks = target.hardware.local_ranks(target.ranks), program.ranks
-        # Without coordination the steps of all ranks are equal: one class stands for them.
+        # Without coordination the steps of all ranks are equal: one class represents them.
         if self.mode == "none":
             return program.with_step(self._swap_blocks(program.step, stride, 0))
         # Each rank class is simulated op by op, so the time of a search grows with their number.
