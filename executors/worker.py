@@ -39,15 +39,7 @@ from memtune.errors import ApplyError, MemtuneError, raised_at
 from memtune.executors.base import CAPACITY_ERRORS, Trial
 from memtune.executors.gradient_digest import GradientDigests
 from memtune.executors.gradient_record import GradientRecord, sha256_of_all
-from memtune.hardware import (
-    LoadMeter,
-    OpClock,
-    OpTime,
-    UpdateClock,
-    measure_rates,
-    op_times,
-    reference_s,
-)
+from memtune.hardware import LoadMeter, OpClock, OpTime, UpdateClock, measure_rates, op_times, reference_s
 from memtune.memory import Ledger
 from memtune.random_seeds import seed_all
 from memtune.runtime import COUNTERS, HOST, SSD, no_dropout, prepare_model, tier
@@ -246,11 +238,7 @@ def _reserve_first_hook(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _digest_gradients(
-    rank: _Rank,
-    tuned: Tuned,
-    shapes: Mapping[str, torch.Size],
-    ledger: Ledger,
-    measured: _Measurements,
+    rank: _Rank, tuned: Tuned, shapes: Mapping[str, torch.Size], ledger: Ledger, measured: _Measurements
 ) -> None:
     """Digest the gradients just before each of the first optimizer steps."""
     # Gradients that are used and freed inside backward are digested there.

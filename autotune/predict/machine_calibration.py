@@ -54,10 +54,7 @@ class _Measurements:
 
 
 def calibrate(
-    device: Device,
-    *,
-    tiny: bool = False,
-    say: Callable[[str], None] = lambda text: None,
+    device: Device, *, tiny: bool = False, say: Callable[[str], None] = lambda text: None
 ) -> Calibration:
     """Measure this machine for `device`, and the drive of temporary files; store the result. Takes under a
     minute.

@@ -19,12 +19,7 @@ from typing import Any
 import numpy as np
 
 from memtune import safe_pickle
-from memtune.autotune.predict.caching_allocator import (
-    Action,
-    AllocatorEvents,
-    AllocatorSettings,
-    HeldMemory,
-)
+from memtune.autotune.predict.caching_allocator import Action, AllocatorEvents, AllocatorSettings, HeldMemory
 from memtune.errors import UsageError, missing_file
 from memtune.program import I64
 

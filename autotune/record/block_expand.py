@@ -344,11 +344,7 @@ class BlockExpansion:
                 self._saves,
                 step.saves,
                 dict.fromkeys(("packed_before", "held_until", "used_until", "unpacked_before"), ops)
-                | {
-                    "storage": storages,
-                    "unpack_order": self._unpack_order,
-                    "call": blocks,
-                },
+                | {"storage": storages, "unpack_order": self._unpack_order, "call": blocks},
             ),
             "inputs": (self._inputs, step.calls.inputs, {"call": blocks, "storage": storages}),
         }

@@ -16,12 +16,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from memtune.autotune.record.recording_session import (
-    Session,
-    Trace,
-    fake_errors_unlogged,
-    open_session,
-)
+from memtune.autotune.record.recording_session import Session, Trace, fake_errors_unlogged, open_session
 from memtune.compile import Compiling
 from memtune.errors import WorkloadError
 from memtune.hardware import Device

@@ -34,16 +34,7 @@ from memtune.memory import RealOutputs, WorkspaceTable
 from memtune.offload.optimizer import available_bytes
 from memtune.program import Hints, Kind, Step
 from memtune.random_seeds import preserved_random, seed_all
-from memtune.runtime import (
-    HOST,
-    Order,
-    SyncContext,
-    accumulate,
-    mark,
-    prepare_model,
-    tier,
-    train_step,
-)
+from memtune.runtime import HOST, Order, SyncContext, accumulate, mark, prepare_model, tier, train_step
 from memtune.units import format_bytes
 from memtune.workload import DrawnBatches, Workload, map_tensors, summary, user_line
 

@@ -510,7 +510,7 @@ class Driver:
         return StepTimeModel(
             tuple(
                 Observed(each.job.scored, each.result.step_s or 0.0, self._noise(each.result)) for each in ok
-            ),
+            )
         )
 
     def expected(self, measured: Sequence[Measured]) -> dict[Choice, tuple[float, float]]:

@@ -12,15 +12,7 @@ from memtune.autotune.search.driver import Driver, FinishedTrial
 from memtune.autotune.search.predictions import ablation, predicted, trial_config
 from memtune.autotune.search.preparation import Setup
 from memtune.autotune.search.trial_verdict import Measured, Verdict
-from memtune.autotune.space import (
-    Choice,
-    Scored,
-    Scores,
-    describe,
-    moments,
-    more_memory,
-    remedies,
-)
+from memtune.autotune.space import Choice, Scored, Scores, describe, moments, more_memory, remedies
 from memtune.config import TunedConfig, load_config
 from memtune.errors import NothingFits
 from memtune.technique import Reason
@@ -92,10 +84,7 @@ def trial_rows(finished: Sequence[FinishedTrial]) -> tuple[dict[str, Any], ...]:
             "predicted_peak_bytes": each.job.scored.prediction.peak_allocated_bytes,
             "predicted_reserved_bytes": each.job.scored.prediction.peak_reserved_bytes,
             "predicted_step_s": each.job.scored.prediction.step_s,
-            **each.result.model_dump(
-                mode="json",
-                include=_SHOWN,
-            ),
+            **each.result.model_dump(mode="json", include=_SHOWN),
         }
         for each in finished
     )

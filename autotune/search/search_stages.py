@@ -14,13 +14,7 @@ from memtune.autotune.predict import SearchErrors, store_search
 from memtune.autotune.search import search_events
 from memtune.autotune.search.driver import Driver, FinishedTrial, Job
 from memtune.autotune.search.numerics_check import numerics
-from memtune.autotune.search.outcome import (
-    SearchOutcome,
-    nothing_fits,
-    numbers,
-    trial_rows,
-    tuned_config,
-)
+from memtune.autotune.search.outcome import SearchOutcome, nothing_fits, numbers, trial_rows, tuned_config
 from memtune.autotune.search.predictions import predicted, timelines
 from memtune.autotune.search.study_store import RESULT, TIMELINES, StudyFolder
 from memtune.autotune.search.trial_verdict import Verdict, finalists, finalists_to_repeat, judge

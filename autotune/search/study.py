@@ -105,10 +105,7 @@ def search(
 
 
 def _opened_sampler(
-    folder: StudyFolder,
-    setup: Setup,
-    options: SearchOptions,
-    logged: Sequence[search_events.TrialFinished],
+    folder: StudyFolder, setup: Setup, options: SearchOptions, logged: Sequence[search_events.TrialFinished]
 ) -> tuple[Sampler, str]:
     """Return the study, and why it has to be rebuilt from the event log, "" if it agrees with that one."""
     aside, is_new = folder.check_database(), not folder.database.exists()

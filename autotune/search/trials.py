@@ -58,9 +58,7 @@ def make_executor(
         resource = platform_of(device).ray_resource
         if not resource:
             raise UsageError(
-                f"Ray assigns no devices of type {device} to trials.",
-                fix="--executor local",
-                code="MT100",
+                f"Ray assigns no devices of type {device} to trials.", fix="--executor local", code="MT100"
             )
         from memtune.executors.ray import RayExecutor
 

@@ -25,10 +25,7 @@ if TYPE_CHECKING:
         Choice as Choice,
         Rewriter as Rewriter,
     )
-    from memtune.autotune.space.lifecycle_peaks import (
-        Moment as Moment,
-        moments as moments,
-    )
+    from memtune.autotune.space.lifecycle_peaks import Moment as Moment, moments as moments
     from memtune.autotune.space.pareto import (
         largest_micro_batch as largest_micro_batch,
         refined_front as refined_front,

@@ -14,12 +14,7 @@ from memtune.autotune.space.candidates import Choice
 from memtune.autotune.space.pruning import Pruner
 from memtune.autotune.space.sampler import Sampler
 from memtune.autotune.space.scoring import EVENTS_FOR, Goal, Scored, Scorer, Scores, alike, fits_budget
-from memtune.autotune.space.step_time_model import (
-    F64,
-    Observed,
-    StepTimeModel,
-    expected_improvement,
-)
+from memtune.autotune.space.step_time_model import F64, Observed, StepTimeModel, expected_improvement
 from memtune.technique import Reason
 
 _ASKS = 16
@@ -231,12 +226,7 @@ class Proposer:
                 yield refined
 
     def _may_improve(
-        self,
-        each: Scored,
-        pruner: Pruner,
-        best: float | None,
-        model: StepTimeModel,
-        least: float = 0.0,
+        self, each: Scored, pruner: Pruner, best: float | None, model: StepTimeModel, least: float = 0.0
     ) -> bool:
         """Return whether the better end of its interval beats `best`; always true before calibration."""
         # For goal throughput whether its gain is worthwhile and at least `least`.

@@ -268,13 +268,7 @@ class _Fit(NamedTuple):
 
 
 def _fitted(
-    seen: _Matrix,
-    target: F64,
-    noise: F64,
-    mean: F64,
-    prior: F64,
-    slowed: F64,
-    is_new: npt.NDArray[np.bool_],
+    seen: _Matrix, target: F64, noise: F64, mean: F64, prior: F64, slowed: F64, is_new: npt.NDArray[np.bool_]
 ) -> list[_Fit]:
     """Return the posterior of all logarithms around its mode, and the evidence (Laplace), for each scale.
 

@@ -43,10 +43,7 @@ class Remedy:
 
 
 def remedies(
-    scorer: Scorer,
-    closest: Scored,
-    budget_bytes: int,
-    short_of_host: HostShortage | None = None,
+    scorer: Scorer, closest: Scored, budget_bytes: int, short_of_host: HostShortage | None = None
 ) -> tuple[Remedy, ...]:
     """Return the cheapest changes after which `closest`, the smallest candidate, is predicted to fit.
 

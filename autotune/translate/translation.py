@@ -24,18 +24,7 @@ from memtune.autotune.translate.kernel_fusion import FusedKernel, KernelFusion
 from memtune.device import Capability
 from memtune.hardware import Hardware
 from memtune.memory import WorkspaceTable
-from memtune.program import (
-    F64,
-    FOREVER,
-    I64,
-    Call,
-    Edit,
-    Hints,
-    Kind,
-    Phase,
-    Recording,
-    Step,
-)
+from memtune.program import F64, FOREVER, I64, Call, Edit, Hints, Kind, Phase, Recording, Step
 
 Flags = npt.NDArray[np.bool_]
 _MATMULS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten.addbmm.")

@@ -399,9 +399,7 @@ def replay(
 
 
 @app.command()
-def watch(
-    study: StudyName = None,
-) -> int:
+def watch(study: StudyName = None) -> int:
     """Attach the search screen to a running or finished search."""
     from memtune.cli import _commands
 

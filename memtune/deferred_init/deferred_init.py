@@ -25,9 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-)
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
@@ -36,15 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.deferred_init.construction import Construction, ConstructionRecorder, not_deferred
 from memtune.errors import ApplyError, MemtuneError
-from memtune.runtime import (
-    DEVICE,
-    HOST,
-    local,
-    mark,
-    page_locked,
-    tier,
-    transfer,
-)
+from memtune.runtime import DEVICE, HOST, local, mark, page_locked, tier, transfer
 
 _MARK, _PIECES = "_memtune_construction", "_memtune_pieces"
 

@@ -68,14 +68,7 @@ class Platform:
 
 
 # An accelerator in torch's sense has them all; https://docs.pytorch.org/docs/stable/accelerator.html
-ACCELERATOR = frozenset(
-    {
-        Capability.STREAMS,
-        Capability.PINNED,
-        Capability.STATISTICS,
-        Capability.GENERATORS,
-    }
-)
+ACCELERATOR = frozenset({Capability.STREAMS, Capability.PINNED, Capability.STATISTICS, Capability.GENERATORS})
 _CUDA_MESSAGES = (
     # The first is from memtune's allocator, which cannot raise a torch class; the second from the driver, for
     # a kernel or context that finds no memory outside of the allocator; the third from cuBLAS.

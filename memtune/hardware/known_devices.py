@@ -205,10 +205,7 @@ def cpu(rates: CpuRates) -> Constants:
         "allocation_rounding_bytes": (1, "the CPU ledger counts what is asked for"),
         "gpus_per_pcie_root": (1, "the device is the machine"),
         "links_through_host": (False, "the device is the machine"),
-        "link_slowdown": (
-            0.0,
-            "not measured: only the measured rates of trials include gloo's threads",
-        ),
+        "link_slowdown": (0.0, "not measured: only the measured rates of trials include gloo's threads"),
         "communicator_bytes": (0, "gloo's buffers are not in the ledger"),
         "communicator_range": ((0, 0), "gloo's buffers are not in the ledger"),
         "matmul_efficiency": (1.0, "rates of matrix products were measured"),

@@ -362,12 +362,7 @@ def op_s(
     of_products = hardware.device != "cpu" and kind in _OF_PRODUCTS
     reached = hardware.matmul_share(dtype) if of_products else 1.0
     found = _seconds(
-        np.array([CLASSES.index(kind)]),
-        work,
-        traffic,
-        _Matrices(rate, reached),
-        hardware,
-        share,
+        np.array([CLASSES.index(kind)]), work, traffic, _Matrices(rate, reached), hardware, share
     )
     at_peak = peak_s(work, traffic, rate / share, hardware.memory_bytes_per_s / share)
     return float(at_peak[0]), float(found[0])

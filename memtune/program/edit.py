@@ -147,12 +147,7 @@ class Edit:
         return rows
 
     def add_placed_ops(
-        self,
-        parts: Sequence[PlacedOps],
-        *,
-        phase: Phase,
-        before: I32 | None = None,
-        after: I32 | None = None,
+        self, parts: Sequence[PlacedOps], *, phase: Phase, before: I32 | None = None, after: I32 | None = None
     ) -> I32:
         """Insert ops of several kinds, each kind at its places; return all rows in order."""
         parts = [each for each in parts if len(each.places)]

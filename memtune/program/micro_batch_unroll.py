@@ -16,17 +16,7 @@ import numpy.typing as npt
 
 from memtune.program.new_rows import EMPTY_ROWS, NEW_OP, sorted_uses, step_of_rows
 from memtune.program.parameter_columns import columns_of
-from memtune.program.step import (
-    DONATES,
-    FOREVER,
-    I32,
-    READS,
-    Kind,
-    Phase,
-    Resource,
-    Step,
-    Tier,
-)
+from memtune.program.step import DONATES, FOREVER, I32, READS, Kind, Phase, Resource, Step, Tier
 
 Key = tuple[Hashable, int]
 """A stage (or "upload") and a micro-batch."""

@@ -33,13 +33,7 @@ class NewOps:
         return self.first + len(self.names) - 1
 
     def run(
-        self,
-        name: str,
-        *reads: int,
-        writes: int = -1,
-        donates: int = -1,
-        like: int = -1,
-        share: float = 1.0,
+        self, name: str, *reads: int, writes: int = -1, donates: int = -1, like: int = -1, share: float = 1.0
     ) -> int:
         """Append an op; return its row.
 

@@ -18,17 +18,7 @@ import numpy.typing as npt
 
 from memtune.program.new_rows import EMPTY_ROWS, sorted_uses, step_of_rows
 from memtune.program.parameter_columns import columns_of
-from memtune.program.step import (
-    FOREVER,
-    I32,
-    READS,
-    WRITES,
-    Kind,
-    Phase,
-    Resource,
-    Step,
-    Tier,
-)
+from memtune.program.step import FOREVER, I32, READS, WRITES, Kind, Phase, Resource, Step, Tier
 
 RowIndex = npt.NDArray[np.intp]
 RowMask = npt.NDArray[np.bool_]

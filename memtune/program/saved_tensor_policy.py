@@ -112,11 +112,7 @@ TO_HOST: Final = Hop(
     Tier.HOST,
 )
 TO_SSD: Final = Hop(
-    "memtune.to_ssd.default",
-    "memtune.from_ssd.default",
-    Resource.SSD_WRITE,
-    Resource.SSD_READ,
-    Tier.SSD,
+    "memtune.to_ssd.default", "memtune.from_ssd.default", Resource.SSD_WRITE, Resource.SSD_READ, Tier.SSD
 )
 KEEP: Final = SavedTensorPolicy("keep")
 RECOMPUTE: Final = SavedTensorPolicy("recompute", runs_again=True)

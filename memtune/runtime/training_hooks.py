@@ -307,11 +307,7 @@ class BackwardEnd:
     """
 
     def __init__(
-        self,
-        ends: Callable[[], None],
-        raised: Callable[[], None] = lambda: None,
-        *,
-        is_last: bool = False,
+        self, ends: Callable[[], None], raised: Callable[[], None] = lambda: None, *, is_last: bool = False
     ) -> None:
         self._ends, self._raised, self._is_last = ends, raised, is_last
         self._queued: weakref.ref[_Queued] | None = None

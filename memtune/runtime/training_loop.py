@@ -123,11 +123,5 @@ class TrainingLoop:
         # afterwards.
         with self.rotation.own_numbers(device):
             return train_step(
-                model,
-                optimizer,
-                loss,
-                rotated,
-                device,
-                sync=self.micro_batch,
-                upload=self.rotation.upload,
+                model, optimizer, loss, rotated, device, sync=self.micro_batch, upload=self.rotation.upload
             )

@@ -37,8 +37,7 @@ class OwnAllocator(Technique):
         # and torch raises if user code asks for one.
         if target.device == "cpu":
             return Reason(
-                "a budget on CPU does not count malloc's fragmentation",
-                "a config may still name it",
+                "a budget on CPU does not count malloc's fragmentation", "a config may still name it"
             )
         if (reason := not_remapped(target)) is not None:
             return reason

@@ -150,8 +150,7 @@ class Planned(Technique):
         """Return why another technique may not offload what is kept."""
         if active(target, "offload.activations") is not None and program.stages is not None:
             return Reason(
-                "offload on the stages of a pipeline is not planned for",
-                "offload.activations: {kind: none}",
+                "offload on the stages of a pipeline is not planned for", "offload.activations: {kind: none}"
             )
         return conflict(self, target, "offload.states", "offload.activations")
 
@@ -217,11 +216,7 @@ class Planned(Technique):
         )
 
     def _too_little(
-        self,
-        program: Program,
-        target: Target,
-        solution: Solution,
-        found: FastestSchedule | None,
+        self, program: Program, target: Target, solution: Solution, found: FastestSchedule | None
     ) -> Reason | None:
         """Return why neither `found` nor the plan by blocks meets the budget; None if `found` does."""
         # A sufficient budget is computed only if a config gave `budget_bytes`; a search tries many budgets.

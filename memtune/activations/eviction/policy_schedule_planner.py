@@ -15,16 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from memtune.activations.eviction.policy import (
-    ALONG,
-    REPLAY,
-    RUN,
-    Policy,
-    Replay,
-    Trace,
-    TraceWriter,
-    replay,
-)
+from memtune.activations.eviction.policy import ALONG, REPLAY, RUN, Policy, Replay, Trace, TraceWriter, replay
 from memtune.activations.schedules import Region
 from memtune.program import F64, Action, OpGraph, Schedule, ScheduleStep, build_schedule, find_schedule_error
 
@@ -211,11 +202,7 @@ def _with_holes(n_bytes: int, options: Sequence[Policy]) -> int:
 
 
 def _frozen(
-    region: Region,
-    traces: Sequence[Callable[[], Trace]],
-    policy: Policy,
-    budget_bytes: int,
-    limits: _Limits,
+    region: Region, traces: Sequence[Callable[[], Trace]], policy: Policy, budget_bytes: int, limits: _Limits
 ) -> tuple[Schedule, Replay] | None:
     """Return a schedule and the play that made it, within `budget_bytes` of values and `limits`."""
     for trace in (each() for each in traces):

@@ -149,8 +149,7 @@ class ScheduleCache:
         if ran and not self._warned:
             self._warned = True
             warnings.warn(
-                f"memtune decides evictions while the model runs again, which is slower: {why}",
-                stacklevel=4,
+                f"memtune decides evictions while the model runs again, which is slower: {why}", stacklevel=4
             )
 
     def run_online(self, key: Any, why: str, tries_again: bool, args: Any, kwargs: Any) -> Any:

@@ -553,10 +553,7 @@ def insert_prefetches(
     same_place = (before >= 0) & (first[fetched[before]] == first[mine])
     edit.hold_through(host[mine], np.where(same_place, ops[before], first[mine] - 1).astype(np.int32))
     reloads, at = (np.full(len(block), -1, np.int32) for _ in range(2))
-    reloads[moving], at[fetched] = (
-        ops,
-        ops,
-    )  # the last of several copies at one place wins
+    reloads[moving], at[fetched] = (ops, ops)  # the last of several copies at one place wins
     return reloads[asked], at[asked]
 
 

@@ -234,11 +234,7 @@ def _kept_by_schedules(new: Step) -> Step:
     asked = new.uses.op[rows[first]]
     entered = _argument_of(new, of_block, storage)
     # Ties in the runtime's order: arguments first, then values by producer.
-    alike = (
-        storage,
-        np.where(entered < 0, new.storages.producer[storage], entered),
-        entered < 0,
-    )
+    alike = (storage, np.where(entered < 0, new.storages.producer[storage], entered), entered < 0)
     order, by_asked = np.lexsort((*alike, before)), np.lexsort((*alike, asked))
     rank = np.argsort(by_asked)
     columns: dict[str, Any] = {

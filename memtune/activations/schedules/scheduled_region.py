@@ -261,8 +261,7 @@ class ScheduledRegion(ReplacedForward):
         if self._warns and self.module.training and not self._has_warned and not self.tries_again:
             self._has_warned = True
             warnings.warn(
-                f"memtune runs the model without its schedule, which takes more memory: {why}",
-                stacklevel=6,
+                f"memtune runs the model without its schedule, which takes more memory: {why}", stacklevel=6
             )
         return why
 

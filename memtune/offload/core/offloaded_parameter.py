@@ -244,10 +244,7 @@ def _assign(of: Tensor, value: Tensor) -> None:
         of.copy_(value)  # the host's memory, which others share
 
 
-_DATA_OF: Final[dict[str, Callable[..., Any]]] = {
-    "__get__": lambda of, *_: of.data,
-    "__set__": _assign,
-}
+_DATA_OF: Final[dict[str, Callable[..., Any]]] = {"__get__": lambda of, *_: of.data, "__set__": _assign}
 _METADATA: Final = frozenset(
     {"size", "stride", "dim", "numel", "element_size", "storage_offset", "__len__", "__hash__"}
     | {"is_contiguous", "is_floating_point", "is_complex", "get_device", "untyped_storage"}

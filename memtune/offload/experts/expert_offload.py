@@ -80,12 +80,7 @@ class ExpertOptimizer:
     """
 
     def __init__(
-        self,
-        context: Context,
-        experts: Sequence[Expert],
-        slots: int,
-        rule: Rule,
-        on_device: int,
+        self, context: Context, experts: Sequence[Expert], slots: int, rule: Rule, on_device: int
     ) -> None:
         parameters = list(context.model.parameters())
         expert_params = {parameters[index] for expert in experts for index in expert.parameters}

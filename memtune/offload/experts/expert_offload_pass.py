@@ -206,11 +206,7 @@ def _piece_bytes(step: Step, expert_rows: npt.NDArray[np.intp], moments: I32) ->
 
 
 def _transfers(
-    edit: Edit,
-    step: Step,
-    experts: tuple[Expert, ...],
-    spec: ExpertOffloadSpec,
-    n_bytes: I64,
+    edit: Edit, step: Step, experts: tuple[Expert, ...], spec: ExpertOffloadSpec, n_bytes: I64
 ) -> None:
     """Add reads and writes of a steady step, before the first op of each moment."""
     end = step.backward_end + 1

@@ -130,10 +130,7 @@ def expert_traffic(
             read: list[int] = []
 
             def load(
-                expert: int,
-                moment: int = moment,
-                written: list[int] = written,
-                read: list[int] = read,
+                expert: int, moment: int = moment, written: list[int] = written, read: list[int] = read
             ) -> None:
                 must_read, evicted = cache.insert(expert, moment)
                 if evicted is not None and evicted in dirty:

@@ -30,15 +30,7 @@ from memtune import refusals
 from memtune.errors import ApplyError
 from memtune.offload.core import not_one_by_one, sentinel_index
 from memtune.offload.gradients import SentinelGradient
-from memtune.runtime import (
-    BackwardEnd,
-    Context,
-    EarlyUpdates,
-    after_step,
-    before_step,
-    spent_as_none,
-    weakly,
-)
+from memtune.runtime import BackwardEnd, Context, EarlyUpdates, after_step, before_step, spent_as_none, weakly
 
 _PLAIN = "execution: {order: {kind: program}}"
 

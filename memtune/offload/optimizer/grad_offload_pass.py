@@ -359,13 +359,7 @@ def host_gradients(
 
 
 def _update(
-    edit: Edit,
-    step: Step,
-    native: Native,
-    offloaded: Rows,
-    inserted: InsertedOps,
-    rows: I32,
-    old: I32,
+    edit: Edit, step: Step, native: Native, offloaded: Rows, inserted: InsertedOps, rows: I32, old: I32
 ) -> None:
     """Add masters, updates from the gradients `old`, and H2D copies of weights."""
     columns = columns_of(step.parameters)

@@ -46,12 +46,7 @@ from memtune.offload.core import (
 )
 from memtune.offload.gradients import ExternalWrites, watch_loads
 from memtune.offload.optimizer.deferred_updates import DeferredUpdates, sync_reads, without_sync
-from memtune.offload.optimizer.native_update import (
-    Moments,
-    NativeUpdate,
-    master_of,
-    on_update_thread,
-)
+from memtune.offload.optimizer.native_update import Moments, NativeUpdate, master_of, on_update_thread
 from memtune.runtime import (
     HOST,
     Context,
@@ -159,10 +154,7 @@ class HostOptimizer:
         context.events.weights_loaded.subscribe(self._on_weights_loaded)
         context.events.grads_cleared.subscribe(self._on_grads_cleared)
         watch_loads(
-            context,
-            {device for device, _ in self.pairs},
-            self._copy_to_host,
-            before=self._finish_before_load,
+            context, {device for device, _ in self.pairs}, self._copy_to_host, before=self._finish_before_load
         )
         # The state dict has host weights of offloaded blocks, which running updates write.
         context.model.register_state_dict_pre_hook(UncopiedHook(self._join))

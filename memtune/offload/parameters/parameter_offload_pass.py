@@ -273,13 +273,7 @@ class _OffloadedGrads(NamedTuple):
 
 
 def _offload_gradients(
-    edit: Edit,
-    step: Step,
-    grads: BlockGradients,
-    freed: FreedAt,
-    deferred: frozenset[int],
-    *,
-    in_place: bool,
+    edit: Edit, step: Step, grads: BlockGradients, freed: FreedAt, deferred: frozenset[int], *, in_place: bool
 ) -> _OffloadedGrads:
     """Insert D2H copies of ready gradients; freed ones are added to the host sums before."""
     count = len(grads.after)

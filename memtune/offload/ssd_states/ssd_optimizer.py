@@ -35,12 +35,7 @@ from memtune.offload.core import (
     to_host_now,
 )
 from memtune.offload.gradients import ExternalWrites, watch_loads
-from memtune.offload.optimizer import (
-    NativeUpdate,
-    master_of,
-    refuse_added_parameters,
-    zeros_in_order_of,
-)
+from memtune.offload.optimizer import NativeUpdate, master_of, refuse_added_parameters, zeros_in_order_of
 from memtune.program import WRITES_IN_FLIGHT
 from memtune.runtime import (
     HOST,
@@ -343,12 +338,7 @@ class SsdOptimizer:
         return gradient
 
     def update(
-        self,
-        piece: Piece,
-        host: Tensor,
-        gradient: Tensor,
-        seed: int,
-        settings: dict[str, Any] | None = None,
+        self, piece: Piece, host: Tensor, gradient: Tensor, seed: int, settings: dict[str, Any] | None = None
     ) -> None:
         """Update the record in `host` after its read has finished; a bfloat16 gradient's memory receives the
         new weight.

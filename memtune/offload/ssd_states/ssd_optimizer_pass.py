@@ -310,10 +310,7 @@ def swept_from_ssd(step: Step, read_ahead: int, offloaded: OffloadedParameters) 
         return step
     edit, here = Edit(step), on_device[owners]
     edit.drop_ops(optimizer)
-    sizes, ready = (
-        columns.n_bytes[owners],
-        offloaded.gradients[owners[~here]],
-    )
+    sizes, ready = (columns.n_bytes[owners], offloaded.gradients[owners[~here]])
     # Gradients outlive the step: the sweep in the next one reads them.
     edit.storages.held_until[ready] = FOREVER
     pieces = Pieces.on_ssd(edit, step, owners)

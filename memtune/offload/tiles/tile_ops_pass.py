@@ -11,14 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from memtune.program import (
-    I32,
-    WRITES,
-    Edit,
-    Kind,
-    Resource,
-    Step,
-)
+from memtune.program import I32, WRITES, Edit, Kind, Resource, Step
 
 PRODUCTS = ("aten.addmm.default", "aten.mm.default")
 OUT = {"aten.addmm.default": "aten.addmm.out", "aten.mm.default": "aten.mm.out"}

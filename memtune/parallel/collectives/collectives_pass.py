@@ -17,20 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune.parallel.collectives.message_layout import Communication, Form, Row
-from memtune.program import (
-    I32,
-    I64,
-    U8,
-    WRITES,
-    Edit,
-    Kind,
-    Mask,
-    Phase,
-    Ragged,
-    Resource,
-    Step,
-    columns_of,
-)
+from memtune.program import I32, I64, U8, WRITES, Edit, Kind, Mask, Phase, Ragged, Resource, Step, columns_of
 
 GATHER = "memtune.all_gather_into_.default"
 REDUCE = "memtune.reduce_scatter_into_.default"

@@ -203,11 +203,7 @@ def _takes_tokens(forward: Callable[..., Any]) -> bool:
 
 
 def divide_layers(
-    model: nn.Module,
-    layers: dict[str, int],
-    place: Place,
-    owners: Owners,
-    seen: list[Load] | None = None,
+    model: nn.Module, layers: dict[str, int], place: Place, owners: Owners, seen: list[Load] | None = None
 ) -> tuple[dict[str, Piece], dict[str, int]]:
     """Divide `layers`: replace the weights of modules by this rank's, and the forwards of modules and lists.
 

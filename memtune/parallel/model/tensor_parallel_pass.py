@@ -70,12 +70,7 @@ def _send(edit: Edit, step: Step, sharing: Sharing) -> None:
 
 
 def average(
-    edit: Edit,
-    step: Step,
-    which: Mask | np.bool_,
-    group: int,
-    link: Resource,
-    accumulate: int,
+    edit: Edit, step: Step, which: Mask | np.bool_, group: int, link: Resource, accumulate: int
 ) -> None:
     """Average the gradients of `which`, one message each, over groups of ranks after the last backward."""
     end = np.flatnonzero(step.ops.phase == Phase.BACKWARD)
@@ -94,13 +89,7 @@ def sum_shards(step: Step, sharing: Sharing) -> Step:
 
 
 def _average_after(
-    edit: Edit,
-    step: Step,
-    op: int,
-    phase: Phase,
-    which: Mask | np.bool_,
-    ranks: int,
-    link: Resource,
+    edit: Edit, step: Step, op: int, phase: Phase, which: Mask | np.bool_, ranks: int, link: Resource
 ) -> None:
     columns = columns_of(step.parameters)
     mine = np.flatnonzero(columns.trainable & (columns.gradient >= 0) & which)

@@ -239,10 +239,7 @@ def keep_own(
         # State of another rank's weight would stay in memory, and be wrong after its first update there.
         context.optimizer.state.pop(old, None)
     context.placement.remote_parameters = OtherRanks(
-        shapes,
-        {name: stages[0] % degree for name, stages in owner_of.items()},
-        group,
-        context.device,
+        shapes, {name: stages[0] % degree for name, stages in owner_of.items()}, group, context.device
     )
 
 

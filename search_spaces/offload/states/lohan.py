@@ -8,11 +8,7 @@ from pydantic import Field
 
 from memtune.effects import GRADIENTS_AT_END, Effects
 from memtune.offload.optimizer import UPDATES, GradientOffload, no_native_update, no_state_to_offload
-from memtune.offload.ssd_states import (
-    SsdOverlappedOptimizer,
-    not_overlappable,
-    optimizer_on_ssd_overlapped,
-)
+from memtune.offload.ssd_states import SsdOverlappedOptimizer, not_overlappable, optimizer_on_ssd_overlapped
 from memtune.program import Program
 from memtune.runtime import Context
 from memtune.search_spaces.offload.states._common.grad_offload_technique import (

@@ -212,8 +212,7 @@ class ZeroInfinity(NativelyUpdated):
                     "optimizer: ssd",
                 )
             return Reason(
-                "offloaded weights are updated on the host, not on the device",
-                "optimizer: host or ssd",
+                "offloaded weights are updated on the host, not on the device", "optimizer: host or ssd"
             )
         if self.optimizer == "host" and self.effects.keeps_steps:
             return Reason(
@@ -227,8 +226,7 @@ class ZeroInfinity(NativelyUpdated):
         if self.gradients is None:
             return None
         return Reason(
-            "gradients of resident parameters are on the device until the step",
-            "parameters: host or ssd",
+            "gradients of resident parameters are on the device until the step", "parameters: host or ssd"
         )
 
     def rewrite(self, program: Program, plan: ZeroInfinityPlan, target: Target) -> Program:

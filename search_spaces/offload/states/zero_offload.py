@@ -133,8 +133,7 @@ class ZeroOffload(NativelyUpdated):
         if found.least_bytes > target.budget_bytes:
             least = format_bytes(found.least_bytes)
             return Reason(
-                f"no optimizer state fits on the device: without any the step needs {least}",
-                "ratio: 1.0",
+                f"no optimizer state fits on the device: without any the step needs {least}", "ratio: 1.0"
             )
         if not found.resident:
             return Reason("no parameter's optimizer state fits on the device", "ratio: 1.0")

@@ -208,10 +208,7 @@ class _PassResult:
 
 
 def _after(
-    program: Program,
-    technique: Technique,
-    chosen: dict[str, Technique],
-    hardware: Hardware,
+    program: Program, technique: Technique, chosen: dict[str, Technique], hardware: Hardware
 ) -> Program | None:
     """Return `program` after the pass of `technique` next to the `chosen` ones; None if it does not fit."""
     known = _known_results(program, technique, hardware)

@@ -30,9 +30,7 @@ from memtune.program import Program, Schedule, Step, memoized
 from memtune.runtime import Context
 from memtune.search_spaces._plan_fields import Index, ScheduleField, require_entries
 from memtune.search_spaces._support import effects_conflict
-from memtune.search_spaces.recompute._schedule_planner.region_placement import (
-    SCHEDULED,
-)
+from memtune.search_spaces.recompute._schedule_planner.region_placement import SCHEDULED
 from memtune.technique import Plan, Reason, Target
 
 

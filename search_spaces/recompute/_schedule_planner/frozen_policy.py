@@ -12,13 +12,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from memtune import refusals
-from memtune.activations.eviction import (
-    OnlineRegion,
-    Policy,
-    PolicySchedule,
-    online_policy,
-    with_peak,
-)
+from memtune.activations.eviction import OnlineRegion, Policy, PolicySchedule, online_policy, with_peak
 from memtune.activations.recompute import states_online
 from memtune.activations.schedules import not_foreseen, region_of
 from memtune.effects import Effects

@@ -7,22 +7,14 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
-from memtune.activations.eviction import (
-    Policy,
-    PolicySchedule,
-    Trace,
-    freeze,
-    region_trace,
-)
+from memtune.activations.eviction import Policy, PolicySchedule, Trace, freeze, region_trace
 from memtune.activations.schedules import ScheduledRegion, elements_of, region_of
 from memtune.hardware import Hardware, op_class, op_costs
 from memtune.parallel.ranks import require_whole_parameters
 from memtune.program import Schedule, Step
 from memtune.runtime import Context
 from memtune.search_spaces.recompute._schedule_planner.block_schedules import require_schedule_ran
-from memtune.search_spaces.recompute._schedule_planner.region_placement import (
-    Placement,
-)
+from memtune.search_spaces.recompute._schedule_planner.region_placement import Placement
 
 FitsOnline = Callable[[Placement, Policy, int], bool]
 """Return whether the runtime can use a policy within a budget when it decides while the model runs."""

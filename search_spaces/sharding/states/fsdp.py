@@ -66,11 +66,7 @@ class Fsdp(_FsdpUnits):
 
     def _sharding(self, program: Program, plan: Any, target: Target) -> Sharding:
         sharding = super()._sharding(program, plan, target)
-        return replace(
-            sharding,
-            prefetch=self.prefetch,
-            keeps_root=self.keep_root and sharding.keeps_root,
-        )
+        return replace(sharding, prefetch=self.prefetch, keeps_root=self.keep_root and sharding.keeps_root)
 
     def _shard_options(self) -> dict[str, Any]:
         return {"prefetch": self.prefetch, "keep_root": self.keep_root}

@@ -7,12 +7,7 @@ import numpy as np
 from memtune import refusals
 from memtune.hardware import Hardware, op_costs
 from memtune.offload.optimizer import Native, optimizer_on_host, unknown_optimizer
-from memtune.offload.parameters import (
-    Overlap,
-    moment_of_ops,
-    not_in_layers,
-    stream_parameters,
-)
+from memtune.offload.parameters import Overlap, moment_of_ops, not_in_layers, stream_parameters
 from memtune.program import (
     F64,
     Kind,

@@ -10,14 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from memtune.hardware import Hardware
-from memtune.offload.chunks import (
-    LockFreeOptimizer,
-    PagedUnits,
-    PagePlan,
-    count_pages,
-    in_frames,
-    schedule,
-)
+from memtune.offload.chunks import LockFreeOptimizer, PagedUnits, PagePlan, count_pages, in_frames, schedule
 from memtune.offload.core import ALIGNMENT, Pages, is_gathered, move_to_device, paged, timeline
 from memtune.offload.optimizer import HostOptimizer, cannot_part, optimizer_on_host
 from memtune.offload.parameters import (
