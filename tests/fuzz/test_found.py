@@ -78,6 +78,30 @@ def test_recompute_of_nothing_is_refused_before_a_trial(found: Case, tmp_path: P
     assert "autograd saves nothing" in Recorded(found.model, None, tmp_path).peak(found).text
 
 
+def test_second_backward_through_updated_weights_is_named_by_recompute(tmp_path: Path) -> None:
+    found = case(
+        "batch_norm",
+        "attention",
+        "experts",
+        blocks=4,
+        recompute=("every_nth", {"n": 3}),
+        offload__states="stronghold",
+    )
+    twice = replace(found, behaviours=("backward_twice",), own_loop=True)
+    outcome = Recorded(found.model, None, tmp_path).outcome(twice)
+    assert outcome.code == "MT307", outcome.text
+    assert "a second backward through it finds those of an update" in outcome.text
+    assert outcome.kind == "refused"
+
+
+def test_tiles_of_layers_that_are_blocks_are_refused_before_a_trial(tmp_path: Path) -> None:
+    """The forward of a block is recompute's; the first layer and the head are the blocks here."""
+    tiles = "zero_infinity", {"parameters": "host", "tiles": 4}
+    found = case("positions", "view", recompute="balanced", offload__states=tiles)
+    outcome = Recorded(found.model, None, tmp_path).outcome(found)
+    assert outcome.kind == "refused", outcome.text
+
+
 def test_attention_of_blocks_that_run_nothing_is_refused(tmp_path: Path) -> None:
     found = case("unused", ranks=2, sharding__parallel="head_context")
     outcome = Recorded(found.model, None, tmp_path, found.ranks).peak(found)

@@ -288,8 +288,9 @@ class Compared:
                 f"{self.region} computed other values when it was run again, in {made_by}.",
                 evidence=f"Saved tensor {self.number}, {like}, has another norm.",
                 fix=(
-                    "its forward must do the same each time it runs; choose recompute: {kind: none} if it"
-                    " cannot"
+                    "its forward must do the same each time it runs, with the same weights: a second backward"
+                    " through it finds those of an update inside the first; choose recompute: {kind: none} if"
+                    " it cannot"
                 ),
                 code="MT307",
             )

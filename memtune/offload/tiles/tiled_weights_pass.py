@@ -88,6 +88,7 @@ def is_linear(step: Step, p: int, readers: I32, raw: int, shape: tuple[int, ...]
         len(forward) != 1
         or len(back) > 1
         or own != "weight"
+        or owner in step.blocks  # whose forward may be that of recompute
         or step.modules[step.ops.module[forward[0]]] != owner
     ):
         return False
