@@ -89,8 +89,7 @@ class Effects:
     @property
     def follows_calls(self) -> bool:
         """True if it acts on calls of blocks or on ready gradients."""
-        # A schedule of the whole model makes no such calls; a schedule of each block leaves them in
-        # place.
+        # A schedule of the whole model makes no such calls; a schedule of each block leaves them in place.
         return self.calls in ("grad_hooks", "block_hooks")
 
 

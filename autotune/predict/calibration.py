@@ -157,9 +157,8 @@ def oom_probability(calibration: Calibration, peak_bytes: int, budget_bytes: int
     Returns:
         0 without a budget; None with fewer trials than an interval needs.
     """
-    # Of n earlier ratios, k exceed what the budget allows: the probability is between k / (n + 1) and
-    # (k + 1) / (n + 1), and its middle is returned. So it is never 0 or 1, and approaches them as
-    # trials agree.
+    # Of n earlier ratios, k exceed what the budget allows: the probability is between k / (n + 1) and (k + 1)
+    # / (n + 1), and its middle is returned. So it is never 0 or 1, and approaches them as trials agree.
     if budget_bytes is None:
         return 0.0
     ratios = calibration.peak_ratios
@@ -171,9 +170,8 @@ def oom_probability(calibration: Calibration, peak_bytes: int, budget_bytes: int
 
 def residuals(rows: Iterable[OpTime], hardware: Hardware) -> dict[str, Curve]:
     """Return by op class a curve over size of measured time over `hardware`'s prediction."""
-    # Sizes are half decades of the time at peak rates; in each, measured and predicted seconds are
-    # summed, so that ops count by their time. `EVERY_CLASS` is the factor of all rows, for classes
-    # without rows.
+    # Sizes are half decades of the time at peak rates; in each, measured and predicted seconds are summed, so
+    # that ops count by their time. `EVERY_CLASS` is the factor of all rows, for classes without rows.
     plain = replace(hardware, residuals={})
     sums: dict[str, dict[int, list[_Entry]]] = {}
     for row in rows:

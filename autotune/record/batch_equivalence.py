@@ -271,8 +271,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _caster(attempt: torch.dtype, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """Return a cast for batch tensors of a comparison in `attempt`."""
-    # In float64 those of the model's dtype, float32 or complex64 are widened; all others keep their
-    # dtype.
+    # In float64 those of the model's dtype, float32 or complex64 are widened; all others keep their dtype.
     cast = {dtype, torch.float32, torch.complex64} if attempt is torch.float64 else set()
     return lambda tensor: tensor.to(_wide(tensor.dtype)) if tensor.dtype in cast else tensor
 

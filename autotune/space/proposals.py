@@ -68,8 +68,7 @@ class Proposer:
         self, pruner: Pruner, tried: Collection[str], best: float | None, model: StepTimeModel
     ) -> Proposal | None:
         """Return the next candidate, or None if no untried one may improve on `best`."""
-        # A trial that other work may have slowed down is proposed again if that is worth more than
-        # another.
+        # A trial that other work may have slowed down is proposed again if that is worth more than another.
         self._n_proposed += 1
         ranked = self._by_improvement if self.goal == "throughput" else self._by_prediction
         first = next(ranked(pruner, tried, best, model), None)

@@ -422,9 +422,8 @@ class _ScoredSet:
 
     def promising(self, looked_around: Mapping[Hashable, Scored]) -> dict[Hashable, Scored]:
         """Return the candidates whose neighbourhood to explore, by the property that they are best in."""
-        # A candidate qualifies if it is much better than the one explored before for that property,
-        # or at all better for the best overall. Techniques whose best is several times slower are
-        # skipped.
+        # A candidate qualifies if it is much better than the one explored before for that property, or at all
+        # better for the best overall. Techniques whose best is several times slower are skipped.
         goal = self._goal
         best = self._best(goal)
         fastest = best[_ALL].rank(goal)[1] if goal == "throughput" and _ALL in best else math.inf

@@ -54,8 +54,7 @@ def threads_per_rank(cores: int, ranks: int) -> int:
 
 def use_share_of_cores() -> None:
     """Run torch on this rank's share of the cores if torchrun has left it on one thread."""
-    # Trials run on that share; on one thread an optimizer update on the host would take many times as
-    # long.
+    # Trials run on that share; on one thread an optimizer update on the host would take many times as long.
     import torch
 
     is_default = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"

@@ -53,8 +53,7 @@ def host_memory_bytes() -> int:
 @functools.cache
 def cpu() -> CpuRates:
     """Return this machine's rates: those kept on disk if a quick probe confirms them, else measured."""
-    # A measurement takes under half a second. It is kept unless other processes used the machine
-    # meanwhile.
+    # A measurement takes under half a second. It is kept unless other processes used the machine meanwhile.
     kept = _kept()
     if kept is not None and (kept.is_given or _confirmed(kept)):
         return kept

@@ -35,8 +35,7 @@ def measure_rates(device: torch.device, *, local_ranks: int) -> dict[str, float]
         device: Device of this rank.
         local_ranks: Ranks on this machine, which must all call this function.
     """
-    # Links are measured if all ranks are on this machine; of others it is unknown which link a message
-    # takes.
+    # Links are measured if all ranks are on this machine; of others it is unknown which link a message takes.
     shared = local_ranks if device.type == "cpu" else 1
     found = _copy_rates(device, shared)
     found["host_adam_bytes_per_s"] = _adam_rate(device) * local_ranks

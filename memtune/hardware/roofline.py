@@ -212,8 +212,7 @@ def peak_s(flops: F64, traffic_bytes: F64, flops_per_s: F64 | float, bytes_per_s
 
 def on_curve(curve: Curve, at_peak_s: F64) -> F64:
     """Return the seconds of ops that take `at_peak_s` at peak rates, by log-log interpolation of `curve`."""
-    # Below the smallest point an op takes the time of that point; above the largest it has that
-    # efficiency.
+    # Below the smallest point an op takes the time of that point; above the largest it has that efficiency.
     x, y = np.log(np.array(curve).T)
     at = np.log(np.maximum(at_peak_s, 1e-12))
     found: F64 = np.exp(np.interp(at, x, y) + np.maximum(at - x[-1], 0.0))

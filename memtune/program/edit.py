@@ -372,8 +372,7 @@ class Edit:
 
     def hold_to_the_end_of_backward(self, op: int) -> None:
         """Hold tensors that live until backward returns through the new op `op`."""
-        # They are made by forward (the batch, the loss), or are gradients of leaves that are no
-        # parameters.
+        # They are made by forward (the batch, the loss), or are gradients of leaves that are no parameters.
         last = self._step.backward_end
         mine = held_in_backward(self._step, last, last)
         storages = np.flatnonzero(mine).astype(np.int32)

@@ -28,17 +28,15 @@ _OUTPUTS_IN_EVALUATION = {
 
 def first_step(step: Step) -> Step:
     """Return `step` as the first of a run: optimizer state is allocated just before the first update."""
-    # An upper bound for optimizers that allocate a parameter's state at its own update (SGD's
-    # momentum): there the temporaries of earlier parameters do not coincide with the state of later
-    # ones.
+    # An upper bound for optimizers that allocate a parameter's state at its own update (SGD's momentum):
+    # there the temporaries of earlier parameters do not coincide with the state of later ones.
     return step.with_storages(producer=state_producers(step))
 
 
 def state_producers(step: Step) -> I32:
     """Return (m,) the producer of each storage in the first step."""
-    # torch's optimizers allocate the state of a whole parameter group before they update its first
-    # parameter. An optimizer that updates parameters one by one inside backward allocates state per
-    # parameter.
+    # torch's optimizers allocate the state of a whole parameter group before they update its first parameter.
+    # An optimizer that updates parameters one by one inside backward allocates state per parameter.
     updates = np.flatnonzero(step.ops.phase == Phase.OPTIMIZER)
     state = (step.storages.kind == Kind.OPTIMIZER) & (step.storages.producer < 0)
     if not len(updates) or not state.any():

@@ -282,8 +282,7 @@ def find_schedule_error(graph: OpGraph, schedule: Schedule) -> str:
 
 def _tiling_error(graph: OpGraph, step: ScheduleStep, ran: Sequence[int]) -> str:
     """Return the reason why the ops `step.along` cannot run tile by tile, '' if they can."""
-    # Each must have run before and must make one value without writes or random numbers; rows must
-    # ascend.
+    # Each must have run before and must make one value without writes or random numbers; rows must ascend.
     if not step.along:
         return ""
     if step.parts < 2 or list(step.along) != sorted(set(step.along)) or step.target <= step.along[-1]:

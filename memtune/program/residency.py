@@ -253,8 +253,7 @@ def ssd_spill_reads(
     Returns:
         Pairs: the tensor that is fetched, a tensor that is read at that time.
     """
-    # A fetch reads its tensor, unless it was read ahead, then further tensors, the last offloaded one
-    # first.
+    # A fetch reads its tensor, unless it was read ahead, then further tensors, the last offloaded one first.
     on_ssd, waiting, found = list(offloaded), 0, []
     is_read: set[T] = set()
     for each in fetched:

@@ -94,8 +94,7 @@ def adding_ops(step: Step) -> I32:
 
 def complete_after(step: Step, gradient: I32, raw: I32) -> I32:
     """Return the op after which each gradient is complete, `raw` being what this micro-batch produces."""
-    # A sum exists before this micro-batch, so no op produces it: it is complete when `raw` has been
-    # added.
+    # A sum exists before this micro-batch, so no op produces it: it is complete when `raw` has been added.
     summed = step.storages.producer[gradient] < 0
     at = np.where(summed, adding_ops(step)[gradient], step.storages.grad_ready_after[raw])
     return at.astype(np.int32)

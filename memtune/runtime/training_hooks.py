@@ -100,12 +100,11 @@ def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> None:
         optimizer: Optimizer whose `step` is replaced.
         step: The new step, without the optimizer as an argument; it runs the optimizer's step hooks itself.
     """
-    # A scheduler wraps `step` when it is built, marks the wrapper, and warns at its own first step if
-    # the mark is missing; the wrapper notes that the optimizer was called. The replacement notes the
-    # call and carries the mark, so a scheduler that is built later does not wrap it again.
-    # A closure (`optimizer.step(closure)`) runs before the step hooks, because its backward makes the
-    # gradients that they offload, check and reduce; torch's optimizers, too, call it before they
-    # update.
+    # A scheduler wraps `step` when it is built, marks the wrapper, and warns at its own first step if the
+    # mark is missing; the wrapper notes that the optimizer was called. The replacement notes the call and
+    # carries the mark, so a scheduler that is built later does not wrap it again. A closure
+    # (`optimizer.step(closure)`) runs before the step hooks, because its backward makes the gradients that
+    # they offload, check and reduce; torch's optimizers, too, call it before they update.
 
     @functools.wraps(type(optimizer).step)  # GradScaler and others read its signature
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:

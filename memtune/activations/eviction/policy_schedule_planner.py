@@ -134,9 +134,8 @@ def freeze(
         accepts: Whether the option can be used; others decide only if none can.
         below_s: Seconds of recomputation that a schedule must stay below.
     """
-    # A policy accounts the region's values alone. Its budget is what the rest of the step leaves,
-    # reduced until the whole step's peak fits. An option is played only until it costs more than the
-    # best before it.
+    # A policy accounts the region's values alone. Its budget is what the rest of the step leaves, reduced
+    # until the whole step's peak fits. An option is played only until it costs more than the best before it.
     allowed = budget_bytes - int((region.background_bytes + region.scratch_bytes).min())
     limits = _Limits(_with_holes(allowed, options), _WORK_LIMIT, below_s)
     rejected: PolicySchedule | None = None

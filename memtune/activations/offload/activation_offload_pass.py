@@ -450,9 +450,8 @@ def insert_reloads(
     stage: I32,
 ) -> tuple[I32, I32]:
     """Insert reloads just before their first reads, after the SSD reads they start; return both."""
-    # A reload belongs to the block whose backward reads the tensor first: a tensor saved by several
-    # blocks is reloaded with the last of them. `stage` is that of each tensor; SSD reads are prefetched
-    # within a stage.
+    # A reload belongs to the block whose backward reads the tensor first: a tensor saved by several blocks is
+    # reloaded with the last of them. `stage` is that of each tensor; SSD reads are prefetched within a stage.
     fetched, is_read = asked, np.zeros(len(asked), bool)
     moving = asked
     if on.any():

@@ -153,8 +153,7 @@ class SavedStorage:
 
     def prefetch(self) -> None:
         """Reload it before it is read, on a separate stream; hold the host copy until `complete_prefetch`."""
-        # The host copy is held even if the copy ends early, so that host bytes do not depend on
-        # timing.
+        # The host copy is held even if the copy ends early, so that host bytes do not depend on timing.
         host = self._host
         with transfer.prefetching_separately(self.device):
             self.reload()

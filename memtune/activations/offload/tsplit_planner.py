@@ -128,8 +128,7 @@ class PlanResult:
 
 def solve(problem: Problem, budget_bytes: int) -> PlanResult:
     """Return a choice whose peak is at most `budget_bytes`, or one with a smaller peak if there is none."""
-    # Bytes freed beyond the budget may count or not. Each rule is better on some steps, so both are
-    # tried.
+    # Bytes freed beyond the budget may count or not. Each rule is better on some steps, so both are tried.
     found = [_followed(problem, budget_bytes, beyond=each) for each in (False, True)]
     within = [each for each in found if each.is_within]
     if not within:

@@ -213,9 +213,8 @@ def run_blocks(step: Step, regions: BlockRegions, schedules: Sequence[Schedule])
 
 def _kept_by_schedules(new: Step) -> Step:
     """Return `new` with the values that a block's schedule keeps for backward as saves of the block."""
-    # Those are the values of forward that the block's backward, or its recomputation, reads. As saves
-    # they are treated like autograd's by passes that offload blocks or their saves. Lifetimes do not
-    # change.
+    # Those are the values of forward that the block's backward, or its recomputation, reads. As saves they
+    # are treated like autograd's by passes that offload blocks or their saves. Lifetimes do not change.
     later = (new.use_phase == Phase.BACKWARD) | (new.use_phase == Phase.RECOMPUTE)
     block = new.ops.block[new.uses.op]
     producer = new.storages.producer[new.uses.storage]

@@ -146,8 +146,7 @@ def _match(
         raise NotTokenWise
     join, residual = _joined(step, backward, made | {x})
     dy, dx, gradients = _gradients(step, backward, made | {x, residual})
-    # An op packs its inputs before it runs and its output after: the window of outputs is one op
-    # later.
+    # An op packs its inputs before it runs and its output after: the window of outputs is one op later.
     window = (step.saves.packed_before > forward[0]) | (
         (step.saves.packed_before == forward[0]) & (step.saves.is_output == 0)
     )

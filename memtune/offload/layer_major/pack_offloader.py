@@ -104,10 +104,9 @@ class PackOffloader:
         Raises:
             ApplyError: An earlier step raised after it had updated packs.
         """
-        # With `parts`, only memory of `following` is allocated now. Its values, and the D2H copies
-        # of the last pack's gradients, are split into that many parts, one per call of
-        # `next_micro_batch`. A link serves copies in order: a micro-batch's boundary activation
-        # would wait for all of them.
+        # With `parts`, only memory of `following` is allocated now. Its values, and the D2H copies of the
+        # last pack's gradients, are split into that many parts, one per call of `next_micro_batch`. A link
+        # serves copies in order: a micro-batch's boundary activation would wait for all of them.
         self._updates.early.step_goes_on()
         # Compute must not read a prefetched pack before its copies have ended.
         units = self.units

@@ -40,9 +40,8 @@ MOST_RANKS = 10
 @cache
 def cross_mapping(stages: int, ranks: int, per_root: int) -> tuple[int, ...]:
     """Return the rank of each stage with the least contention; the order of `ranks` ranks repeats."""
-    # Ranks of one root are interchangeable, so orders of roots are tried, each root's ranks in
-    # sequence. Their number grows like a factorial: all are tried up to `MOST_RANKS`; beyond that roots
-    # alternate.
+    # Ranks of one root are interchangeable, so orders of roots are tried, each root's ranks in sequence.
+    # Their number grows like a factorial: all are tried up to `MOST_RANKS`; beyond that roots alternate.
     if per_root <= 1 or per_root >= ranks:
         return tuple(stage % ranks for stage in range(stages))
     if ranks > MOST_RANKS:

@@ -141,9 +141,8 @@ def _text(path: Path) -> str:
 
 def least_state_bytes(context: Context, share: float, moments: Moments = "float32") -> int:
     """Return a lower bound of the host bytes that a `share` of the optimizer's state newly takes."""
-    # Gradients and buffers come on top. State in host memory already, such as on CPU after some steps,
-    # is not new. Weights in host memory, as on CPU the device's, may be freed, so they are not new
-    # either.
+    # Gradients and buffers come on top. State in host memory already, such as on CPU after some steps, is not
+    # new. Weights in host memory, as on CPU the device's, may be freed, so they are not new either.
     try:
         # Made only to ask for the state's size; it changes nothing but a hook that clears its own caches.
         native = NativeUpdate(context.optimizer, moments)

@@ -367,8 +367,7 @@ class Overlap(NamedTuple):
 
 def block_of_the_step(step: Step) -> int:
     """Return the block that the step updates, where all trained parameters are in blocks; else -1."""
-    # Without any gradient left, changes of gradients between backward and the step would be lost
-    # unseen.
+    # Without any gradient left, changes of gradients between backward and the step would be lost unseen.
     columns = columns_of(step.parameters)
     block = columns.block[columns.gradient >= 0]
     return int(block.min()) if len(block) else -1

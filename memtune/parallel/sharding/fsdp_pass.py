@@ -773,8 +773,7 @@ class Sharding:
     @property
     def average_phase(self) -> Phase:
         """Phase of the averages."""
-        # Ops that run once per step belong to the boundary, although they are issued inside
-        # backward.
+        # Ops that run once per step belong to the boundary, although they are issued inside backward.
         return Phase.BOUNDARY if self.two_hop else self.reduce_phase
 
     @property

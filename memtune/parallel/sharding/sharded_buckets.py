@@ -395,8 +395,7 @@ class ShardedBuckets:
     @torch.no_grad()
     def gather(self) -> None:
         """All-gather the rows that other ranks have updated, while the bucket before is copied out."""
-        # From here on only the shards have gradients, so that zeroing the optimizer's gradients
-        # frees them.
+        # From here on only the shards have gradients, so that zeroing the optimizer's gradients frees them.
         for part in self.parts:
             part.parameter.grad = None
         in_flight: tuple[Bucket, Tensor, Any] | None = None

@@ -113,10 +113,9 @@ def solve_tsplit(
     """Return the plan for a budget in bytes, or for a share of the way from the smallest peak to the plain
     one.
     """
-    # The planner prices single moments; the passes decide. If the rewritten program exceeds the budget
-    # after every later pass, the planner gets a budget smaller by the excess. If no plan with prefetch
-    # fits, plans without prefetch are tried. The result is cached, since both `fits` and `plan` ask for
-    # it.
+    # The planner prices single moments; the passes decide. If the rewritten program exceeds the budget after
+    # every later pass, the planner gets a budget smaller by the excess. If no plan with prefetch fits, plans
+    # without prefetch are tried. The result is cached, since both `fits` and `plan` ask for it.
     program = Program((RankClass(ranks, step),), micro_batch, accumulate)
     run = _Run(step, later, hardware, program, limits)
     plain = run.plain_bytes
