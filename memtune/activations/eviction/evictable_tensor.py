@@ -167,6 +167,7 @@ def run_again(ran: RepeatableOp, over: bool) -> tuple[Any, Tensor | None]:
     if about.name in READS_GRAD_MODE:
         with grad_mode_on():
             return about.func(*args, **kwargs), whole
+    # With the numbers of the first run; the generators continue from where they are.
     if ran.random is not None:
         with ran.random.restored():
             return about.func(*args, **kwargs), whole
@@ -188,6 +189,7 @@ def run_in_parts(ran: RepeatableOp, along: Sequence[RepeatableOp], parts: int) -
     # All tensor arguments of an elementwise op have the layout of its output.
     like = next(each.view for each in tree_leaves((ran.args, ran.kwargs), is_leaf=_is_read) if _is_read(each))
     whole: Tensor | None = None
+    # Each element depends on its own inputs only, so parts give the bits of the whole.
     for start, end in parts_of(math.prod(like.size), parts):
         made: dict[int, Tensor] = {}  # id of a value → its part
         for each in along:
@@ -230,6 +232,8 @@ def _argument(each: Any, ran: RepeatableOp, whole: Tensor | None) -> Any:
     if ran.over is not None and each.of is ran.over[0]:
         assert whole is not None
         return each.view.on(whole)
+    # Not resident, written by user code since forward returned it, or another version of a value that cannot
+    # be made again.
     if each.of.alias is None or each.of.is_written or (not each.of.again and each.of.writes != each.writes):
         raise written_since(f"a tensor that {what} has read and must read again")
     return each.view.on(each.of.alias)

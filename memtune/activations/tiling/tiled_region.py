@@ -116,8 +116,10 @@ def _check(installed: list[tuple[str, nn.Module, _TilingSettings]]) -> dict[str,
 def _forward(module: nn.Module, settings: _TilingSettings, *args: Any, **kwargs: Any) -> Any:
     x = args[0] if len(args) == 1 and not kwargs else None
     parameters = [each for each in module.parameters() if each.requires_grad]
+    # One token cannot be cut, and with further arguments it is unknown which of them have its dim.
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 2 or x.shape[:-1].numel() < 2:
         return settings.forward(*args, **kwargs)
+    # Without a graph the inner tensors are freed at once anyway.
     if not torch.is_grad_enabled() or not (x.requires_grad or parameters):
         return settings.forward(*args, **kwargs)
     if not settings.looked:
@@ -203,6 +205,7 @@ class _KeptParts(torch.autograd.Function):
             with torch.enable_grad():
                 part, entered = rows[start : start + size], None
                 if x.requires_grad:
+                    # The rows are detached, so only the anchor makes this node require a gradient.
                     part = _Entered.apply(part, settings.anchor)  # type: ignore[no-untyped-call]
                     entered = get_gradient_edge(part)
                 made = settings.part(part, x.dim())
