@@ -22,6 +22,7 @@ class TestFull(TechniqueSuite):
     technique = Full
     models = ZOO
     quick = ("tied",)
+    drawn_defects = 12  # all: other suites of the slot draw one each
 
     def test_blocks_save_their_inputs_alone_and_their_ops_run_twice(self) -> None:
         plain, step = rewritten(ZOO["gpt"]), rewritten(ZOO["gpt"], self.default())

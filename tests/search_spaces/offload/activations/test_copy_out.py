@@ -56,6 +56,7 @@ class TestCopyOut(TechniqueSuite):
     technique = CopyOut
     models = ZOO
     quick = ("tied",)
+    drawn_defects = 8  # all: other suites of the slot draw one each
     variants = (ALL, HALF)
 
     @pytest.fixture(autouse=True)
