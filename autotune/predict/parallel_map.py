@@ -3,6 +3,8 @@
 Rules:
 
 1. Items of one group are processed by one process, call after call if it is idle: its caches are used again.
+  A copy that no group is left for takes half of what this process has left of a group, if that is long. So a
+  result may depend on its item alone, never on the items before it.
 2. A copy that dies, or takes far longer than this process takes for its own items, costs time only: its items
   are processed here. So a function that raises does so here.
 3. A copy ends with this process, however that ends.
@@ -34,6 +36,10 @@ PATIENCE: Final = 3.0
 LEAST_S: Final = 20.0
 """A copy may take `PATIENCE` times as long as this process took for its own items, plus `LEAST_S`."""
 _LOOK_S: Final = 0.01  # between looks at the copies
+_SHARED_S: Final = 0.1
+"""Expected time of the items left of a group from which half of them are given away: the copy may have to
+compute again what the group shares.
+"""
 _HERE: Final = -1
 _DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG of prctl(2)
 
@@ -80,14 +86,16 @@ class ParallelMap(Generic[T, R]):
         work: _Work[T, R] = _Work(items, self._group, self._homes)
         started, worked_s = time.monotonic(), self._worked_s - time.process_time()
         looked = -math.inf
-        while (mine := work.next_group(_HERE)) is not None:
-            for i in mine:
+        while work.take_here():
+            while work.left:
                 # The clock of CPU time and polling are system calls, which cost as much as a small item.
                 if time.monotonic() - looked >= _LOOK_S:
                     looked, self._worked_s = time.monotonic(), worked_s + time.process_time()
-                    if not self._copies and self._worked_s >= self._worth_s and work.groups:
+                    may_copy = self._worked_s >= self._worth_s and bool(work.groups or work.may_share)
+                    if not self._copies and may_copy:
                         self._copy()
                     self._collect_and_refill(work)
+                i = work.left.popleft()
                 work.results[i] = self._function(items[i])
                 on_done(len(work.results))
         self._worked_s = worked_s + time.process_time()
@@ -119,7 +127,7 @@ class ParallelMap(Generic[T, R]):
             if (
                 number not in work.assigned
                 and copy.is_alive
-                and (group := work.next_group(number)) is not None
+                and (group := work.next_group(number) or work.share())
             ):
                 work.assigned[number] = group
                 copy.send([work.items[i] for i in group])
@@ -139,19 +147,41 @@ class _Work(Generic[T, R]):
         self.results: dict[int, R] = {}
         self.assigned: dict[int, list[int]] = {}
         """By process: the positions that a copy is working on."""
+        self.left: deque[int] = deque()
+        """The positions that this process has left of its group."""
+        self.may_share = False
+        """True if copies may process them too."""
+        self._taken, self._since_s = 0, 0.0
 
-    def next_group(self, process: int) -> list[int] | None:
-        """Return the next group for `process`.
+    def next_group(self, process: int) -> list[int]:
+        """Return the next group for `process`, empty if there is none.
 
         Preferably one that it had before, then a new one, then another's (rule 1).
         """
         allowed = [each for each in self.groups if each[0] is not None or process == _HERE]
         if not allowed:
-            return None
+            return []
         chosen = min(allowed, key=lambda each: self._foreign(each[0], process))
         self.groups.remove(chosen)
         self._homes.setdefault(chosen[0], process)
+        if process == _HERE:
+            self.may_share = chosen[0] is not None
         return chosen[1]
+
+    def take_here(self) -> bool:
+        """Take the next group for this process as `left`; return whether there was one."""
+        self.left = deque(self.next_group(_HERE))
+        self._taken, self._since_s = len(self.left), time.monotonic()
+        return bool(self.left)
+
+    def share(self) -> list[int]:
+        """Return the later half of `left` for a copy; nothing if it takes little time or must stay here."""
+        done, took_s = self._taken - len(self.left), time.monotonic() - self._since_s
+        if not self.may_share or took_s * len(self.left) < _SHARED_S * done or done == 0:
+            return []
+        given = [self.left.pop() for _ in range(len(self.left) // 2)]
+        self._taken -= len(given)
+        return given[::-1]
 
     def _foreign(self, group: Hashable | None, process: int) -> int:
         home = _HERE if group is None else self._homes.get(group)
