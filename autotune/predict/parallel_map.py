@@ -104,7 +104,7 @@ class ParallelMap(Generic[T, R]):
         for number, positions in work.assigned.items():
             work.results.update(zip(positions, self._copies[number].answer(until_s) or (), strict=False))
             on_done(len(work.results))
-        # What a copy did not answer is processed here.
+        # A copy that ended has not answered: its items are processed here.
         return [work.results[i] if i in work.results else self._function(items[i]) for i in range(len(items))]
 
     def _copy(self) -> None:
@@ -186,7 +186,7 @@ class _Work(Generic[T, R]):
             return self._next_group(copy) or self._shared()
 
     def give_back(self, positions: list[int]) -> None:
-        """Process what a copy did not here."""
+        """Return positions that a copy has not processed: this process does."""
         with self._lock:
             self.groups.appendleft((None, positions))
 

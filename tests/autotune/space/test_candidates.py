@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pickle
+import random
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -8,6 +10,7 @@ from support.search.prepared_search import recording, rewriter
 
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.space.scoring import Scorer
+from memtune.autotune.space.search_space import build_space
 from memtune.program.edit import accumulate_gradients
 from memtune.program.step import Program
 from memtune.search_spaces import find
@@ -61,6 +64,22 @@ def test_rewriter_programs_are_equal_after_cache_is_cleared():
     assert isinstance(after, Program)
     assert before is not after
     np.testing.assert_array_equal(before.step.live_bytes(), after.step.live_bytes())
+
+
+@pytest.mark.parametrize("slots", [("recompute", "offload.activations"), ("recompute", "offload.states")])
+def test_scores_are_equal_in_drawn_order(slots: tuple[str, ...]):
+    made = rewriter(budget_bytes=5 * 2**20)
+    space = build_space(made, 8, axes=("execution", *slots))
+    draw, choices = random.Random(0), list(space)
+    drawn = draw.sample(choices, min(len(choices), 60))
+
+    def scored(order: list[Choice]) -> dict[Choice, object]:
+        # Solvers remember solutions by the step itself, so a copy of it begins without any.
+        scorer = Scorer(Rewriter(pickle.loads(pickle.dumps(recording())), made.target))
+        found = ((each, scorer.score(each)) for each in order)
+        return {each: str(score) if isinstance(score, Reason) else score for each, score in found}
+
+    assert scored(drawn) == scored(draw.sample(drawn, len(drawn)))
 
 
 class Nosy(Technique):
