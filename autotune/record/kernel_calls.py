@@ -107,6 +107,21 @@ _IN_FLOAT32 = frozenset({"rms_norm"})
 """Calls that autocast on CUDA runs in float32."""
 
 
+class _HeadsInside(torch.autograd.Function):
+    """Output of attention (samples, heads, length, size) in the order samples, length, heads, size."""
+
+    @staticmethod
+    def forward(context: Any, out: Tensor) -> Tensor:
+        """Return `out` in that order of memory; on fake tensors the order of its values is of no account."""
+        _, heads, length, size = out.shape
+        return out.as_strided(out.shape, (length * heads * size, size, heads * size, 1))
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Tensor:
+        """Return the gradient as it is."""
+        return gradients[0]
+
+
 class CallRecorder(TorchFunctionMode):
     """Function mode that records every call of `_KINDS` in `calls`; enter it together with the tracer.
 
@@ -158,6 +173,8 @@ class CallRecorder(TorchFunctionMode):
         with kernels:
             out = func(*args, **(kwargs or {}))
         after = self._tracer.mark()
+        if self._fuse and known[0] == "attention" and _is_efficient(tensors, dtype, options):
+            out = _HeadsInside.apply(out)  # type: ignore[no-untyped-call]
         if after.ops > before.ops:
             result = out[0] if isinstance(out, tuple) else out
             cast = dtype != str(tensors[0].dtype).removeprefix("torch.")
@@ -218,11 +235,19 @@ def _compute_dtype(called: str, tensor: Tensor) -> str:
 
 
 def _is_composed(tensors: Sequence[Tensor], dtype: str, options: Options) -> bool:
+    return translation_table.runs_everywhere("math", _called(tensors, dtype, options))
+
+
+def _is_efficient(tensors: Sequence[Tensor], dtype: str, options: Options) -> bool:
+    """Return whether GPUs run the kernel whose output does not have the order of the query's memory."""
+    # Its meta registration: torch/_meta_registrations.py meta__scaled_dot_product_efficient_attention.
+    return translation_table.runs_everywhere("efficient", _called(tensors, dtype, options))
+
+
+def _called(tensors: Sequence[Tensor], dtype: str, options: Options) -> translation_table.Attention:
     needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in tensors[:3])
     shapes = [tuple(each.shape) for each in tensors]
-    return translation_table.is_composed_everywhere(
-        translation_table.attention_of(shapes, dtype, options, needs_grad=needs_grad)
-    )
+    return translation_table.attention_of(shapes, dtype, options, needs_grad=needs_grad)
 
 
 def _without_dropout(

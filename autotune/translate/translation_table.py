@@ -449,10 +449,10 @@ def padded_mask_bytes(call: Attention) -> int:
     return call.B * call.H * call.Q * up(call.K, 16) * call.S if call.masked and call.K % 16 else 0
 
 
-def is_composed_everywhere(call: Attention) -> bool:
-    """Return whether no GPU since Ampere has a kernel for `call`, so that it runs as small ops, as on CPU."""
+def runs_everywhere(kernel: str, call: Attention) -> bool:
+    """Return whether every GPU since Ampere runs `kernel` for `call`; math: small ops, as on CPU."""
     return all(
-        attention_kernel(call, architecture).name == "math"
+        attention_kernel(call, architecture).name == kernel
         for architecture in ("sm80", "sm89", "sm90", "sm100", "sm120")
     )
 

@@ -171,6 +171,22 @@ def test_translated_schedule_addresses_match_live_ops(
     assert_same_graph(translate(plain, find(gpu)).step, tmp_path / "model_True.py")
 
 
+def test_output_of_efficient_attention_has_an_order_of_memory_of_its_own(tmp_path: Path) -> None:
+    """Queries may have the length before the samples, as in `nn.MultiheadAttention`: CUDA's kernel does not
+    keep that order, so what follows copies its output.
+    """
+    text = MODEL.replace(
+        "return x + drop(self.out(attend(q, k, v).transpose(1, 2).flatten(2)))",
+        "q, k, v = (each.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for each in (q, k, v))\n"
+        "        return x + self.out(attend(q, k, v).permute(2, 0, 1, 3).flatten(2).transpose(0, 1))",
+    )
+    sizes = {"dtype": "float32", "drop": 0.0, "kv": 4, "optimizer": "SGD", "extra": "", "foreach": ""}
+    plain, cuda = tmp_path / "plain.py", tmp_path / "cuda.py"
+    plain.write_text(text.format(cuda=False, kernel="", **sizes))
+    cuda.write_text(text.format(cuda=True, kernel="efficient", **sizes))
+    assert_same_graph(translate(record(Workload.load(plain), target="cuda"), find("a100")).step, cuda)
+
+
 @pytest.mark.parametrize(("seq", "mask"), [(32, "bool"), (24, "bool"), (24, "float32")])
 def test_translated_attention_mask_is_made_and_padded(tmp_path: Path, seq: int, mask: str) -> None:
     """Efficient attention pads a mask to rows of 16; CPU takes it as it is."""
