@@ -196,7 +196,8 @@ def solve_rounded(problem: Problem, *, time_limit_s: float = 10.0) -> Solution:
 
     Args:
         problem: Up to some 100 nodes in seconds.
-        time_limit_s: Time limit of each relaxation, and of the integer program.
+        time_limit_s: Time limit of the integer program. Relaxations, of at most a second, are solved to their
+            end: a busy machine finds the same schedule.
     """
     # If rounding meets the budget nowhere and the relaxation does, the first schedule that the integer
     # program finds is the start.
@@ -212,7 +213,7 @@ def solve_rounded(problem: Problem, *, time_limit_s: float = 10.0) -> Solution:
     model, is_impossible = _Model(problem), False
     # Section 5.3: a rounded schedule may exceed the relaxation's memory, so part of the budget is kept back.
     for epsilon in EPSILONS:
-        result = _solved(model, epsilon, integer=False, time_limit_s=time_limit_s)
+        result = _solved(model, epsilon, integer=False)
         # Without a solution of the relaxation there is none of the integer program.
         is_impossible |= epsilon == 0 and result.status == _INFEASIBLE
         if result.x is not None:
@@ -421,7 +422,9 @@ class _Model:
         return csr_array((structure.values(self._unit), structure.places), shape=shape)
 
 
-def _solved(model: _Model, epsilon: float, *, integer: bool, time_limit_s: float, gap: float = 0.0) -> Any:
+def _solved(
+    model: _Model, epsilon: float, *, integer: bool, time_limit_s: float = math.inf, gap: float = 0.0
+) -> Any:
     """Return the result of HiGHS, which stops within the relative `gap` of the optimum."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 

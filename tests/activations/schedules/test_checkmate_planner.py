@@ -221,6 +221,11 @@ def test_rounding_returns_the_least_excess_if_no_schedule_exists() -> None:
     assert found.over_bytes > 0
 
 
+def test_rounding_does_not_depend_on_the_clock() -> None:
+    problem = replace(reversal(6), budget_bytes=(5,) * 12)
+    assert solve_rounded(problem, time_limit_s=0.0) == solve_rounded(problem)
+
+
 @pytest.mark.parametrize("budget", [5, 6, 7, 9, 12])
 def test_rounding_is_near_the_optimum_on_a_chain(budget: int) -> None:
     rounded, exact = solve_rounded(chain(9, budget)), solve_exactly(chain(9, budget))
