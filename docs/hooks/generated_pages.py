@@ -76,7 +76,7 @@ def _technique(technique: Any, drawn: dict[str, Any]) -> Iterator[str]:
     kind = technique.model_fields["kind"].default
     name = f"{technique.slot}: {kind}"
     yield f"\n### `{kind}`: {technique.title} {{ #{technique.slot}-{kind} }}\n"
-    yield " ".join((technique.__doc__ or "").split("Distinguishing test")[0].split())
+    yield " ".join((technique.__doc__ or "").split())
     yield f"\nSource: {technique.source}. Exactness: {technique.exactness}.\n"
     if (data := drawn["techniques"].get(name)) is not None:
         without = drawn["scenes"][str(data["scene"])]

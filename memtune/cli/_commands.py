@@ -243,7 +243,7 @@ def _described(technique: type[Technique], texts: dict[str, str]) -> dict[str, A
         "axis": technique.slot,
         "kind": technique.model_fields["kind"].default,
         "title": technique.title,
-        "text": " ".join((technique.__doc__ or "").partition("Distinguishing test")[0].split()),
+        "text": " ".join((technique.__doc__ or "").split()),
         "source": technique.source,
         "exactness": technique.exactness,
         "knobs": knobs,

@@ -170,7 +170,7 @@ def _rows(tuned: TunedConfig) -> Iterator[dict[str, Any]]:
             "source": each.source,
             "exactness": str(each.exactness),
             "knobs": dict(each.knobs()),
-            "description": " ".join((type(each).__doc__ or "").split("Distinguishing test")[0].split()),
+            "description": " ".join((type(each).__doc__ or "").split()),
             "plan": list(each.explain(tuned.plan[each.slot])) if each.slot in tuned.plan else [],
         }
 

@@ -14,9 +14,6 @@ from memtune.technique import Target
 class GMLake(OwnAllocator):
     """Stitches free pieces of memory into one block, so that no request fails for fragmentation, at the cost
     of driver calls in the first steps.
-
-    Distinguishing test: after every second of many blocks is freed, one request as large as their sum needs
-    no new memory.
     """
 
     kind: Literal["gmlake"] = "gmlake"

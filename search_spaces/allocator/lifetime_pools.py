@@ -20,9 +20,6 @@ class LifetimePools(OwnAllocator):
     optimizer state, gradients (which outlive the optimizer's step), tensors kept for backward, the rest.
     Requests that are not recognized, or live longer or shorter than expected, are served as well. Buffers of
     constant size, the rest of ZeRO-R, are `bucket_cap_mb` of `sharding.states`.
-
-    Distinguishing test: kept and transient blocks in alternation, then one request as large as the transient
-    ones, need no more than is live.
     """
 
     kind: Literal["lifetime_pools"] = "lifetime_pools"

@@ -80,9 +80,6 @@ class AttentionBoundary(Technique):
     every k-th region only and recomputes it in between. Regions cross the edges of blocks, so a schedule
     replaces the model's forward and backward. Where parameters are loaded or unsharded block by block, each
     block has a schedule of its own and keeps its input.
-
-    Distinguishing test: attention's forward runs once per block and step; with k = L, all that L blocks keep
-    is L outputs and log-sum-exps of attention, to the byte.
     """
 
     kind: Literal["attention_boundary"] = "attention_boundary"

@@ -22,10 +22,6 @@ class AttentionOutput(Technique):
     `full` runs.
 
     Useful for long sequences, where attention is most of a block's forward.
-
-    Distinguishing test: attention's forward runs once per block and step, all other ops of the block up to
-    the last tensor saved run twice; a block holds its input, attention's output and its log-sum-exp, to the
-    byte.
     """
 
     kind: Literal["attention_output"] = "attention_output"

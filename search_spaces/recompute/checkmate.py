@@ -49,9 +49,6 @@ class Checkmate(Technique):
     The model's ops, forward and backward, are joined to a few nodes. Checkmate's program over them is
     relaxed, rounded and improved, or solved exactly. The resulting schedule replaces the model's forward and
     backward.
-
-    Distinguishing test: the measured peak is the schedule's, to the byte, and values are computed three times
-    and more where that pays.
     """
 
     kind: Literal["checkmate"] = "checkmate"

@@ -18,9 +18,6 @@ class Coop(DynamicPolicy):
     request is evicted. Ops that change a tensor in place keep its address. The window is played with first
     and with best fit, and with recomputed tensors kept or dropped after their reader; the decisions that
     recompute least on the recorded step become a schedule.
-
-    Distinguishing test: victims are neighbours, and fragmentation when a search starts stays within a few
-    percent.
     """
 
     kind: Literal["coop"] = "coop"

@@ -21,8 +21,6 @@ class Dtr(DynamicPolicy):
     A tensor's score is the cost of itself and its evicted neighbours, divided by its bytes and the time since
     its last use; the tensor with the lowest score is evicted. Each published score is simulated on the
     recorded step with modelled costs; the decisions of the one that recomputes least become a schedule.
-
-    Distinguishing test: on the DTR artifact's logs its costs are the artifact's own.
     """
 
     kind: Literal["dtr"] = "dtr"

@@ -19,10 +19,7 @@ from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
 
 
 class EveryNth(Technique):
-    """Frees the activations inside one block in `n` and runs the forward of those blocks a second time.
-
-    Distinguishing test: blocks 0, n, 2n, … save nothing inside them, all others save what they saved before.
-    """
+    """Frees the activations inside one block in `n` and runs the forward of those blocks a second time."""
 
     kind: Literal["every_nth"] = "every_nth"
     title: ClassVar[str] = "Recompute one block in n"

@@ -17,10 +17,7 @@ from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
 
 
 class Full(Technique):
-    """Frees all activations inside the blocks and runs every block's forward a second time.
-
-    Distinguishing test: no activation made inside a block is saved; every block's ops run twice.
-    """
+    """Frees all activations inside the blocks and runs every block's forward a second time."""
 
     kind: Literal["full"] = "full"
     title: ClassVar[str] = "Recompute every block"

@@ -90,10 +90,6 @@ class Lohan(Technique):
     half of LoHan is `offload.states: {kind: lohan}`. `host_bytes` limits host memory: the rest is recomputed
     or, with `spill: ssd`, what the first blocks swap goes on to SSD as far as that still pays, given the
     drive's other work.
-
-    Distinguishing test: the number of bytes is that of the least time over all numbers (brute force), it
-    grows with the link's speed, and it shrinks when a drive makes backward wait; spilled tensors are written
-    once and read once; a block's tensors are being reloaded before the block after it has run backward.
     """
 
     kind: Literal["lohan"] = "lohan"

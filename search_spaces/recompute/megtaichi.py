@@ -21,8 +21,6 @@ class Megtaichi(DynamicPolicy):
     recomputed and read part by part. Near thrashing the score misleads, so alternatives are played too (cost
     of the evicted ancestors alone, no age, recomputed tensors dropped after their reader), and the one that
     recomputes least decides.
-
-    Distinguishing test: of two equal tensors, the one next to a hole is evicted.
     """
 
     kind: Literal["megtaichi"] = "megtaichi"

@@ -21,9 +21,6 @@ class MemoryBudget(Technique):
     cheap ops), 0 is only the graph's inputs. Every graph has its own budget, so under `compile: blocks` each
     block saves its fraction. The program is recorded from the graphs of this budget. Matmuls may run again,
     random ops do not.
-
-    Distinguishing test: saved bytes fall with the budget, down to the blocks' inputs, and backward graphs
-    hold forward's ops.
     """
 
     kind: Literal["memory_budget"] = "memory_budget"

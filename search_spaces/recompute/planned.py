@@ -61,9 +61,6 @@ class Planned(Technique):
     one is chosen for every block so that the peak of the whole program, sharding and offload included, stays
     within the budget. Equal blocks get different choices only where one choice for all of them would be
     slower or too large.
-
-    Distinguishing test: the measured peak is the planned one, within the budget and at most one tensor below
-    it; no other recompute technique is faster at the same peak.
     """
 
     kind: Literal["planned"] = "planned"

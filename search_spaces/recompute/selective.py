@@ -37,9 +37,6 @@ from memtune.technique import NO_PLAN, Exactness, Facts, Plan, Reason, Target, T
 class Selective(Technique):
     """Recomputes norms, activation functions and dropout instead of keeping their outputs; outputs of matmuls
     and attention are kept.
-
-    Distinguishing test: no matrix product runs twice, and every matmul and attention output of a block is
-    still held.
     """
 
     kind: Literal["selective"] = "selective"

@@ -65,9 +65,6 @@ class Tiled(Technique):
     Reordered: a weight's gradient is the sum of n parts, each rounded once, and the mean's 1/N is applied
     after the sum and not before. Both differ from the plain gradient by at most (n + 2)·eps·Σ|part|, in
     addition to the rounding of the plain sum itself.
-
-    Distinguishing test: a step holds at most 1/chunks of the logits at any moment, and runs as many FLOPs as
-    the plain one.
     """
 
     kind: Literal["tiled"] = "tiled"

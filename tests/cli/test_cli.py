@@ -243,7 +243,6 @@ def test_techniques_describes_one_with_its_knobs(capsys: pytest.CaptureFixture[s
     said = capsys.readouterr().out
     assert "recompute: {kind: every_nth}" in said
     assert "n = 2: One block in n is recomputed" in said
-    assert "Distinguishing" not in said
     assert cli.run(["techniques", "lohan", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [each["axis"] for each in found] == ["recompute", "offload.states"]

@@ -34,9 +34,6 @@ class Roam(Technique):
     reads a weight after its update is refused, and raises if a config by hand has one.
 
     Same ops on the same values, same bits. Its layout half is `allocator: {kind: planned_layout}`.
-
-    Distinguishing test: graphs of up to twelve ops reach the peak of the best of all orders; in eager code no
-    two gradients of updated parameters are live at once unless the step requires it.
     """
 
     kind: Literal["roam"] = "roam"

@@ -28,9 +28,6 @@ class Compressed(Technique):
 
     The bits are the same for all tensors; GACT's choice of bits per tensor by its effect on the gradient is
     not made.
-
-    Distinguishing test: gradients differ from the plain model's by about a step and not by more, forward does
-    not differ, and the peak falls by the difference of the saved bytes, without a byte on a link.
     """
 
     kind: Literal["compressed"] = "compressed"

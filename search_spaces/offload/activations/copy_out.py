@@ -59,10 +59,6 @@ class CopyOut(Technique):
     recompute technique: then the blocks' inputs and kept outputs are offloaded. With SSD (`--offload-dir`) a
     few tensors at a time pass through host memory, every block of data on the drive has a checksum, and the
     bytes written in a step are reported because drives wear.
-
-    Distinguishing test: exactly the claimed share of the saved bytes crosses the link, once D2H and once H2D,
-    and compute waits for it without prefetch; on SSD it is written once and read once, and host memory never
-    holds more than a few tensors.
     """
 
     kind: Literal["copy_out"] = "copy_out"

@@ -81,10 +81,6 @@ class Pipelined(Technique):
     within the budget. Without a pipeline the slots are layers: an equal share of all blocks but the last is
     offloaded while the next block runs, and reloaded while the block after it runs backward; r is given, or
     the smallest within `budget_bytes` after every later pass.
-
-    Distinguishing test (`test_copies_keep_to_the_slots_of_the_schedule`): every tensor is on the host a slot
-    after its forward and reloaded in the slot before its backward, each stage sends m·r·A, and the peak is
-    the formula's; without slots it is not.
     """
 
     kind: Literal["pipelined"] = "pipelined"

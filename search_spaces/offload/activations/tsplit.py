@@ -47,10 +47,6 @@ class TSplit(Technique):
 
     Reordered if a module is split: a weight's gradient is the sum of p parts, each rounded once. If tensors
     are only offloaded (`parts: 1`), bitwise.
-
-    Distinguishing test (`test_tensors_have_their_own_actions` and
-    `test_large_tensors_are_offloaded_in_parts`): at one budget fewer bytes cross the link than with one
-    action for all tensors, and with undivided tensors only the smallest budget cannot be met.
     """
 
     kind: Literal["tsplit"] = "tsplit"

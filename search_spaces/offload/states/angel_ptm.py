@@ -56,11 +56,6 @@ class AngelPtm(Technique):
     one block ahead in backward; each rank's host updates its own rows, with `lock_free` at its own times.
     Replicas (`ddp`) each have all pages on their host and average gradients before the offload, cache no
     parameters, and refuse `lock_free`.
-
-    Distinguishing test: no page holds three parameters, less than a page per parameter is wasted, and frames
-    hold some pages of a parameter and not the others; no other placement of copies takes less time (brute
-    force) and just in time takes more; cached parameters never cross the link; and lock-free weights are
-    those of Adam on the gradients in the order of delivery.
     """
 
     kind: Literal["angel_ptm"] = "angel_ptm"

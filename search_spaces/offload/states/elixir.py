@@ -48,10 +48,6 @@ class Elixir(Technique):
     the link. The split is the one with the least time of links and updates by this hardware's rates: a fast
     link and a fast host get a larger cache, slow ones more resident chunks. The paper searches for the size
     first; here size and split are searched together.
-
-    Distinguishing test: chunk size, number of chunks and resident chunks have the least time, or without
-    resident chunks the fewest bytes copied, over all sizes and numbers (brute force); the number is one for
-    all moments, chunks are prefetched, and resident chunks never cross the link.
     """
 
     kind: Literal["elixir"] = "elixir"

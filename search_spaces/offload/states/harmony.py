@@ -66,9 +66,6 @@ class Harmony(Technique):
     only rank j mod g holds pack j, all ranks work on all micro-batches, and together they copy 3|W|, less the
     last pack of each rank, which is resident between forward and backward. Such configs are written by hand,
     with `sharding: {states: {kind: none}}`.
-
-    Distinguishing test: bytes on the link do not grow with the number of micro-batches, and each pack is
-    updated before the pack before it runs backward.
     """
 
     kind: Literal["harmony"] = "harmony"

@@ -42,10 +42,6 @@ class L2L(Technique):
     device, or with `stash: host` on the host, so that device memory does not grow with depth at all. This
     needs a chain of blocks without random numbers, and `Tuned.step`, which has all micro-batches.
     `micro_batch_major` needs neither, but loads the weights for each micro-batch.
-
-    Distinguishing test: at every op at most one block's weights are on the device, and each block is updated
-    before the backward of the block before it begins to compute; layer-major, bytes of weights and gradients
-    on the link do not grow with the number of micro-batches.
     """
 
     kind: Literal["l2l"] = "l2l"

@@ -33,10 +33,6 @@ class Lohan(NativelyUpdated):
     Clipping by norm between backward and step is detected and refused, since gradients are consumed by then.
     The paper's other half, the choice of activation bytes to swap or recompute and of those to write to SSD,
     is `recompute: {kind: lohan}`.
-
-    Distinguishing test: the read, the update and the write of all buckets but the last come before the last
-    op of backward; 12 bytes per parameter are read and 12 written in a step, and host memory holds three
-    buckets.
     """
 
     kind: Literal["lohan"] = "lohan"

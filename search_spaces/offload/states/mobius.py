@@ -96,10 +96,6 @@ class Mobius(Technique):
     few, else the best found from even ones (`offload.multiplexed.stage_partition_planner`). Forward and
     backward have the same stages, since a block's weights are on one rank's host. Such a config is written by
     hand, with `sharding: {states: {kind: none}}`.
-
-    Distinguishing test: weights of every stage but the first are loaded while another computes, the partition
-    is the fastest of all (brute force), no mapping has less contention, and deferred updates are in progress
-    when the step returns.
     """
 
     kind: Literal["mobius"] = "mobius"

@@ -66,9 +66,6 @@ class Moesys(Technique):
     The prediction is for a step with the experts of the recorded one, if its routing cannot be an accident
     and there is one micro-batch on one rank; else for a step with all experts, an upper bound. `memtune
     explain` reports which.
-
-    Distinguishing test: bytes read and written are those of the used experts outside the cache, and none of
-    the others'; with the cache off, or without the replay of missed updates, bytes or bits differ.
     """
 
     kind: Literal["moesys"] = "moesys"

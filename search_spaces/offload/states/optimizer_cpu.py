@@ -36,9 +36,6 @@ class OptimizerCpu(Technique):
     pass over each parameter. Bitwise on one kind of device; from GPU to host the same formula is evaluated by
     other kernels. Float32 masters for bfloat16 parameters, or narrow moments, give other results than the
     user's own optimizer.
-
-    Distinguishing test: no byte of optimizer state is on the device; gradients cross the link once D2H,
-    weights once H2D.
     """
 
     kind: Literal["optimizer_cpu"] = "optimizer_cpu"

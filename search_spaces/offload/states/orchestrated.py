@@ -52,10 +52,6 @@ class TensorMovement(Technique):
     device has its own link, unless `group` is given.
 
     Bitwise against the same replicas with the optimizer on the host: only the place of weights differs.
-
-    Distinguishing test: `test_ranks_of_a_link_load_different_blocks_in_every_moment` and, for the token,
-    `test_token_is_exclusive_and_first_come_first_served`: with mode `none`, all load the same blocks at the
-    same time.
     """
 
     kind: Literal["orchestrated"] = "orchestrated"

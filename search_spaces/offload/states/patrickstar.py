@@ -53,11 +53,6 @@ class PatrickStar(Technique):
     there, so no gradient memory waits for the link. This is the paper's reuse of a chunk; it is used only if
     it leaves more room at the peak. The paper saves 2 bytes per parameter by it, a second set of chunks,
     which is not needed here.
-
-    Distinguishing test: the number of chunks on the device in a moment is as large as the budget then allows,
-    not one number for the step; no eviction rule copies less and no chunk size wastes less (brute force);
-    chunks updated on the device are as many as fit the budget (brute force) and never cross the link;
-    gradients are offloaded from the chunks of their weights.
     """
 
     kind: Literal["patrickstar"] = "patrickstar"

@@ -37,10 +37,6 @@ class SmartInfinity(NativelyUpdated):
     by sub-group. In float32, 4 bytes per parameter go to the updaters in a step and 4 return, while
     `zero_infinity` reads and writes 12 each. If an updater dies, training ends with an error that names it.
     Each of several ranks has its own updaters, for its own parameters: under `zero1` and `fsdp` its shard.
-
-    Distinguishing test: bytes between trainer and updaters are gradients plus weights; every updater is a
-    process with its own file and an equal part of the state; weights are sent, then written, before moments
-    are.
     """
 
     kind: Literal["smart_infinity"] = "smart_infinity"

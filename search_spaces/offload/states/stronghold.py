@@ -50,10 +50,6 @@ class Stronghold(Technique):
     and one stream computes. `optimizer.state`, state dicts and copies of the optimizer wait for deferred
     updates; values read through `optimizer.param_groups`, or references from an earlier read, may be one step
     stale.
-
-    Distinguishing test: a block's weights are loaded while others compute, the window's width is the smallest
-    that the inequality allows (brute force), blocks of the window between forward and backward are not loaded
-    again for backward, and deferred updates are in progress when the step returns.
     """
 
     kind: Literal["stronghold"] = "stronghold"

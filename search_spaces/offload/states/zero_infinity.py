@@ -89,12 +89,6 @@ class ZeroInfinity(NativelyUpdated):
     Optimizer, parameters and gradients each have a tier of their own. Refused: offloaded gradients of
     resident parameters, and optimizer state on the device for offloaded parameters, since these are updated
     on the host.
-
-    Distinguishing test: 12 bytes per parameter are read and 12 written in a step, the read of the third
-    parameter begins before the first is updated, and host memory holds no more pieces than are in flight; a
-    block is read from SSD while the one two before it computes; of a tiled weight and of its gradient, at
-    most two tiles are on the device. With the optimizer on the host only each block's weight and gradient
-    cross the drive, if they are on SSD.
     """
 
     kind: Literal["zero_infinity"] = "zero_infinity"

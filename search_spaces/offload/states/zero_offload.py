@@ -56,10 +56,6 @@ class ZeroOffload(NativelyUpdated):
     host updates these alone. With `delayed` the update overlaps with the next step: weights have a staleness
     of one step, which is declared knobs and off by default. Clipping by norm between backward and step is
     refused, since the gradients are offloaded.
-
-    Distinguishing test: the copies of all buckets but the last begin before backward has ended, each holding
-    `bucket_mib`, and the device holds at most two; delayed, a step's update comes before the forward of the
-    next one and weights are one step stale.
     """
 
     kind: Literal["zero_offload"] = "zero_offload"

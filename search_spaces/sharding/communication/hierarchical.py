@@ -16,9 +16,6 @@ class Hierarchical(_GathersByNode):
     all-gather the received shards, node by node, directly into the output buffer. Reductions are unchanged.
 
     Bitwise: gathers copy bytes unchanged, by any route.
-
-    Distinguishing test: of a unit of M bytes over p ranks, (p/k - 1)·M/p reach a rank between nodes and (k -
-    1)·M/k inside its own.
     """
 
     kind: Literal["hierarchical"] = "hierarchical"

@@ -24,10 +24,6 @@ class HoRing(_GathersByNode):
 
     Bitwise: gathers copy bytes unchanged, by any route. With `reductions` reordered: sums over N ranks are
     sums over k nodes of sums over their N/k ranks; either rounds N - 1 times.
-
-    Distinguishing test: of a unit of M bytes over p ranks, (p/k - 1)·M/p reach a rank between nodes and (k -
-    1)·M/k inside its own, and if both take equally long, a gather takes little more than one of them; the
-    same holds for a reduction.
     """
 
     kind: Literal["ho_ring"] = "ho_ring"

@@ -28,9 +28,6 @@ class ZeroPp(_CustomCollectives):
 
     The error of a quantized element is at most half a step, the largest of its block over 254 (8 bits) or 14
     (4 bits).
-
-    Distinguishing test: with hpZ backward's gathers send no byte between nodes; qwZ and qgZ send
-    `bits`/(8·itemsize) of the bytes and 4 bytes per block.
     """
 
     kind: Literal["zeropp"] = "zeropp"

@@ -40,9 +40,6 @@ class ExpertParallel(PartitionedWeights):
     Reordered: an output is the plain one, a sum of its experts' in the same order; the gradient of an
     expert's weight adds the rows of all ranks in one product, within (rows + degree)·eps·Σ|gᵣxᵣ|/degree of
     the plain mean.
-
-    Distinguishing test: with even routing a rank receives (degree - 1)/degree of its tokens' rows, tokens ×
-    chosen × features, twice in forward and twice in backward.
     """
 
     kind: Literal["expert_parallel"] = "expert_parallel"

@@ -46,12 +46,6 @@ class HeadContext(MicroBatchRotation):
 
     Reordered: softmax is that of the plain step, its sums over keys are taken context by context; a weight's
     gradient in the blocks is a sum of `degree` partial sums over the positions.
-
-    Distinguishing test: a rank saves 1/degree of the blocks' saved bytes, and if it exchanges heads
-    attention's output of its own positions once more. With Q and K the bytes of its own queries and keys, an
-    attention sends 4·(Q + K)·(h - 1)/h in all-to-alls and 6·K·(c - 1) in rings (h ranks a context, c
-    contexts; 16-bit keys 8·K, as their gradients are sent in fp32). With work sharing the last context, which
-    gets most, receives 4·K·⌊c/2⌋ + (2·Q + L)·⌊(c - 1)/2⌋ (L of a log-sum-exp).
     """
 
     kind: Literal["head_context"] = "head_context"

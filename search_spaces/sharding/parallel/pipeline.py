@@ -69,9 +69,6 @@ class Pipeline(Technique):
     Reordered: a micro-batch's gradients are the plain ones to the bit and are added in the plain order; a
     weight that the first and the last stage both use gets its two parts added at the end, and parallel
     pipelines average their sums. Random numbers are drawn by stage.
-
-    Distinguishing test: each rank sends boundaries · m · bytes of a block's output, and holds no weight of
-    another stage.
     """
 
     kind: Literal["pipeline"] = "pipeline"

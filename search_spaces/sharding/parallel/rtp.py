@@ -25,9 +25,6 @@ class Rtp(PartitionedWeights):
     Reordered: an output is the plain product's, some columns at a time. The gradient of a layer's input is a
     sum of `degree` partial sums, that of a weight the ranks' sums added in the order of the ring, within
     (degree + 1)·eps·Σ|gᵣ|/degree of the plain mean.
-
-    Distinguishing test: per micro-batch 3·(degree - 1)/degree of the rotated bytes cross the link in hops of
-    one shard, and no collective of a full unit does.
     """
 
     kind: Literal["rtp"] = "rtp"

@@ -26,9 +26,6 @@ class SequenceParallel(CutLayers):
 
     Reordered, within the bounds of `tensor`; a replicated weight's gradient is a sum of `degree` partial sums
     over the positions.
-
-    Distinguishing test: a rank saves 1/degree of the saved bytes of a block's norms, and every pair sends its
-    input's bytes once in forward and one and a half times in backward, in all-gathers and reduce-scatters.
     """
 
     kind: Literal["sequence_parallel"] = "sequence_parallel"

@@ -26,9 +26,6 @@ class TensorParallel(CutLayers):
     Reordered: a row layer's output is the sum of `degree` partial sums of in/degree products each, so an
     element differs from the plain one by at most (in + degree)·eps·Σ|wᵢxᵢ|, as any other order of summation
     may.
-
-    Distinguishing test: a rank holds 1/degree of the divided weights, and every pair sends its input's bytes
-    once in forward and once in backward, in all-reduces.
     """
 
     kind: Literal["tensor"] = "tensor"

@@ -50,8 +50,6 @@ class Amsp(_NestedSharding):
     configured by hand. Gradients may also be unsharded with sharded parameters, until the last micro-batch.
 
     Reordered: as `paro`, at most (N + a + 1)·eps·Σ|gᵣ|/N in addition to the rounding of the per-sample sums.
-
-    Distinguishing test: a rank holds 1/p of the parameters, 1/g of the sums and 1/o of the optimizer state.
     """
 
     kind: Literal["amsp"] = "amsp"

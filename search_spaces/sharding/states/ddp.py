@@ -25,9 +25,6 @@ class Ddp(Technique):
     Reordered: the gradient of the union batch is the mean over N ranks of the means over their samples. Each
     rank rounds its own sum and the ring adds N of them, so an element differs from the plain one by at most
     (N + 1)·eps·Σ|gᵣ|/N in addition to the rounding of the per-sample sums, which both have.
-
-    Distinguishing test: every rank holds all bytes of the model and the gradients cross the link once,
-    2·(N-1)/N of them.
     """
 
     kind: Literal["ddp"] = "ddp"

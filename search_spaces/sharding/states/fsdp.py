@@ -29,9 +29,6 @@ class Fsdp(_FsdpUnits):
     (N + 1)·eps·Σ|gᵣ|/N in addition to the rounding of the per-sample sums, which both have. Weights are
     gathered, so forward is bitwise. With `reduce_dtype: bfloat16` gradients of float32 lose all but 8 bits of
     every summand and sum: lossy.
-
-    Distinguishing test: a rank holds 1/degree of parameters, gradients and state (rounded up along the first
-    dim), and per micro-batch every unit crosses the link once per gather and once per reduction.
     """
 
     kind: Literal["fsdp"] = "fsdp"

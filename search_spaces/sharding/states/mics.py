@@ -26,9 +26,6 @@ class Mics(_FsdpUnits):
     Reordered: gradients are averaged over p ranks in each of a micro-batches, summed, and averaged over the
     N/p groups: an element differs from the plain one by at most (N + a + 1)·eps·Σ|gᵣ|/N in addition to the
     rounding of the per-sample sums. Weights are gathered, so forward is bitwise.
-
-    Distinguishing test: for any number of micro-batches the link between groups carries 2·(1 - p/N)/p of the
-    gradients' bytes per step.
     """
 
     kind: Literal["mics"] = "mics"

@@ -32,9 +32,6 @@ class Paro(_NestedSharding):
     Reordered: gradients are averaged over groups, summed over a micro-batches and averaged again; an element
     differs from the plain one by at most (N + a + 1)·eps·Σ|gᵣ|/N in addition to the rounding of the
     per-sample sums.
-
-    Distinguishing test: bytes on each class of link are those of `memtune.parallel.sharding.factors` for the
-    letters.
     """
 
     kind: Literal["paro"] = "paro"

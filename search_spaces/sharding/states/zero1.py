@@ -27,9 +27,6 @@ class Zero1(Technique):
     rank rounds its own sum and the ring adds N of them, so an element differs from the plain one by at most
     (N + 1)·eps·Σ|gᵣ|/N in addition to the rounding of the per-sample sums, which both have. Parameters are
     replicated, so forward is bitwise.
-
-    Distinguishing test: a rank holds all parameters and 1/N of the state (rounded up along the first dim),
-    and per step the gradients cross the link once and the weights once, (N - 1)/N of each.
     """
 
     kind: Literal["zero1"] = "zero1"

@@ -25,9 +25,6 @@ class Zero2(Technique):
     model adds first; an element differs from the plain one by at most (N + a + 1)·eps·Σ|gᵣ|/N for a
     micro-batches, in addition to the rounding of the per-sample sums, which both have. Parameters are
     replicated, so forward is bitwise.
-
-    Distinguishing test: no unsharded gradient outlives the backward of its micro-batch, and per step the
-    gradients cross the link once a micro-batch and the weights once, (N - 1)/N of each.
     """
 
     kind: Literal["zero2"] = "zero2"

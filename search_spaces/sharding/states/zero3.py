@@ -16,9 +16,6 @@ class Zero3(_FsdpUnits):
     DeepSpeed's buckets have no counterpart: a unit is gathered and reduced as one message.
 
     Reordered: as `fsdp`, at most (N + 1)·eps·Σ|gᵣ|/N in addition to the rounding of the per-sample sums.
-
-    Distinguishing test: a rank holds 1/N of all state, and per micro-batch 3·(N - 1)/N of the weights' bytes
-    cross the link.
     """
 
     kind: Literal["zero3"] = "zero3"

@@ -1,5 +1,8 @@
 """Training from stitched memory: the plain model's bits, a steady state without driver calls, one allocator
 per process.
+
+Distinguishing test: after every second of many blocks is freed, one request as large as their sum needs no
+new memory.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Training from pools by lifetime: the plain model's bits, lifetimes that are learned, steps of other
 sizes.
+
+Distinguishing test: kept and transient blocks in alternation, then one request as large as the transient
+ones, need no more than is live.
 """
 
 from __future__ import annotations

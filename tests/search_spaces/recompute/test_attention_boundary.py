@@ -1,4 +1,8 @@
-"""Regions from attention to attention: attention runs once, and a block keeps only attention's output."""
+"""Regions from attention to attention: attention runs once, and a block keeps only attention's output.
+
+Distinguishing test: attention's forward runs once per block and step; with k = L, all that L blocks keep is L
+outputs and log-sum-exps of attention, to the byte.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Recompute of all but attention: attention's output and log-sum-exp are kept, and it runs once."""
+"""Recompute of all but attention: attention's output and log-sum-exp are kept, and it runs once.
+
+Distinguishing test: attention's forward runs once per block and step, all other ops of the block up to the
+last tensor saved run twice; a block holds its input, attention's output and its log-sum-exp, to the byte.
+"""
 
 from __future__ import annotations
 

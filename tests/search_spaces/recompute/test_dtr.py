@@ -1,4 +1,7 @@
-"""DTR: evicts the tensor that is cheapest to recompute per byte and time."""
+"""DTR: evicts the tensor that is cheapest to recompute per byte and time.
+
+Distinguishing test: on the DTR artifact's logs its costs are the artifact's own.
+"""
 
 from __future__ import annotations
 

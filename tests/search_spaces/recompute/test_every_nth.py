@@ -1,4 +1,7 @@
-"""Recompute of one block in n: the others save what they saved before."""
+"""Recompute of one block in n: the others save what they saved before.
+
+Distinguishing test: blocks 0, n, 2n, … save nothing inside them, all others save what they saved before.
+"""
 
 from __future__ import annotations
 

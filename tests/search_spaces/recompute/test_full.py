@@ -1,4 +1,7 @@
-"""Recompute of every block: only the blocks' inputs are saved."""
+"""Recompute of every block: only the blocks' inputs are saved.
+
+Distinguishing test: no activation made inside a block is saved; every block's ops run twice.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """Activations are swapped as far as it pays, the rest recomputed: the number of bytes minimizes a convex
 function.
+
+Distinguishing test: the number of bytes is that of the least time over all numbers (brute force), it grows
+with the link's speed, and it shrinks when a drive makes backward wait; spilled tensors are written once and
+read once; a block's tensors are being reloaded before the block after it has run backward.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""MegTaiChi: the score of a tensor counts the free bytes next to it."""
+"""MegTaiChi: the score of a tensor counts the free bytes next to it.
+
+Distinguishing test: of two equal tensors, the one next to a hole is evicted.
+"""
 
 from __future__ import annotations
 

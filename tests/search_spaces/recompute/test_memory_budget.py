@@ -1,5 +1,8 @@
 """Recompute inside compiled graphs: fewer bytes are saved, backward holds forward's ops, results are the same
 bits.
+
+Distinguishing test: saved bytes fall with the budget, down to the blocks' inputs, and backward graphs hold
+forward's ops.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Selective recompute: matrix products, convolutions and attention run once, the rest twice."""
+"""Selective recompute: matrix products, convolutions and attention run once, the rest twice.
+
+Distinguishing test: no matrix product runs twice, and every matmul and attention output of a block is still
+held.
+"""
 
 from __future__ import annotations
 

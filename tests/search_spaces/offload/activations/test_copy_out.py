@@ -1,4 +1,9 @@
-"""Saved activations are offloaded: the claimed share crosses the link once D2H and once H2D."""
+"""Saved activations are offloaded: the claimed share crosses the link once D2H and once H2D.
+
+Distinguishing test: exactly the claimed share of the saved bytes crosses the link, once D2H and once H2D, and
+compute waits for it without prefetch; on SSD it is written once and read once, and host memory never holds
+more than a few tensors.
+"""
 
 from __future__ import annotations
 

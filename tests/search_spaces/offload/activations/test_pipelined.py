@@ -1,5 +1,9 @@
 """Activations offloaded in the slots of a pipeline: copies, resident bytes of each stage, and unchanged
 training.
+
+Distinguishing test: distinguishing test (`test_copies_keep_to_the_slots_of_the_schedule`): every tensor is on
+the host a slot after its forward and reloaded in the slot before its backward, each stage sends m·r·A, and
+the peak is the formula's; without slots it is not.
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
 """TSPLIT: as few tensors are offloaded as the budget needs, each by its own action, large ones part by
 part.
+
+Distinguishing test: distinguishing test (`test_tensors_have_their_own_actions` and
+`test_large_tensors_are_offloaded_in_parts`): at one budget fewer bytes cross the link than with one action
+for all tensors, and with undivided tensors only the smallest budget cannot be met.
 """
 
 from __future__ import annotations

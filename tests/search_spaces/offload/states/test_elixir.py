@@ -1,4 +1,9 @@
-"""A cache of chunks: its size is searched, one number for the whole step, and chunks are prefetched."""
+"""A cache of chunks: its size is searched, one number for the whole step, and chunks are prefetched.
+
+Distinguishing test: chunk size, number of chunks and resident chunks have the least time, or without resident
+chunks the fewest bytes copied, over all sizes and numbers (brute force); the number is one for all moments,
+chunks are prefetched, and resident chunks never cross the link.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Packs over all micro-batches: bytes on the link, times of updates, and refusals."""
+"""Packs over all micro-batches: bytes on the link, times of updates, and refusals.
+
+Distinguishing test: bytes on the link do not grow with the number of micro-batches, and each pack is updated
+before the pack before it runs backward.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""One layer at a time: resident bytes at every op, bytes on the link, and times of updates."""
+"""One layer at a time: resident bytes at every op, bytes on the link, and times of updates.
+
+Distinguishing test: at every op at most one block's weights are on the device, and each block is updated
+before the backward of the block before it begins to compute; layer-major, bytes of weights and gradients on
+the link do not grow with the number of micro-batches.
+"""
 
 from __future__ import annotations
 

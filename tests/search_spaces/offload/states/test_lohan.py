@@ -1,5 +1,8 @@
 """Optimizer state on SSD, updated inside backward: read, update and write overlap, with the bits of an update
 after it.
+
+Distinguishing test: the read, the update and the write of all buckets but the last come before the last op of
+backward; 12 bytes per parameter are read and 12 written in a step, and host memory holds three buckets.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Stages on one device: loads, bytes on the link, and the solved partition."""
+"""Stages on one device: loads, bytes on the link, and the solved partition.
+
+Distinguishing test: weights of every stage but the first are loaded while another computes, the partition is
+the fastest of all (brute force), no mapping has less contention, and deferred updates are in progress when
+the step returns.
+"""
 
 from __future__ import annotations
 

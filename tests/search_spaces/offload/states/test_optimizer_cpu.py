@@ -1,4 +1,8 @@
-"""Optimizer on the host: its state is there, gradients are copied D2H once, weights H2D once."""
+"""Optimizer on the host: its state is there, gradients are copied D2H once, weights H2D once.
+
+Distinguishing test: no byte of optimizer state is on the device; gradients cross the link once D2H, weights
+once H2D.
+"""
 
 from __future__ import annotations
 

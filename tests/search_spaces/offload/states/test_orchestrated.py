@@ -1,5 +1,9 @@
 """Coordinated offload: ranks of one link copy other blocks or one at a time, and train as replicas with a
 host optimizer.
+
+Distinguishing test: `test_ranks_of_a_link_load_different_blocks_in_every_moment` and, for the token,
+`test_token_is_exclusive_and_first_come_first_served`: with mode `none`, all load the same blocks at the same
+time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Chunks evicted by next use: number in each moment, eviction order, and bytes on the link."""
+"""Chunks evicted by next use: number in each moment, eviction order, and bytes on the link.
+
+Distinguishing test: the number of chunks on the device in a moment is as large as the budget then allows, not
+one number for the step; no eviction rule copies less and no chunk size wastes less (brute force); chunks
+updated on the device are as many as fit the budget (brute force) and never cross the link; gradients are
+offloaded from the chunks of their weights.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """An updater process per storage domain: gradients out, weights in, state in its own file; it ends with its
 trainer.
+
+Distinguishing test: bytes between trainer and updaters are gradients plus weights; every updater is a process
+with its own file and an equal part of the state; weights are sent, then written, before moments are.
 """
 
 from __future__ import annotations

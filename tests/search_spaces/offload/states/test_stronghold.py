@@ -1,4 +1,9 @@
-"""A window of layers: prefetch, width of the window, and bytes on the link."""
+"""A window of layers: prefetch, width of the window, and bytes on the link.
+
+Distinguishing test: a block's weights are loaded while others compute, the window's width is the smallest
+that the inequality allows (brute force), blocks of the window between forward and backward are not loaded
+again for backward, and deferred updates are in progress when the step returns.
+"""
 
 from __future__ import annotations
 

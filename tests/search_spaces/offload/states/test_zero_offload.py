@@ -1,4 +1,9 @@
-"""Gradients are offloaded in buckets during backward; delayed, weights are one step stale."""
+"""Gradients are offloaded in buckets during backward; delayed, weights are one step stale.
+
+Distinguishing test: the copies of all buckets but the last begin before backward has ended, each holding
+`bucket_mib`, and the device holds at most two; delayed, a step's update comes before the forward of the next
+one and weights are one step stale.
+"""
 
 from __future__ import annotations
 

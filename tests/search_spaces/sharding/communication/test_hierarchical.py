@@ -1,4 +1,8 @@
-"""Gathers in two hops: conditions, and the suite's checks. Numbers: tests/parallel/collectives."""
+"""Gathers in two hops: conditions, and the suite's checks. Numbers: tests/parallel/collectives.
+
+Distinguishing test: of a unit of M bytes over p ranks, (p/k - 1)·M/p reach a rank between nodes and (k -
+1)·M/k inside its own.
+"""
 
 from __future__ import annotations
 

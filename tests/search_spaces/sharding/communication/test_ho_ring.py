@@ -1,4 +1,9 @@
-"""HO-Ring: overlap in the simulator, and rings of three nodes. Numbers: tests/parallel/collectives."""
+"""HO-Ring: overlap in the simulator, and rings of three nodes. Numbers: tests/parallel/collectives.
+
+Distinguishing test: of a unit of M bytes over p ranks, (p/k - 1)·M/p reach a rank between nodes and (k -
+1)·M/k inside its own, and if both take equally long, a gather takes little more than one of them; the same
+holds for a reduction.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""ZeRO++: conditions, exactness and plan. Numbers: tests/parallel/collectives."""
+"""ZeRO++: conditions, exactness and plan. Numbers: tests/parallel/collectives.
+
+Distinguishing test: with hpZ backward's gathers send no byte between nodes; qwZ and qgZ send
+`bits`/(8·itemsize) of the bytes and 4 bytes per block.
+"""
 
 from __future__ import annotations
 

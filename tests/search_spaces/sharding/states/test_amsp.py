@@ -1,5 +1,7 @@
 """AMSP: factors by hand and by plan, within the budget. On real ranks:
 tests/parallel/sharding/test_nested_sharding.py.
+
+Distinguishing test: a rank holds 1/p of the parameters, 1/g of the sums and 1/o of the optimizer state.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""DDP: conditions, and its pass's buckets, sums and link traffic. On real ranks: tests/parallel/replicas."""
+"""DDP: conditions, and its pass's buckets, sums and link traffic. On real ranks: tests/parallel/replicas.
+
+Distinguishing test: every rank holds all bytes of the model and the gradients cross the link once, 2·(N-1)/N
+of them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""FSDP: conditions, record, and its pass by knobs. Numbers: tests/parallel/sharding/test_fsdp_pass.py."""
+"""FSDP: conditions, record, and its pass by knobs. Numbers: tests/parallel/sharding/test_fsdp_pass.py.
+
+Distinguishing test: a rank holds 1/degree of parameters, gradients and state (rounded up along the first
+dim), and per micro-batch every unit crosses the link once per gather and once per reduction.
+"""
 
 from __future__ import annotations
 

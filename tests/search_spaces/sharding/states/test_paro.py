@@ -1,4 +1,8 @@
-"""PaRO: strategies that fit, reasons of others, and their factors. On real ranks: tests/parallel/sharding."""
+"""PaRO: strategies that fit, reasons of others, and their factors. On real ranks: tests/parallel/sharding.
+
+Distinguishing test: bytes on each class of link are those of `memtune.parallel.sharding.factors` for the
+letters.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""ZeRO 1: conditions, record, and the suite's checks on two ranks."""
+"""ZeRO 1: conditions, record, and the suite's checks on two ranks.
+
+Distinguishing test: a rank holds all parameters and 1/N of the state (rounded up along the first dim), and
+per step the gradients cross the link once and the weights once, (N - 1)/N of each.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""ZeRO 2: conditions and record. On real ranks: tests/parallel/sharding/test_zero_partition.py."""
+"""ZeRO 2: conditions and record. On real ranks: tests/parallel/sharding/test_zero_partition.py.
+
+Distinguishing test: no unsharded gradient outlives the backward of its micro-batch, and per step the
+gradients cross the link once a micro-batch and the weights once, (N - 1)/N of each.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""ZeRO 3 is FSDP over all ranks: one record, one candidate. On real ranks: tests/parallel/sharding."""
+"""ZeRO 3 is FSDP over all ranks: one record, one candidate. On real ranks: tests/parallel/sharding.
+
+Distinguishing test: a rank holds 1/N of all state, and per micro-batch 3·(N - 1)/N of the weights' bytes
+cross the link.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,11 @@
 """Optimizer state on SSD: 12 bytes per parameter are read and written in a step, and host memory holds a few
 pieces.
+
+Distinguishing test: 12 bytes per parameter are read and 12 written in a step, the read of the third parameter
+begins before the first is updated, and host memory holds no more pieces than are in flight; a block is read
+from SSD while the one two before it computes; of a tiled weight and of its gradient, at most two tiles are on
+the device. With the optimizer on the host only each block's weight and gradient cross the drive, if they are
+on SSD.
 """
 
 from __future__ import annotations
