@@ -13,6 +13,7 @@ from memtune.offload.core import pack
 from memtune.offload.parameters import sizes_in_blocks
 from memtune.program import Program
 from memtune.runtime import Context
+from memtune.search_spaces.offload.states import state_settings
 from memtune.search_spaces.offload.states._common.chunk_technique import (
     ChunksPlan,
     apply_chunks,
@@ -107,9 +108,7 @@ class Elixir(Technique):
             "evict": "lru",
         }
         knobs |= {"prefetch": self.prefetch, "device_updates": self.device_updates}
-        return {
-            "states.offload": {"parameters": "host", "optimizer": "host", "trigger": "end_of_step", **knobs}
-        }
+        return state_settings(parameters="host", optimizer="host", trigger="end_of_step", **knobs)
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         # Prefetch hides copies and takes room.

@@ -10,6 +10,7 @@ from memtune.effects import Effects
 from memtune.offload.layer_major import Packs, spans
 from memtune.program import Program
 from memtune.runtime import Context
+from memtune.search_spaces.offload.states import state_settings
 from memtune.search_spaces.offload.states._common.layer_apply import apply_layers
 from memtune.search_spaces.offload.states._common.layer_offload import (
     EAGER_ONLY,
@@ -130,7 +131,7 @@ class L2L(Technique):
     def record(self, target: Target) -> dict[str, Any]:
         knobs: dict[str, Any] = {"parameters": "host", "optimizer": "host", "trigger": "in_backward"}
         if not self._is_layer_major:
-            return {"states.offload": {**knobs, "slots": 1}}
+            return state_settings(**knobs, slots=1)
         packs = {
             "packing": "balanced",
             "backward": 1,
@@ -139,12 +140,7 @@ class L2L(Technique):
             "boundaries": self.stash,
             "prefetch": False,
         }
-        return {
-            "states.offload": {
-                **knobs,
-                "packs": packs | ({"parallelism": "data"} if target.ranks > 1 else {}),
-            }
-        }
+        return state_settings(**knobs, packs=packs | ({"parallelism": "data"} if target.ranks > 1 else {}))
 
 
 def _of_one_block(blocks: int) -> Packs:

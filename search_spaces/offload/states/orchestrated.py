@@ -22,6 +22,7 @@ from memtune.offload.parameters import (
 from memtune.program import Kind, Program, RankClass, Step, window_residency
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
+from memtune.search_spaces.offload.states import state_settings
 from memtune.search_spaces.offload.states._common.layer_offload import EAGER_ONLY
 from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
 from memtune.units import MIB
@@ -191,15 +192,7 @@ class TensorMovement(Technique):
             "slots": self.window,
         }
         slot = {"slot_mib": self.slot_mib} if self.mode == "token" else {}
-        return {
-            "states.offload": {
-                "parameters": "host",
-                "optimizer": "host",
-                "trigger": "end_of_step",
-                **knobs,
-                **slot,
-            }
-        }
+        return state_settings(parameters="host", optimizer="host", trigger="end_of_step", **knobs, **slot)
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         return {"mode": ("disjoint", "token")}

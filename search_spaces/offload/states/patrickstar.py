@@ -15,6 +15,7 @@ from memtune.offload.gradients import weights_are_free
 from memtune.offload.parameters import sizes_in_blocks
 from memtune.program import Program
 from memtune.runtime import Context
+from memtune.search_spaces.offload.states import state_settings
 from memtune.search_spaces.offload.states._common.chunk_technique import (
     ChunksPlan,
     apply_chunks,
@@ -116,9 +117,7 @@ class PatrickStar(Technique):
             "evict": "belady",
         }
         knobs |= {"slots": "by moment", "gradients": self.gradients, "device_updates": self.device_updates}
-        return {
-            "states.offload": {"parameters": "host", "optimizer": "host", "trigger": "end_of_step", **knobs}
-        }
+        return state_settings(parameters="host", optimizer="host", trigger="end_of_step", **knobs)
 
 
 def _leaves_more_room(program: Program) -> bool:

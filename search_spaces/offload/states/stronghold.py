@@ -16,6 +16,7 @@ from memtune.offload.core import BlockTimes, deferred_blocks
 from memtune.offload.parameters import Overlap, native_update_bytes, not_in_layers
 from memtune.program import Program, Step, columns_of, gathers_of, smallest_window
 from memtune.runtime import Context
+from memtune.search_spaces.offload.states import state_settings
 from memtune.search_spaces.offload.states._common.layer_apply import apply_layers
 from memtune.search_spaces.offload.states._common.layer_offload import (
     EAGER_ONLY,
@@ -140,12 +141,7 @@ class Stronghold(Technique):
     def record(self, target: Target) -> dict[str, Any]:
         slots = self.window if self.window is not None else "solved"
         knobs = {"parameters": "host", "optimizer": "host", "trigger": self.trigger, "slots": slots}
-        return {
-            "states.offload": {
-                **knobs,
-                "deferred": "solved" if self.deferred is None else list(self.deferred),
-            }
-        }
+        return state_settings(**knobs, deferred="solved" if self.deferred is None else list(self.deferred))
 
 
 def _too_many_blocks(blocks: int, slots: int, deferred: Sequence[int]) -> Reason | None:

@@ -52,6 +52,7 @@ from memtune.offload.tiles import (
 from memtune.program import Program, gathers_of, is_in_expert, window_residency
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
+from memtune.search_spaces.offload.states import state_settings
 from memtune.search_spaces.offload.states._common.grad_offload_technique import NativelyUpdated
 from memtune.search_spaces.offload.states._common.layer_offload import (
     EAGER_ONLY,
@@ -336,7 +337,7 @@ class ZeroInfinity(NativelyUpdated):
             knobs |= {"parameters": self.parameters, "on_device": self.on_device, **prefetch}
             knobs |= {"gradients": "ssd"} if self.gradients == "ssd" else {}
             knobs |= {"tiles": self.tiles} if self.tiles > 1 else {}
-        return {"states.offload": {**knobs, **({"resume": self.resume} if self.effects.keeps_steps else {})}}
+        return state_settings(**knobs, **{"resume": self.resume} if self.effects.keeps_steps else {})
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         tiers = {"optimizer": ("ssd", "host"), "parameters": ("device", "host", "ssd")}
