@@ -76,13 +76,19 @@ def record(
     started = time.monotonic()
     workload.check_batch()
     session, small_trace, notes = open_session(workload, small, target, compiling, change)
-    large_trace = session.traced(large)
+    large_trace, traced = session.traced(large), session.traced
+    if session.fake is not None and session.compiled is None:
+        # A model that keeps tensors of the last batch creates others where the size has changed.
+        if not _same_program(small_trace.step, large_trace.step):
+            steady = session.after_same_size(large)
+            if _same_program(small_trace.step, steady.step):
+                large_trace, traced = steady, session.after_same_size
     # A real step takes the time and memory of training, so none is run for a size that may suffice by itself.
     further = set(sizes) - {small, large} if session.fake is not None else set()
     traces, failing = dict[int, Trace](), dict[int, WorkloadError]()
     for size in sorted(further, reverse=True):
         try:
-            traces[size] = session.traced(size)
+            traces[size] = traced(size)
         except WorkloadError as error:
             if size == max(sizes):
                 raise
@@ -121,11 +127,12 @@ def record(
         if session.fake is not None or (not same and _fits_in_memory(recording, size))
     )
     for size in wanted:
-        recording = check(recording, session, size, workspace, traces.get(size))
+        if size not in recording.checked:
+            recording = check(recording, session, size, workspace, traces.get(size) or traced(size))
     # The largest size has the largest error, so it decides for all.
     if wanted and _not_affine(recording, wanted[-1]):
-        for size in sorted(set(between)):
-            recording = check(recording, session, size, workspace)
+        for size in sorted(set(between) - recording.checked):
+            recording = check(recording, session, size, workspace, traced(size))
     return replace(recording, record_s=time.monotonic() - started)
 
 

@@ -170,6 +170,14 @@ class Session:
             self.optimizer_dedup.first_step()
             self.optimizer.zero_grad(set_to_none=True)
 
+    def after_same_size(self, size: int) -> Trace:
+        """Return `traced` after an untraced pass of that size, of which the model may keep tensors."""
+        with self.entered():
+            batches = [self.batch(size)]
+            accumulate(self.model, self.workload.loss, batches, CPU, sync=self.sync, order=self.order)
+            self.optimizer.zero_grad(set_to_none=True)
+        return self.traced(size)
+
     def _warm_up_partially(self, dedup: BlockDedup, batches: list[Any]) -> bool:
         """Run forward and backward without the blocks that `dedup` skips; return False if all must run."""
         if dedup.disabled_reason or self.optimizer_dedup is None or self.optimizer_dedup.disabled_reason:

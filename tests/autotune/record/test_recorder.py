@@ -115,6 +115,52 @@ def test_record_leaves_out_one_sample_where_batch_norm_refuses_it(tmp_path: Path
         record(workload, sizes={1})
 
 
+def test_record_of_models_that_keep_the_last_batch_is_of_the_steady_step(tmp_path: Path) -> None:
+    """Another size recreates the memory of Transformer-XL; a step of the same size reads the last one."""
+    path = tmp_path / "model.py"
+    path.write_text(
+        """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.memory = nn.Linear(8, 8), None
+
+    def forward(self, x):
+        if self.memory is None or self.memory.shape != x.shape:
+            self.memory = torch.zeros_like(x)
+        out = self.first(x + self.memory)
+        self.memory = out.detach().clone()
+        return out
+
+
+def model():
+    return Model()
+
+
+def batch(size):
+    return torch.ones(size, 8)
+
+
+def loss(model, batch):
+    return model(batch).mean()
+
+
+def optimizer(params):
+    return torch.optim.SGD(params, 0.1)
+"""
+    )
+    workload = Workload.load(path)
+    recorded = record(workload, sizes=[16])
+    steady = start_session(workload, recorded.rung)
+    steady.warm_up(16)
+    assert recorded.at(16).peak_bytes() == steady.trace(16).peak_bytes()
+    assert recorded.checked >= {2, 4}
+
+
 def test_record_notes_data_dependent_sizes() -> None:
     assert any("depend on the data" in note for note in recording_of(ZOO["moe"]).notes)
     assert any("masks like those recorded with" in note for note in recording_of(ZOO["hf_llama"]).notes)
