@@ -129,7 +129,8 @@ def _strides(tensor: Tensor, small: dict[int, int]) -> tuple[int, ...]:
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
     """Return the dimensions of `tensor`, that of the largest stride first, those of one element last."""
-    return tuple(sorted(range(tensor.dim()), key=lambda each: (tensor.size(each) < 2, -tensor.stride(each))))
+    sizes, strides = tensor.shape, tensor.stride()
+    return tuple(sorted(range(tensor.dim()), key=lambda each: (sizes[each] < 2, -strides[each])))
 
 
 def _ordered(fake: Tensor, order: tuple[int, ...]) -> Tensor:
