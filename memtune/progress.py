@@ -167,9 +167,9 @@ class StatusLine:
 
 
 class _PrintedOnce(io.TextIOBase):
-    """Stdout of user code while a status line is shown: whole lines, each once, since `model()` and `loss()`
-    are called several times.
-    """
+    """Stdout of user code while a status line is shown."""
+
+    # Whole lines, each once, since `model()` and `loss()` are called several times.
 
     def __init__(self, status: StatusLine, stream: TextIO) -> None:
         self._status, self._stream = status, stream

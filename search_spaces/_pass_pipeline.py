@@ -52,9 +52,7 @@ def check_fit(program: Program, technique: Technique, target: Target, parts: int
 def run_pass(
     program: Program, technique: Technique, target: Target, parts: int, plan: Plan | None = None
 ) -> tuple[Program, Plan]:
-    """Return `program` after the pass of `technique`, which fits, and its plan, solved unless it is given;
-    `target` is that of all ranks.
-    """
+    """Return `program` after the pass of `technique` on all ranks, and its plan, solved unless given."""
     before, seen = program if parts == 1 else on_replicas(program, parts), visible_target(target, parts)
     if plan is None:
         plan = technique.plan(before, seen)

@@ -202,9 +202,7 @@ def _drawn(parameter: nn.Parameter) -> nn.Parameter:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Move each parameter to the meta device when a module registers it, so that its initial values cost
-    nothing; buffers and all else are real.
-    """
+    """Move each parameter to the meta device when it is registered, so that initial values cost nothing."""
     register = nn.Module.register_parameter
     moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # with the original, whose id stays taken then
 

@@ -131,9 +131,7 @@ class Session:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Enter the recording modes: fake tensors unless the rung is real, real output sizes of CPU kernels,
-        random draws from `SEED`.
-        """
+        """Enter the recording modes: fake tensors unless the rung is real, random draws from `SEED`."""
         casts = nullcontext() if self.target == "cpu" else accelerator_autocast_on_cpu(self.target)
         with casts, preserved_random(), self.mode:
             seed_all(SEED)

@@ -113,9 +113,7 @@ def partition_error(name: str, whole: list[Any], part: list[Any], degree: int) -
 
 
 def attention_error(name: str, whole: list[Any], part: list[Any], degree: int) -> str:
-    """Return why an attention cannot be divided so that each part attends to itself, '' if it can; arguments
-    as of `partition_error`.
-    """
+    """Return why an attention cannot be divided so that each part attends to itself, '' if it can."""
     dims = [_divided(one, other, degree) for one, other in zip(whole[:3], part[:3], strict=True)]
     return (
         ""

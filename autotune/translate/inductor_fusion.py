@@ -109,9 +109,8 @@ def _fused(step: Step, whole_model: bool) -> Step:
 
 
 def _padding_bytes(step: Step, inside: npt.NDArray[np.bool_]) -> I64:
-    """Return (n,) bytes moved to pad products whose rows are not aligned: their largest input is copied
-    (torch/_inductor/fx_passes/pad_mm.py).
-    """
+    """Return (n,) bytes moved to pad products whose rows are not aligned."""
+    # Their largest input is copied (torch/_inductor/fx_passes/pad_mm.py).
     padded = inside & (step.ops.precision & UNALIGNED > 0)
     reads = (step.uses.mode == READS) & padded[step.uses.op]
     found = np.zeros(step.ops.n, np.int64)

@@ -93,9 +93,7 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def architecture(device: torch.device | int = 0) -> str:
-    """Return the architecture of a device: `sm90`, on ROCm the name without features (`gfx942`), else the
-    device type.
-    """
+    """Return the architecture of a device: `sm90`, on ROCm `gfx942` without features, else its type."""
     kind = device_type()
     if kind != "cuda":
         return str(kind)

@@ -117,9 +117,8 @@ def register(
 
 
 def _in_tier(fake: Callable[..., object], place: TierId) -> Callable[..., object]:
-    """Return `fake` with its output marked: a tensor that lives on into the next step has no op there whose
-    tier the tracer could read.
-    """
+    """Return `fake` with its output marked."""
+    # A tensor that lives on into the next step has no op there whose tier the tracer could read.
     if place is TierId.DEVICE:
         return fake
 

@@ -202,9 +202,7 @@ def stored(host: Tensor, name: str) -> Tensor:
 
 
 def from_ssd(ssd: Tensor) -> Tensor:
-    """Return a host tensor of `ssd`'s layout after starting a read into it; `transfer.wait` and `finish` wait
-    for it.
-    """
+    """Return a host tensor of `ssd`'s layout into which a read has started (`transfer.wait`, `finish`)."""
     host = transfer.host_like(ssd, locked=accelerator.is_present())  # pinned, for the reload to the device
     transfer.COUNTERS.add("ssd_read", ssd.nbytes)
     transfer.started(host, current().load(host, ssd))

@@ -294,9 +294,8 @@ class _Call(NamedTuple):
 
 
 def _shared(calls: list[_Call]) -> list[_Call]:
-    """Return the calls that every rank makes, in the order of the first one; a rank that fails alone leaves
-    the others in a collective.
-    """
+    """Return the calls that every rank makes, in the order of the first one."""
+    # A rank that fails alone leaves the others in a collective.
     if not dist.is_initialized():
         return calls
     of_ranks: list[list[_Call]] = [[] for _ in range(dist.get_world_size())]

@@ -125,9 +125,7 @@ class Lohan(Technique):
         return f"moves activations to host memory{beyond} where that beats recomputing, recomputes the rest"
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Refuse blocks that cannot run again or run several times, and blocks in which recomputing is always
-        faster.
-        """
+        """Refuse blocks that cannot run again or run several times, and those where recomputing is faster."""
         if (reason := cannot_recompute(program.step, target.compiled)) is not None:
             return reason
         if split_calls(program.step) is not program.step:

@@ -317,9 +317,8 @@ class SkippedCalls:
         self._note(out)
 
     def read_by(self, func: Any, args: Any, out: Any, *, before: int) -> None:
-        """Check an op that runs again and read `args`: it may read the shape of a skipped output, or make a
-        view, but not read values.
-        """
+        """Require that an op that runs again reads no values of skipped outputs."""
+        # It may read the shape of one, or make a view.
         # memtune's own ops copy saved tensors, which the second run does not repeat.
         if func.namespace in ("prim", "memtune") or str(func) in SHAPE_ALONE:
             return

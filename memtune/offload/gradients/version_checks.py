@@ -165,9 +165,7 @@ class WatchedGradients:
         self._require_all(changed, n_resident)
 
     def _changes(self) -> tuple[list[nn.Parameter], int, bool]:
-        """Return the gradients with other versions than noted, the number of those on the device, and whether
-        all of these were freed.
-        """
+        """Return the gradients with new versions, how many are on the device, and whether all were freed."""
         now = [(each, each.grad) for each in self._noted]
         changed = [
             each for each, gradient in now if gradient is not None and not self._noted[each].is_left(gradient)

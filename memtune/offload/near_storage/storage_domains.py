@@ -129,9 +129,7 @@ def _sub_group(
 
 
 def topk_layout(segment: Segment, itemsize: int, share: float) -> tuple[int, int]:
-    """Return the number of gradients of `segment` that are sent, a `share` of them, and the byte of its slot
-    where their indices begin.
-    """
+    """Return the number of gradients of `segment` that are sent, and the byte where their indices begin."""
     count = math.ceil(share * segment.numel)
     # Indices are int32, so they are aligned to 4 bytes after the values.
     return count, -(-count * itemsize // 4) * 4

@@ -203,9 +203,7 @@ class Gather(SeamAllGather):
             torch.ops.memtune.all_gather_into_(out, part, inside.group_name, inside.size())
 
     def _rings(self, whole: Tensor, mine: Tensor) -> None:
-        """Send the shard last received from the ring over nodes to the next node and, overlapped with that,
-        gather it inside this one.
-        """
+        """Send the shard last received to the next node and, overlapped, gather it inside this one."""
         assert self._place is not None
         inside, between, nodes = self._place.inside, self._place.between, self._place.nodes
         parts = whole.chunk(nodes)

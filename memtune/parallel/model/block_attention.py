@@ -32,9 +32,7 @@ class Attended(NamedTuple):
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None) -> Attended:
-    """Return attention of `query` (B, H, Q, D) to `key` and `value` (B, G, K, D); `causal` requires that Q
-    and K are the same positions.
-    """
+    """Return attention of `query` (B, H, Q, D) to (B, G, K, D); `causal` has Q and K at equal positions."""
     kernel = _kernel(query)
     if kernel == "cpu":
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(

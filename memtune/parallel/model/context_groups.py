@@ -120,9 +120,7 @@ class Grid:
         return self.outer.rank * self.inner.ranks + self.inner.rank
 
     def source(self, round_: int, step: int) -> int:
-        """Return the context whose keys and values are on this rank in step `step` of an inner ring, in round
-        `round_` of the outer one.
-        """
+        """Return the context whose keys and values this rank has in `step` of an inner ring, in `round_`."""
         return (self.outer.rank - round_) % self.outer.ranks * self.inner.ranks + (
             self.inner.rank - step
         ) % self.inner.ranks
@@ -143,9 +141,7 @@ class Grid:
         return (every, every, False) if source < self.context else None
 
     def by_heads(self, *tensors: Tensor) -> Tensor:
-        """Exchange each (B, H, positions of a rank, D) into this rank's heads of its context: (number, B,
-        H/heads, positions of it, D).
-        """
+        """Exchange (B, H, positions of a rank, D) into (number, B, H/heads, positions of the context, D)."""
         ranks = self.split.heads
         if ranks == 1:
             return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)

@@ -501,9 +501,8 @@ def _run(parts: Parts, rows: UnrolledRows, action: StageAction, lists: Lists, mo
 
 
 def _take(parts: Parts, rows: UnrolledRows, ops: I32, action: StageAction) -> None:
-    """Insert the ops of a forward or backward; the last stage's part of a tied weight's gradient is
-    accumulated as soon as it is ready.
-    """
+    """Insert the ops of a forward or backward."""
+    # The last stage's part of a tied weight's gradient is accumulated as soon as it is ready.
     step, key = parts.step, (action.stage, action.micro_batch)
     for each in parts.tied if action.backward and action.micro_batch else ():
         made = step.storages.producer[each.part]

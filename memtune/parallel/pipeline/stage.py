@@ -150,9 +150,8 @@ class Run:
             self._active = self._given = None
 
     def _hide_prologue_weights(self) -> None:
-        """Replace weights used before the blocks by fake ones; parameters gathered in between
-        (`fsdp_sharding.shard_stage`) are recorded, to be restored.
-        """
+        """Replace weights used before the blocks by fake ones."""
+        # Parameters gathered in between (`fsdp_sharding.shard_stage`) are recorded, to be restored.
         for held, name, fake in self._absent if self._without_weights else []:
             if held[name] is not fake:
                 self._real = [each for each in self._real if each[0] is not held or each[1] != name]

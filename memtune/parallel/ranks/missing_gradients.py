@@ -34,9 +34,7 @@ def missing_indices(there: Sequence[bool], group: dist.ProcessGroup, like: Tenso
 
 
 def inconsistent_indices(there: Sequence[bool], group: dist.ProcessGroup, like: Tensor) -> list[int]:
-    """Return indices of entries that some ranks of `group` have and others lack, equal on all ranks;
-    arguments as in `missing_indices`.
-    """
+    """Return indices of entries that some ranks of `group` have and others lack, equal on all ranks."""
     found = _counted(there, group, like)
     return (
         []

@@ -102,9 +102,7 @@ class FullParameter:
         return cls(placement, parameter.shape, parameter.stride())
 
     def rows(self, mine: Tensor, mesh: DeviceMesh) -> DTensor:
-        """Return `mine`, this rank's rows of its part, as a DTensor of the full shape over `mesh`: parts,
-        then the ranks that shard rows.
-        """
+        """Return `mine`, this rank's rows of its part, as a DTensor over `mesh`: parts, then row shards."""
         placements = [self.placement, *[Shard(0)] * (mesh.ndim - 1)]
         return DTensor.from_local(
             mine, mesh, placements, run_check=False, shape=self.shape, stride=self.stride

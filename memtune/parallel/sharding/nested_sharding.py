@@ -61,9 +61,7 @@ def forget_meshes() -> None:
 
 
 def mesh_of(context: Context, factors: Factors) -> DeviceMesh:
-    """Return the mesh of all ranks by part and copy of the model, and by the shards of parameters, gradients
-    and optimizer state; cached.
-    """
+    """Return the mesh of all ranks by part, copy, and shards of parameters, gradients and state; cached."""
     default = dist.distributed_c10d._get_default_group()
     with _disable_current_modes():
         sizes = context.placement.model_parallel_size, context.placement.data_parallel_size

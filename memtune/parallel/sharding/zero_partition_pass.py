@@ -266,9 +266,7 @@ def _has_sums(partitioning: Partitioning, arrivals: _Arrivals) -> bool:
 
 
 def _extend_to_backward_end(edit: Edit, step: Step, ops: I32, end: int, *, batches: bool) -> None:
-    """Hold storages that Python references until backward returns (only batches, with `batches`) until the
-    new `ops` at its end have run.
-    """
+    """Hold what Python references until backward returns (`batches`: only those) until `ops` have run."""
     last = step.backward_end
     mine = held_in_backward(step, last, end)
     mine &= (step.storages.kind == Kind.BATCH) | (not batches)

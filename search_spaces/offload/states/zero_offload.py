@@ -171,9 +171,7 @@ class ZeroOffload(NativelyUpdated):
         return ratio
 
     def rewrite(self, program: Program, plan: ZeroOffloadPlan, target: Target) -> Program:
-        """Add D2H copies in backward, move state and update to the host, and add H2D copies in this step or
-        the next.
-        """
+        """Add D2H copies in backward, state and update on the host, H2D copies in this step or the next."""
         early, ratio = self._early(replicas_of(program, target)), self._ratio(plan)
         if ratio < 1.0:
             return program.with_step(

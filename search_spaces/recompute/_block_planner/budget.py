@@ -164,9 +164,7 @@ def apply_later_passes(
     hardware: Hardware,
     pass_inputs: PassInputs = NO_PASS_INPUTS,
 ) -> Program:
-    """Return `program` after every pass of `later` that fits it; lists with a common prefix share its cached
-    results.
-    """
+    """Return `program` after every pass of `later` that fits it; equal beginnings share cached results."""
     # Passes on the whole step are skipped: gradient sums inside a group are formed in place once per
     # step, and a pipeline has `steps_of_stages`.
     chosen = {each.slot: each for each in later} | (

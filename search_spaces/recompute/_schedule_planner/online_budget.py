@@ -174,9 +174,7 @@ def _region(step: Step) -> Region:
 
 
 def _unseen_bytes(step: Step, region: Region) -> int:
-    """Return the bytes that are live when the model's forward begins and neither belong to the model nor are
-    its inputs, such as labels.
-    """
+    """Return the bytes live when forward begins that are neither the model's nor its inputs, as labels."""
     kinds = (Kind.PARAMETER, Kind.BUFFER, Kind.GRADIENT, Kind.OPTIMIZER)
     is_live = (step.storages.producer < region.rows[0]) & (step.freed_after >= region.rows[0])
     # The runtime counts these itself, from the model and the optimizer.
