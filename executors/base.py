@@ -40,9 +40,7 @@ class Trial(BaseModel):
     budget_bytes: int | None = None
     """Device bytes per rank; exceeding them ends the trial as `oom`."""
     warmup_steps: int = 2
-    """Not timed. The second step is the first with both activations and optimizer state, so it still touches
-    new memory.
-    """
+    """Not timed: the second step is the first with both activations and state, so it touches new memory."""
     steps: int = 3
     """Measured steps after the warm-up."""
     seed: int = 0

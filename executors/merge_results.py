@@ -31,9 +31,7 @@ class RankRecord(Report):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     samples_per_step: int | None = None
-    """Samples of one optimizer step over all ranks, for the throughput; the trial's `global_batch` when
-    None.
-    """
+    """Samples of one optimizer step over all ranks; the trial's `global_batch` when None."""
 
 
 @dataclass(frozen=True)

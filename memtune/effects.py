@@ -26,9 +26,7 @@ class Effects:
     """Effects of a technique with its present knobs; by default those of one that does nothing."""
 
     averages: Averages = "none"
-    """Gradients that it averages over ranks itself before it uses them; DDP excludes them from its
-    buckets.
-    """
+    """Gradients that it averages over ranks itself before it uses them; DDP's buckets exclude them."""
     calls: Calls = "plain"
     """The calls of the model that it acts on or replaces.
 
@@ -43,9 +41,7 @@ class Effects:
     moves: Moves = "none"
     """Unit in which parameters are offloaded and reloaded during a step."""
     parameters_on: Literal["device", "host", "ssd"] = "device"
-    """Tier of all blocks' parameters between uses, on which those of a deferred model, or of one on CPU,
-    start.
-    """
+    """Tier of blocks' parameters between uses, on which those of a deferred model, or on CPU, start."""
     activations: Activations = "none"
     """Scope in which it decides which activations are kept, recomputed or offloaded.
 
@@ -74,17 +70,11 @@ class Effects:
     """
 
     eager_only: str = ""
-    """Reason why it does not work with torch.compile (it needs a dispatch mode or the model's own ops); empty
-    if it does.
-    """
+    """Reason why it does not work with torch.compile (a dispatch mode, the model's own ops), or ''."""
     host_share: float = 0.0
-    """Least fraction of the optimizer state in host memory, for any plan; `apply` checks that the host has
-    room.
-    """
+    """Least fraction of the optimizer state in host memory, for any plan, which `apply` checks."""
     keeps_steps: bool = False
-    """True if a run resumes from its last step on SSD; both copies exist until the first step of the
-    new run.
-    """
+    """True if a run resumes from its last step on SSD, of which both copies exist until a new one."""
 
     @property
     def follows_calls(self) -> bool:

@@ -93,9 +93,7 @@ class Target:
     offload_dir: str = field(default_factory=offload_dir.allowed)
     """Directories for tensors on SSD; empty if SSD is not allowed."""
     sharded: ShardedRecordings | None = None
-    """Function that records one rank's step with layers sharded over ranks; None if no technique needs such
-    steps.
-    """
+    """Function that records one rank's step with layers sharded over ranks; None if none is needed."""
     recorded_kinds: frozenset[str] | None = None
     """Techniques of `sharding.parallel` whose steps are recorded and planned; None for all."""
     whole: Target | None = None
@@ -265,13 +263,9 @@ class Technique(BaseModel):
 
     kind: str
     slot: ClassVar[str]
-    """Place in a config: `recompute`, `sharding.states`, `offload.activations`, …; of a file of the catalogue
-    its folder.
-    """
+    """Place in a config: `recompute`, `sharding.states`, …; of a file of the catalogue its folder."""
     plan_types: ClassVar[tuple[type[Plan], ...]] = ()
-    """Types of the plans that `plan` returns; several if plans have several forms, none if it plans
-    nothing.
-    """
+    """Types of the plans that `plan` returns: several for several forms, none if it plans nothing."""
     title: ClassVar[str]
     clause: ClassVar[str] = ""
     """The sentence, if it is the same with all knobs."""
@@ -281,9 +275,7 @@ class Technique(BaseModel):
     """Its short name in the literature, printed after the sentence; empty if PyTorch itself does it."""
     exactness: ClassVar[Exactness]
     by_budget: ClassVar[bool] = False
-    """Its plan frees only as much as the target's memory requires: a step that needs less without it, needs
-    less of it.
-    """
+    """Its plan frees only as much as the memory requires: a step that needs less needs less of it."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Read the slot from the folder of the technique's file."""

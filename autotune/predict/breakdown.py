@@ -147,9 +147,7 @@ class PeakRow:
     module: str
     """Qualified name, numbers of repeated blocks as `*`; '' for the model itself."""
     kind: str
-    """weights, gradients, optimizer, buffers, workspace, communication, activations (kept for backward) or
-    temporaries.
-    """
+    """weights, gradients, optimizer, buffers, workspace, communication, activations or temporaries."""
     n_bytes: int
 
     def to_dict(self) -> dict[str, Any]:

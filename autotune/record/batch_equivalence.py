@@ -42,9 +42,7 @@ _COPIES = 6  # parameters and three gradients, in a dtype up to twice as wide, a
 _ACTIVATION_COPIES = 3  # saved tensors in a dtype up to twice as wide, and the kernels' own buffers
 _LARGE_BYTES = 1 << 28
 _LARGE_FLOPS = 1e10
-"""Parameters, and FLOPs of a batch with its halves (half a second on a core), above which blocks that repeat
-are left out.
-"""
+"""Parameters, and FLOPs of a batch with its halves, above which repeated blocks are left out."""
 _MOST_FLOPS = 3e12
 """FLOPs of a comparison, about 45 s on two cores in float64."""
 _SPREAD = 0.02

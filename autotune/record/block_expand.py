@@ -46,9 +46,7 @@ class PartialRecording:
     entered: tuple[Mark, ...]
     """Position of the recording when each block began."""
     n_state: int
-    """Number of storages that existed before the step; their rows are equal in all recordings of a
-    session.
-    """
+    """Number of storages that existed before the step; their rows are equal in all recordings."""
     owned: Mapping[str, Sequence[int]]
     """By block name, skipped blocks included: rows of the state that only this block refers to."""
     gradients: tuple[Any, ...] = field(default=())

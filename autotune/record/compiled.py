@@ -25,9 +25,7 @@ from memtune.technique import Reason
 from memtune.workload import Workload
 
 _MOST_GRAPHS = 64
-"""Dynamo's cache limit per code object. Its default of 8 would fall back to eager after a few
-micro-batches.
-"""
+"""Dynamo's cache limit per code object: its default of 8 falls back to eager after some micro-batches."""
 
 
 class CompiledRecordings:

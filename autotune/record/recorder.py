@@ -27,9 +27,7 @@ from memtune.program import I64, Edit, Kind, OptimizerFacts, Recording, Step, at
 from memtune.workload import DRAWS, Workload, summary
 
 _AFFINE_TOLERANCE = 0.01
-"""Relative error of the affine peak from which a size counts as not affine; kernel scratch is never quite
-affine.
-"""
+"""Relative error of the affine peak from which a size is not affine; scratch is never quite affine."""
 _REAL_STEP_SHARE = 0.25
 """Share of this machine's memory that a real step may use, where the ops differ between micro-batches."""
 

@@ -47,15 +47,11 @@ RUNGS = {
 """The recording rungs, lowest first, with the phrase that notes use for each."""
 CPU = torch.device("cpu")
 _SHORT_FLOPS, _SHORT_PARAMETER_BYTES = 1e11, 256 << 20
-"""FLOPs and weights of a step below which a real step is taken rather than choices by computed values
-assumed.
-"""
+"""FLOPs and weights of a step below which a real step is taken instead of assumed choices."""
 _NO_HOOKS = "don't yet support saved tensor hooks"
 """In the error of a `torch.func` transform that runs under hooks on saved tensors."""
 SEED = 0
-"""Seed of every random draw while recording, so that data-dependent code (routing) takes the same path each
-time.
-"""
+"""Seed of every random draw while recording: data-dependent code (routing) takes one path."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +80,7 @@ class Session:
     `translate` can follow.
     """
     sync: SyncContext = field(default=lambda last: nullcontext())
-    """Context manager around each micro-batch, given whether it is the last; set by techniques that reduce
-    gradients.
-    """
+    """Context manager around each micro-batch, given whether it is the last; for gradient reduction."""
     order: Order | None = None
     """Order of the micro-batches; None runs them one after the other."""
     optimizer_dedup: OptimizerDedup | None = None

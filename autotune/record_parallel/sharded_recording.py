@@ -445,9 +445,7 @@ def rotate_session(
 
 
 EXPERTS = "experts"
-"""Mode of `ShardedRecordings` with divided experts; followed by the ranks of a node, if rows are sent among
-these first.
-"""
+"""Mode of `ShardedRecordings` with divided experts; then the ranks of a node, if rows go there first."""
 
 
 def dispatch_session(

@@ -140,9 +140,7 @@ class PlanReport:
     pruned: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Candidates that cannot fit: number and least need, by technique that shards or offloads states."""
     peak: tuple[PeakRow, ...] = ()
-    """The bytes at the peak of the front's first row, of the closest candidate if none fits, or of the
-    config.
-    """
+    """The bytes at the peak of the front's first row, of the closest candidate, or of the config."""
     remedies: tuple[Remedy, ...] = ()
     """Changes that would help if nothing fits."""
     improvements: tuple[Improvement, ...] = ()

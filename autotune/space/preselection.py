@@ -21,9 +21,7 @@ from memtune.autotune.predict import Prediction
 from memtune.autotune.space.candidates import Choice
 
 _MOST_LAYER_MAJOR = 32
-"""Micro-batches of a step that layer-major order is tried with: weights that move once for 32 cost no less
-for more.
-"""
+"""Micro-batches that layer-major order is tried with: weights that move once for 32 cost little."""
 _TOO_LONG = (
     f"layer-major order is tried with up to {_MOST_LAYER_MAJOR} micro-batches a step (a larger micro_batch)"
 )

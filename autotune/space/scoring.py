@@ -40,9 +40,7 @@ from memtune.technique import Reason, Technique
 
 Goal = Literal["throughput", "memory", "batch"]
 EVENTS_FOR = 64
-"""Programs that are simulated op by op at a time; further batches follow while one may beat the best so
-far.
-"""
+"""Programs simulated op by op at a time; further batches follow while one may beat the best so far."""
 _MOST_EVENTS = 4 * EVENTS_FOR
 """Limit on programs simulated op by op: hundreds with one coarse prediction need not all be refined."""
 _ALL = ("all",)
@@ -57,9 +55,7 @@ _SLOWER = 1.5
 this factor: no other slot makes up for it.
 """
 _EXPLORE_AGAIN = 0.01
-"""Relative improvement of the best candidate with a technique from which its neighbourhood is explored
-again.
-"""
+"""Relative improvement of a technique's best candidate that has its neighbourhood explored again."""
 _ACTIVATIONS_SHARE = 0.5
 """Part of the budget that activations under full recompute may take at the micro-batch at which pairs of
 techniques are compared.

@@ -23,9 +23,7 @@ _NOTICEABLE = 0.03
 _MOST = 3
 """Suggestions to return."""
 _LEAN = ("offload.states", "recompute", "offload.activations", "sharding.states")
-"""Slots that trade time for memory; all of their kinds are tried, because the search may have excluded
-them.
-"""
+"""Slots that trade time for memory; all kinds are tried, which the search may have excluded."""
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,7 @@ class AttentionKernel:
     float_bytes: Callable[[Attention], tuple[int, ...]]
     """`Storages.float_bytes` of the same results; without the last ones, which have 0."""
     packed: Callable[[int], tuple[int, ...]]
-    """(number of results besides the output) → those that autograd packs, in its order; OUTPUT is the
-    output.
-    """
+    """(number of results besides the output) → those that autograd packs, in order; OUTPUT is the output."""
     forward_scratch: Callable[[Attention], int]
     backward_scratch: Callable[[Attention], int]
     source: str

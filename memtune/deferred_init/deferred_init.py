@@ -39,9 +39,7 @@ from memtune.runtime import DEVICE, HOST, local, mark, page_locked, tier, transf
 _MARK, _PIECES = "_memtune_construction", "_memtune_pieces"
 
 AtRest = Mapping[str, Callable[[Tensor], Tensor]]
-"""By name of a parameter that starts off the device: maps its values on the host to the memory that it
-shows.
-"""
+"""By name of a parameter that starts off the device: its values on the host → the memory it shows."""
 _NONE: AtRest = MappingProxyType({})
 
 

@@ -33,10 +33,7 @@ class Hardware:
     """Architecture by which kernels are chosen: `sm90`, `gfx942`, `cpu`."""
     memory_bytes: int
     context_bytes: int
-    """Device memory that a process uses before it allocates: CUDA's context and kernels.
-
-    Ledgers do not count it.
-    """
+    """Device memory of a process before it allocates: context and kernels, which no ledger counts."""
     bf16_flops_per_s: float
     fp16_flops_per_s: float
     tf32_flops_per_s: float

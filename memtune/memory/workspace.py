@@ -408,15 +408,11 @@ class RealOutputs(WatchingMode):
         f"aten.{loss}.default"
         for loss in ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
     )
-    """Losses that are made at full size and then resized to a scalar, which holds all that memory, on every
-    device.
-    """
+    """Losses that are made at full size, then resized to a scalar, which holds that memory on any device."""
     ONE_ROW: ClassVar[frozenset[str]] = frozenset(
         {"aten.native_layer_norm.default", "aten.native_group_norm.default"}
     )
-    """Only the dtypes of their outputs differ, which one row shows: a large batch would take seconds and
-    gigabytes.
-    """
+    """Only the dtypes of their outputs differ, which one row shows in far less time and memory."""
 
     def __init__(self, table: WorkspaceTable, *, on_cpu: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -277,10 +277,7 @@ class Step:
     names: tuple[str, ...]
     """Op names by id: `aten.addmm.default`, `memtune.to_host.default`."""
     modules: tuple[str, ...]
-    """Qualified module names by id. Id 0 is `(outside)`: loss function and optimizer.
-
-    The root module is ''.
-    """
+    """Qualified module names by id; 0 is `(outside)`: loss function and optimizer. The root is ''."""
     blocks: tuple[str, ...]
     """Qualified names of the repeated blocks, in forward order."""
     parameters: Sequence[Parameter]
@@ -307,10 +304,7 @@ class Step:
     """(h,) storages of which the model's code read a value (`.item()`), on which its control flow may depend.
     """
     model_calls: int = 1
-    """Calls of the whole model.
-
-    Its `forward_starts` is that of the first call, `forward_ends` of the last.
-    """
+    """Calls of the whole model: `forward_starts` is that of the first call, `forward_ends` of the last."""
     lazy_values: bool = False
     """An op of forward or backward received a lazily conjugated or negated tensor (complex numbers)."""
     runs_schedules: bool = False

@@ -94,9 +94,7 @@ class Context:
     optimizer: Optimizer
     """The user's optimizer object, rebound in place when its parameters are replaced."""
     blocks: list[str]
-    """Qualified names of the repeated blocks; on a stage of a pipeline those of this rank, once
-    `sharding.parallel` is applied.
-    """
+    """Qualified names of the repeated blocks, on a stage those of this rank once the stages are known."""
     device: torch.device
     """Device on which the model computes."""
     activations: Activations
@@ -108,9 +106,7 @@ class Context:
     loop: TrainingLoop = field(default_factory=TrainingLoop)
     """Settings by which `Tuned.step` runs micro-batches."""
     checks: dict[str, Check] = field(default_factory=dict)
-    """By slot, written by its technique; each returns facts or raises ApplyError. Run after `apply` and by
-    every audit.
-    """
+    """By slot, written by its technique: returns facts or raises ApplyError. Run by every audit."""
     undo: ExitStack = field(default_factory=ExitStack)
     """Closed when `apply` fails: undoes changes to tensors, which `Snapshot` does not record."""
     all_blocks: tuple[str, ...] = ()

@@ -66,9 +66,7 @@ class TrainingLoop:
     applied later and needs the last micro-batch too wraps the former context in its own.
     """
     order: Order | None = None
-    """Runs micro-batches in another order than one after the other; written by layer-major parameter
-    offload.
-    """
+    """Runs micro-batches in another order than one after the other, for layer-major offload."""
     rotation: Rotation | None = None
     """Distributes micro-batches among ranks that run one at a time; written by model parallelism."""
     pipeline: PipelineStep | None = None
@@ -79,13 +77,9 @@ class TrainingLoop:
     runner: nn.Module | None = None
     """The module to call instead of the model: DDP's wrapper, written by `replicate`."""
     compiled: Compiled | None = None
-    """The compiled forwards; written by `apply` before any technique, read by techniques that order or
-    partition graphs.
-    """
+    """The compiled forwards, written before any technique, read by those that order or partition graphs."""
     resumed_steps: int = 0
-    """Optimizer steps of earlier runs that this one continues; written by optimizer offload to SSD when it
-    resumes.
-    """
+    """Optimizer steps of earlier runs that this one continues, set by offload to SSD when it resumes."""
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         """Return the context of a micro-batch's forward and backward; `last` marks the last one of a step."""

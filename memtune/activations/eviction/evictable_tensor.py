@@ -56,9 +56,7 @@ class Value:
     writes: int = 0
     """Number of in-place writes that did not make a new version."""
     undeclared_writes: int = 0
-    """Number of those writes that the op's schema does not declare (BatchNorm's statistics), so no version
-    counter counts them.
-    """
+    """Number of those writes that the schema does not declare (BatchNorm), so no version counts them."""
     version: int | None = None
     """Version counter of its storage when forward returned it; None if not returned, or moved."""
 

@@ -91,9 +91,7 @@ class OpMetadata:
     about: OpProperties
     key: Key
     makes_bytes: int
-    """Output bytes; 0 for an op with data-dependent sizes before its first run, then the largest sum
-    so far.
-    """
+    """Output bytes; before the first run of an op with data-dependent sizes 0, then the largest sum."""
     random: bool
     scratch_bytes: int
     """Kernel workspace."""

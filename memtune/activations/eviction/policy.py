@@ -56,9 +56,7 @@ class Policy:
     """Action when the program drops the last reference to a storage: nothing, eviction, or permanent removal.
     """
     keep_replayed: bool = True
-    """A released storage that a replay recomputed remains until it is evicted; False: only until the
-    requesting call has run.
-    """
+    """A released storage that a replay recomputed remains until evicted; False: until the call has run."""
     forget: bool = False
     """A storage that cannot be requested again is freed and no neighbour; the DTR artifact keeps all."""
     addressed: bool = False
@@ -84,9 +82,7 @@ class Policy:
     in this many parts, so that those inputs never exist in full (MegTaiChi's tensor partition).
     """
     foresight: bool = False
-    """Staleness is the time to the next use, as recorded in an earlier run of the same program (MegTaiChi's
-    access pattern).
-    """
+    """Staleness is the time to the next use, recorded in an earlier run (MegTaiChi's access pattern)."""
     cost_power: float = 1.0
     size_power: float = 1.0
     time_power: float = 1.0
@@ -123,9 +119,7 @@ DTR_HEURISTICS: dict[str, dict[str, Any]] = {
     "size": {"neighbours": "nothing", "by_staleness": False},
     "msps": {"neighbours": "ancestors", "by_staleness": False},
 }
-"""Terms of the published scores (Kirisame et al. 2021, section 4): h_DTR, h_DTR_eq, h_DTR_local, LRU, largest
-first, MSPS.
-"""
+"""Terms of the published scores (Kirisame et al. 2021, section 4), and largest first, MSPS."""
 MEGTAICHI = Policy(
     rule="megtaichi",
     neighbours="closure",

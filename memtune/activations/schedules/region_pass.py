@@ -34,9 +34,7 @@ class Region:
     rows: I32
     """(n,) row of the step for each op."""
     carried: tuple[tuple[int, ...], ...]
-    """(n,) rows that follow each op wherever it runs first: additions of its gradient to that of earlier
-    micro-batches.
-    """
+    """(n,) rows that follow each op wherever it runs first: additions of its gradient to earlier ones."""
     storages: I32
     """(m,) storage of the step for each value."""
     outside_until: I32

@@ -116,9 +116,7 @@ class _Refused:
     why: str
     guards: Guards
     once_more: bool = False
-    """Capture it again: the module has run since, and may have set permanently what its first forward
-    sets.
-    """
+    """Capture it again: the module has run since, and may have set what its first forward sets."""
 
 
 class ScheduledRegion(ReplacedForward):

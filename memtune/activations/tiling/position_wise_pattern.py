@@ -69,9 +69,7 @@ class PositionWise:
 
 
 _Rows = Callable[[Step, tuple[int, ...], set[int]], tuple[int, int]]
-"""Function from a module's forward ops and their outputs to the storage that they read, and its rows; raises
-`NotTokenWise`.
-"""
+"""Function from a module's forward ops and outputs to the storage they read, and its rows."""
 
 
 @lru_cache(maxsize=8)

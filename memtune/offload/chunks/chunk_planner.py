@@ -11,9 +11,7 @@ from memtune.offload.core import Chunks, pack
 from memtune.program import Units, lru_moves
 
 _TRIED, _TRIED_ABOVE = 64, 16
-"""Number of chunk sizes up to the largest block, and above it, that a search tries; evenly spread ones where
-there are more.
-"""
+"""Number of chunk sizes up to the largest block, and above it, that a search tries."""
 
 
 @dataclass(frozen=True)

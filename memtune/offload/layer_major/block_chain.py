@@ -30,9 +30,7 @@ from memtune.runtime import HOST, EagerRecorder, OpVisitor, RandomState, tier
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _FIX = "offload: {states: {kind: stronghold}}, which keeps the plain order of micro-batches"
 _Source = tuple[Literal["returned", "first", "plain"], Any]
-"""Source of an argument leaf: index into the previous block's output or the first block's arguments, or the
-value itself.
-"""
+"""Source of an argument leaf: index into the output before or the first arguments, or the value."""
 
 
 @dataclass(frozen=True)

@@ -84,15 +84,11 @@ class Communication:
     unquantized reduce-scatter.
     """
     gather: Gathering = "flat"
-    """All ranks in one ring; between nodes and then inside them (MiCS); or both at once, node by node (PaRO's
-    HO-Ring).
-    """
+    """All ranks in one ring; between nodes, then inside them (MiCS); or both at once (PaRO's HO-Ring)."""
     ring_reductions: bool = False
     """Sum gradients inside each node and at the same time in rings over nodes (HO-Ring reversed)."""
     feedback: bool = False
-    """True if the quantization error of the first hop is added to the next gradients, which takes float32
-    memory of their size.
-    """
+    """True if the first hop's quantization error is added to the next gradients, in float32 memory."""
 
     @property
     def by_node(self) -> bool:

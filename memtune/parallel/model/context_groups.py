@@ -32,9 +32,7 @@ class Split:
     """True if consecutive ranks are of different contexts."""
     zigzag: bool
     work_sharing: bool = False
-    """Contexts are contiguous, and ranks that have seen all their keys attend for others
-    (`parallel.model.balanced_attention`).
-    """
+    """Contexts are contiguous; ranks that have seen all keys attend for others (`balanced_attention`)."""
 
     @property
     def ranks(self) -> int:

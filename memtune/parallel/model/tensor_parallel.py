@@ -45,9 +45,7 @@ from memtune.workload import Pair, tensors_of
 
 _SCALE = torch.ops.aten.mul_.Tensor
 _MIXED: list[AbstractContextManager[Any]] = []
-"""Entered permanently: replicated parameters are plain tensors, and clipping and optimizers use them together
-with DTensors.
-"""
+"""Entered permanently: replicated parameters are plain tensors, and clipping mixes them with DTensors."""
 
 
 class _Copied(torch.autograd.Function):

@@ -55,9 +55,7 @@ class Replication:
     of_experts: bool = True
     """The same for the blocks' experts."""
     at_end: bool = False
-    """True if buckets are filled when the last backward of a pipeline's step has ended, and not as gradients
-    become ready.
-    """
+    """True if buckets are filled when a pipeline's last backward has ended, not as gradients get ready."""
     unbucketed: bool = False
     """No buckets: each gradient is averaged as soon as it is ready, by the pass that offloads it."""
     without: frozenset[str] = frozenset()

@@ -53,9 +53,7 @@ class Partitioning:
     accumulate: int = 1
     """Micro-batches per step."""
     every_micro_batch: bool = False
-    """True if each micro-batch is reduced and shards are accumulated; else full gradients are accumulated and
-    reduced once.
-    """
+    """True if each micro-batch is reduced into shards; else full gradients are accumulated, reduced once."""
     stages_messages: bool = False
     """True if reductions first copy their message and compute waits for collectives (gloo on CPU)."""
     at_end: bool = False

@@ -42,9 +42,7 @@ _POLICIES = (replace(DTR, neighbours="closure"), replace(DTR, neighbours="own"),
 _LEVELS = 16
 """Budgets, as fractions of the plain peak, that every policy is asked for besides the real one."""
 _LEVELS_ON_RANKS = 2
-"""The same on several ranks, where each sharding is a place of its own and each schedule is evaluated after
-its passes.
-"""
+"""The same on several ranks, where each sharding is a place and each schedule passes its passes."""
 _NODES = 16
 NOT_FASTER = Reason("no schedule is faster than the plan by blocks", "by_schedule: false")
 _BACK = 24
