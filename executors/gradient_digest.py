@@ -158,6 +158,8 @@ class GradientDigests:
         if isinstance(gradient, DTensor) and any(each.is_partial() for each in gradient.placements):
             gradient = gradient.full_tensor()  # a collective: partial sums are so on all ranks
         data, whole = local(gradient).detach(), self._shapes[name]
+        if data.is_sparse:
+            data = data.to_dense()
         layout = self._layout(parameter, gradient)
         sums = self._sums.setdefault(name, GradientSums())
         if self._is_first(name, layout) and (region := _region(layout, whole)).shape == data.shape:

@@ -215,11 +215,14 @@ def nothing_fits(driver: Driver) -> NothingFits:
     budget = setup.budget_bytes or setup.hardware.memory_bytes
     over = [each for each in driver.finished if each.result.status == "oom"]
     if not over:
-        tried = "; ".join(
-            dict.fromkeys(f"{each.result.status}: {each.result.reason}" for each in driver.finished)
-        )
+        failed = [each.result for each in driver.finished if each.result.status != "ok"]
+        tried = "; ".join(dict.fromkeys(f"{each.status}: {each.reason}" for each in failed))
+        count, ran = len(driver.finished), len(driver.finished) - len(failed)
         return NothingFits(
-            f"No setting ran: {len(driver.finished)} trials, none of them finished.",
+            f"No setting ran each time: {ran} of {count} trials finished, but their settings failed when they"
+            " were run again."
+            if ran
+            else f"No setting ran: {count} trials, none of them finished.",
             evidence=tried[:500],
             fix="memtune trial with one setting shows its log",
             code="MT301",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from memtune.executors.gradient_digest import GradientSums, Region
+from memtune.executors.gradient_digest import GradientDigests, GradientSums, Region
 from memtune.executors.gradient_record import BUCKETS, GradientRecord, largest_difference
+from memtune.runtime.placement import Placement
 
 
 def whole(gradient: torch.Tensor) -> GradientRecord:
@@ -40,6 +43,19 @@ def test_sums_of_pieces_are_those_of_the_whole(dtype: torch.dtype, shape: tuple[
     assert (found.sha256, found.digested) == (wanted.sha256, gradient.numel())
     assert found.norm == pytest.approx(wanted.norm)
     assert found.projected == pytest.approx(wanted.projected)
+
+
+def test_sparse_gradient_is_digested_as_the_dense_one() -> None:
+    found = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Embedding(5, 3, sparse=sparse)
+        model(torch.tensor([1, 4, 1])).sum().backward()
+        context: Any = SimpleNamespace(model=model, placement=Placement())
+        digests = GradientDigests(context, {"weight": (5, 3)})
+        digests.add_rest()
+        found.append(digests.records(torch.device("cpu")))
+    assert found[0] == found[1]
 
 
 def test_difference_refuses_gradient_with_missing_piece() -> None:

@@ -43,7 +43,27 @@ def require_ranks(context: Context, what: str) -> None:
     # In a dry run the group is fake, and sends nothing.
     if has_real_peers(context.model):
         require_backend(context.device)
+        _require_reducible(context)
     _require_same_weights(context)
+
+
+def _require_reducible(context: Context) -> None:
+    """Refuse layers whose statistics or gradients torch cannot reduce over these ranks."""
+    for name, module in context.model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and context.device.type == "cpu":
+            raise ApplyError(
+                f"{name} is a SyncBatchNorm, which torch runs on accelerators only.",
+                evidence="The ranks train on CPU.",
+                fix="BatchNorm, GroupNorm or LayerNorm; or ranks on GPUs",
+                code="MT329",
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ApplyError(
+                f"The gradient of {name}.weight is sparse; memtune reduces dense gradients over ranks.",
+                evidence=f"It is an nn.{type(module).__name__} with sparse=True.",
+                fix=f"nn.{type(module).__name__}(…, sparse=False) and a dense optimizer",
+                code="MT329",
+            )
 
 
 def require_groups(context: Context, degree: int) -> None:

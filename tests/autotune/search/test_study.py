@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from support.search.search_runs import BUDGET, asked, log, of, run
 
 from memtune.autotune.search import preparation, search_events, study
 from memtune.autotune.search.control import Control
-from memtune.autotune.search.outcome import SearchOutcome
+from memtune.autotune.search.outcome import SearchOutcome, nothing_fits
 from memtune.autotune.search.study_store import StudyFolder
 from memtune.autotune.space.candidates import Choice
 from memtune.autotune.space.scoring import Scored
@@ -134,6 +135,21 @@ def test_search_without_fit_reports_closest_and_remedies():
     assert "--max-memory" in message
     assert of(search_events.SearchFinished)[0].status == "nothing_fits"
     assert not Path("tuned.yaml").exists()
+
+
+def test_nothing_fits_tells_settings_that_failed_again_from_those_that_never_ran() -> None:
+    def message(*statuses: str) -> str:
+        finished = [
+            SimpleNamespace(result=SimpleNamespace(status=each, reason=f"reason of {each}"))
+            for each in statuses
+        ]
+        driver: Any = SimpleNamespace(setup=SimpleNamespace(budget_bytes=1, hardware=None), finished=finished)
+        return str(nothing_fits(driver))
+
+    assert "No setting ran: 2 trials, none of them finished." in message("crash", "crash")
+    again = message("ok", "crash")
+    assert "1 of 2 trials finished, but their settings failed when they were run again" in again
+    assert "reason of ok" not in again
 
 
 def test_search_refuses_budget_below_weights_before_trials():

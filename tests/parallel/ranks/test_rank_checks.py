@@ -24,6 +24,7 @@ from memtune.parallel.ranks import error_propagation
 from memtune.parallel.ranks.error_propagation import RankFailed
 from memtune.parallel.ranks.rank_checks import require_backend
 
+DDP: dict[str, Any] = {"sharding": {"states": {"kind": "ddp"}}}
 FSDP: dict[str, Any] = {"sharding": {"states": {"kind": "fsdp"}}}
 TOKENS = torch.ones(2, 5, dtype=torch.long)
 
@@ -108,6 +109,13 @@ def one_refuses() -> str:
     return "no error"
 
 
+def irreducible() -> list[str]:
+    """Return the messages for layers that gloo's ranks cannot train."""
+    norm = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    rows = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
+    return [refused(model, DDP) for model in (norm, rows)]
+
+
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, str]]:
     return run_ranks(everything, 2, deadline_s=300)
@@ -148,6 +156,12 @@ def test_all_ranks_report_first_failure(states: str, how: str, message: str) -> 
     for rank in (first, third):
         assert "MT377" in rank
         assert message in rank
+
+
+def test_layers_that_ranks_cannot_reduce_are_refused() -> None:
+    for norm, rows in run_ranks(irreducible, 2, deadline_s=60):
+        assert norm.startswith("MT329 1 is a SyncBatchNorm, which torch runs on accelerators only.")
+        assert rows.startswith("MT329 The gradient of 0.weight is sparse")
 
 
 def test_all_ranks_report_refusal_of_one_rank() -> None:
