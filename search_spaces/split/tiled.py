@@ -13,6 +13,7 @@ from memtune import refusals
 from memtune.activations.tiling import (
     LossPattern,
     PositionWise,
+    Tiling,
     install_lazy_head,
     install_tiled_modules,
     loss_pattern,
@@ -204,7 +205,7 @@ def _install(context: Context, names: tuple[str, ...] | None, parts: int, check:
             ),
             code="MT316",
         )
-    install_tiled_modules(context, dict.fromkeys(names, parts), check=check)
+    install_tiled_modules(context, dict.fromkeys(names, Tiling(parts)), check=check)
 
 
 def _too_little(

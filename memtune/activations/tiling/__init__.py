@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from memtune.activations.tiling.micro_tensors_pass import split_regions as split_regions
     from memtune.activations.tiling.position_wise_pattern import (
         PositionWise as PositionWise,
+        by_sample as by_sample,
         made_by as made_by,
         norms as norms,
         position_wise as position_wise,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from memtune.activations.tiling.tiled_loss_pass import tile_loss as tile_loss
     from memtune.activations.tiling.tiled_region import install_tiled_modules as install_tiled_modules
     from memtune.activations.tiling.tiled_region_pass import (
+        Tiling as Tiling,
         rows_of_parts as rows_of_parts,
         tile_regions as tile_regions,
     )

@@ -1,17 +1,18 @@
-"""Pattern of token-wise modules in blocks: MLPs and norms that `activations.tiling.tiled_region_pass` can run
-in parts.
+"""Pattern of modules in blocks that `activations.tiling.tiled_region_pass` can run in parts of their tokens
+(MLPs and norms) or samples.
 
 Such a module reads one tensor, makes one, and is an MLP or a norm whose forward and backward are each
 contiguous, apart from sums of gradients over micro-batches. An MLP consists of products with weights (at
 least two), layer norms and elementwise ops; for norms see `norm_rows`. A module that draws random numbers or
-mixes rows is not tiled, nor is an MLP with casts.
+mixes rows is not tiled, nor is an MLP with casts. Over samples any module is tiled whose ops compute each
+sample alone, such as attention and convolutions (`by_sample`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -33,10 +34,49 @@ _ALIKE = (
     "aten.pow.Tensor_Scalar",
 )
 
+_WITH_WEIGHT = (*_PRODUCTS, "aten.convolution.default")
+_EACH_SAMPLE = frozenset(
+    (
+        *_ALIKE,
+        *_WITH_WEIGHT,
+        "aten._adaptive_avg_pool2d.default",
+        "aten._log_softmax.default",
+        "aten._softmax.default",
+        "aten._to_copy.default",
+        "aten.add.Scalar",
+        "aten.add_.Tensor",
+        "aten.avg_pool2d.default",
+        "aten.baddbmm.default",
+        "aten.bmm.default",
+        "aten.cat.default",
+        "aten.clone.default",
+        "aten.constant_pad_nd.default",
+        "aten.div.Tensor",
+        "aten.elu.default",
+        "aten.hardtanh.default",
+        "aten.leaky_relu.default",
+        "aten.max_pool2d_with_indices.default",
+        "aten.mean.dim",
+        "aten.mul_.Tensor",
+        "aten.native_group_norm.default",
+        "aten.neg.default",
+        "aten.relu_.default",
+        "aten.rsqrt.default",
+        "aten.silu_.default",
+        "aten.sub.Tensor",
+        "aten.upsample_bilinear2d.vec",
+        "aten.upsample_nearest2d.vec",
+    )
+)
+"""Ops that compute each sample alone if samples are the first dim of what they read; `tiled_region` verifies
+that on the first two samples, since a softmax or mean over the first dim has the same name.
+"""
+_ATTENTION = "aten._scaled_dot_product_"
+
 
 @dataclass(frozen=True)
 class PositionWise:
-    """One token-wise module of one call of a block."""
+    """One module of one call of a block that computes each row alone: a token or a sample."""
 
     module: str
     module_id: int
@@ -49,7 +89,7 @@ class PositionWise:
     """Input storage; `y` is the output."""
     y: int
     rows: int
-    """Number of tokens."""
+    """Number of tokens, or of samples."""
     dy: int
     """Gradient of `y`."""
     dx: int
@@ -62,6 +102,8 @@ class PositionWise:
     """Save rows of all tensors that its ops save."""
     inner_bytes: int
     """Bytes of its saves except `x`; less `x` if only its parts save that."""
+    part_samples: int = 0
+    """Fewest rows of a part, if they are samples, the first dim of `x`; 0 for tokens."""
     residual: int = -1
     """Gradient of `x` from other paths (around a norm), added here; -1 if another op adds it."""
     join: int = -1
@@ -84,6 +126,32 @@ def norms(step: Step) -> tuple[PositionWise, ...]:
     if not has_norms(step):
         return ()
     return tuple(each for each in _outermost(step, norm_rows) if each.inner_bytes > 0)
+
+
+@lru_cache(maxsize=8)
+def by_sample(step: Step, samples: int) -> tuple[PositionWise, ...]:
+    """Return the outermost modules inside blocks that compute each of `samples` samples alone and save more
+    than their input, without those around or inside of an MLP.
+    """
+    if samples < 2:
+        return ()
+    mlps = {f"{each.module}." for each in position_wise(step)}
+
+    def is_apart(name: str) -> bool:
+        return not any(mlp.startswith(name) or name.startswith(mlp) for mlp in mlps)
+
+    found = _outermost(step, partial(_samples, samples))
+    return tuple(
+        # A transposed tensor of one sample may be a view of another form, without the copy.
+        replace(each, part_samples=1 + any("aten.clone" in name for name in _names(step, each.forward)))
+        for each in found
+        # A norm that saves its input and a few sums gains nothing.
+        if is_apart(f"{each.module}.") and each.inner_bytes >= step.storages.bytes[each.x]
+    )
+
+
+def _names(step: Step, ops: tuple[int, ...]) -> list[str]:
+    return [step.names[step.ops.name[op]] for op in ops]
 
 
 def _outermost(step: Step, rows_of: _Rows) -> tuple[PositionWise, ...]:
@@ -143,7 +211,7 @@ def _match(
     if kept - {y}:
         raise NotTokenWise
     join, residual = _joined(step, backward, made | {x})
-    dy, dx, gradients = _gradients(step, backward, made | {x, residual})
+    dy, dx, gradients = _gradients(step, backward, made | {x}, residual)
     # An op packs its inputs before it runs and its output after: the window of outputs is one op later.
     window = (step.saves.packed_before > forward[0]) | (
         (step.saves.packed_before == forward[0]) & (step.saves.is_output == 0)
@@ -178,8 +246,8 @@ def _match(
         save,
         tuple(saves.tolist()),
         inner,
-        residual,
-        join,
+        residual=residual,
+        join=join,
     )
 
 
@@ -253,6 +321,27 @@ def _outside_inputs(step: Step, ops: tuple[int, ...], made: set[int]) -> set[int
     return inputs
 
 
+def _samples(samples: int, step: Step, ops: tuple[int, ...], made: set[int]) -> tuple[int, int]:
+    """Return the tensor that `ops` read, and `samples`, if each op computes every sample alone."""
+    inputs: set[int] = set()
+    for op in ops:
+        name, used = step.names[step.ops.name[op]], uses_of(step, op, op)
+        storages = step.uses.storage[used]
+        if name not in _EACH_SAMPLE and not name.startswith(_ATTENTION):
+            raise NotTokenWise
+        weights = step.parameter_of[storages] >= 0
+        # A product of two activations sums over samples; of an op in place only what is made here is written.
+        if (name in _WITH_WEIGHT and not weights.any()) or set(
+            storages[step.uses.mode[used] != READS]
+        ) - made:
+            raise NotTokenWise
+        inputs |= set(storages[~weights].tolist()) - made
+    x = _single(inputs)
+    if any(int(step.storages.bytes[each]) % samples for each in (x, *made)):
+        raise NotTokenWise
+    return x, samples
+
+
 def _rows(step: Step, forward: tuple[int, ...], x: int) -> int:
     """Return the tokens in `x`, from the first product with a weight."""
     for op in forward:
@@ -290,14 +379,18 @@ def _joined(step: Step, backward: tuple[int, ...], known: set[int]) -> tuple[int
     return found
 
 
-def _gradients(step: Step, backward: tuple[int, ...], known: set[int]) -> tuple[int, int, tuple[int, ...]]:
+def _gradients(
+    step: Step, backward: tuple[int, ...], known: set[int], residual: int
+) -> tuple[int, int, tuple[int, ...]]:
     """Return the gradient that backward reads, that of the input, and those of the parameters."""
     made = set(made_by(step, backward))
     window = uses_of(step, backward[0], backward[-1])
     inside = np.isin(step.uses.op[window], backward)
     used = step.uses.storage[window]
     read = set(used[inside].tolist()) - made - known
-    dy = _single({s for s in read if step.parameter_of[s] < 0})
+    outside = {s for s in read if step.parameter_of[s] < 0}
+    # In x + f(x) the gradient of the output is added to that of the input.
+    dy = _single(outside - {residual} or outside)
     if not np.isin(step.uses.mode[window][inside], (READS, DONATES)).all():
         raise NotTokenWise
     # A parameter's gradient is one that autograd accumulates, or that has an owner.

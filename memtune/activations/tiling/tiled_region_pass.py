@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from memtune.activations.tiling.position_wise_pattern import PositionWise, made_by
 from memtune.program import DONATES, READS, WRITES, Edit, NewOps, Phase, Step
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Division of a module into parts."""
+
+    parts: int
+    again: bool = True
+    """Parts run again in backward; False: they keep their graphs, and the claims of their blocks may offload
+    what these save.
+    """
+    by_sample: bool = False
+    """Parts are of the samples, the first dim of the input; False: of the tokens, all dims but the last."""
 
 
 def tile_regions(step: Step, regions: tuple[tuple[PositionWise, int], ...]) -> Step:

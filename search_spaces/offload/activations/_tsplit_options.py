@@ -1,19 +1,27 @@
 """Priced actions of TSPLIT's planner on a step's saved tensors: offload one, or tile its module and offload
-the parts.
+the parts or recompute them.
 
 A *decision* is one of the planner's tensors: the saved outputs of one call of a block's op, or a module of a
-block that computes each token alone and can be tiled. The clock is that of the step's compute.
+block that computes each token or sample alone and can be tiled. The clock is that of the step's compute.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from memtune.activations.offload import Action, Copy, Problem, Tensor, claimable_rows, copy_end_ops
-from memtune.activations.tiling import PositionWise, made_by, position_wise, rows_of_parts
+from memtune.activations.tiling import (
+    PositionWise,
+    Tiling,
+    by_sample,
+    made_by,
+    position_wise,
+    rows_of_parts,
+)
 from memtune.hardware import Hardware
 from memtune.program import F64, FOREVER, I32, I64, OpAddress, Phase, Resource, Step, calls_of
 from memtune.search_spaces.recompute._block_planner.measured_options import op_seconds
@@ -30,10 +38,10 @@ class CallOutputs:
 
 @dataclass(frozen=True)
 class TiledModule:
-    """A module that may be tiled, with the number of parts of each of its actions."""
+    """A module that may be tiled, with how each of its actions does."""
 
     region: PositionWise
-    parts: tuple[int, ...]
+    tilings: tuple[Tiling, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,17 +58,36 @@ class Decisions:
 
 @functools.lru_cache(maxsize=8)
 def decisions(
-    step: Step, hardware: Hardware, ranks: int, min_bytes: int, parts: tuple[int, ...], *, prefetch: bool
+    step: Step,
+    hardware: Hardware,
+    ranks: int,
+    samples: int,
+    min_bytes: int,
+    parts: tuple[int, ...],
+    *,
+    prefetch: bool,
+    again: bool,
 ) -> Decisions:
-    """Return the planner's options for `step`, in which each block runs once, before any split or offload."""
-    return _Prices(step, hardware, ranks, min_bytes, prefetch=prefetch).options(parts)
+    """Return the planner's options for `step` of `samples` samples, in which each block runs once, before any
+    split or offload.
+    """
+    prices = _Prices(step, hardware, ranks, min_bytes, prefetch=prefetch, again=again)
+    return prices.options(parts, samples)
+
+
+def tileable(step: Step, samples: int) -> tuple[PositionWise, ...]:
+    """Return the modules that can run in parts, of their tokens or of `samples` samples."""
+    return (*position_wise(step), *by_sample(step, samples))
 
 
 class _Prices:
     """Priced actions of one step."""
 
-    def __init__(self, step: Step, hardware: Hardware, ranks: int, min_bytes: int, *, prefetch: bool) -> None:
+    def __init__(
+        self, step: Step, hardware: Hardware, ranks: int, min_bytes: int, *, prefetch: bool, again: bool
+    ) -> None:
         self.step, self.hardware, self.min_bytes, self.prefetch = step, hardware, min_bytes, prefetch
+        self.again = again
         computes = step.ops.resource == Resource.COMPUTE
         self.op_s: F64 = np.where(computes, op_seconds(step, hardware, ranks), 0.0)
         self.clock: F64 = np.append(0.0, np.cumsum(self.op_s))  # when each op begins
@@ -72,20 +99,15 @@ class _Prices:
             self.save.setdefault(storage, row)
         self.first_read, self.last_use = _first_backward_read(step), _last_forward_use(step)
 
-    def options(self, parts: tuple[int, ...]) -> Decisions:
+    def options(self, parts: tuple[int, ...], samples: int) -> Decisions:
         """Return the modules first, then the outputs of each call."""
-        # `split_regions` cannot cut the gradient of a residual branch that is added inside the module.
-        regions = [each for each in position_wise(self.step) if each.residual < 0] if parts else []
         found: list[tuple[Tensor, CallOutputs | TiledModule]] = []
         inside: dict[int, int] = {}
-        for region in regions:
-            counts = tuple(each for each in parts if 1 < each <= region.rows)
-            actions = [(each, self._tiling_of(region, each)) for each in counts]
-            usable = [(each, action) for each, action in actions if action is not None]
+        for region in tileable(self.step, samples) if parts else ():
+            usable = dict(self._tilings(region, parts))
             if usable:
                 inside |= dict.fromkeys(region.forward, len(found))
-                tensor = Tensor(tuple(action for _, action in usable))
-                found.append((tensor, TiledModule(region, tuple(each for each, _ in usable))))
+                found.append((Tensor(tuple(usable.values())), TiledModule(region, tuple(usable))))
         for (block, op), storages in self._by_call().items():
             frees = [each for each in map(self._offload_of, storages) if each is not None]
             if frees:
@@ -133,6 +155,29 @@ class _Prices:
 
     def _out_s(self, n_bytes: float) -> float:
         return n_bytes / self.hardware.device_to_host_bytes_per_s + self.hardware.launch_s
+
+    def _tilings(self, region: PositionWise, parts: tuple[int, ...]) -> Iterator[tuple[Tiling, Action]]:
+        """Yield the actions that run `region` in parts, or at once, and those parts again."""
+        for count in (1, *parts):
+            if count > region.rows // max(region.part_samples, 1):
+                continue
+            # Equal parts of samples divide any number of rows per sample alike.
+            by_sample = region.part_samples > 0
+            if by_sample and region.rows % count:
+                continue
+            # `split_regions` cannot cut the gradient of a residual branch that is added inside the module.
+            kept = self._tiling_of(region, count) if count > 1 and region.residual < 0 else None
+            if kept is not None:
+                yield Tiling(count, again=False, by_sample=by_sample), kept
+            if self.again and region.inner_bytes > 0:
+                yield Tiling(count, again=True, by_sample=by_sample), self._again(region, count)
+
+    def _again(self, region: PositionWise, parts: int) -> Action:
+        """Return the action that runs `region` in `parts`, saves its input alone, and runs them again."""
+        between = (region.forward[-1] + 1, region.backward[0], region.inner_bytes)
+        again_s = float(self.op_s[list(region.forward)].sum())
+        frees = (*self._while_running(region, parts, 0), between)
+        return Action(frees, more_s=again_s + self._added_s(region, parts))
 
     def _tiling_of(self, region: PositionWise, parts: int) -> Action | None:
         """Return the action that runs `region` in `parts` and offloads their tensors, unless too small."""

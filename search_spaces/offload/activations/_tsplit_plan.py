@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from memtune import refusals
 from memtune.activations.offload import OffloadClaim, PlanResult, Problem, move_activations, solve
-from memtune.activations.tiling import PositionWise, position_wise, split_regions
+from memtune.activations.tiling import PositionWise, Tiling, split_regions, tile_regions
 from memtune.program import I64, INPUTS, OpAddress, Program, RankClass, Step, memoized
 from memtune.search_spaces._plan_fields import Bytes, CallSetField, Index, require_entries
 from memtune.search_spaces.offload.activations._tsplit_options import (
@@ -20,6 +20,7 @@ from memtune.search_spaces.offload.activations._tsplit_options import (
     TiledModule,
     calls_in_parts,
     decisions,
+    tileable,
 )
 from memtune.search_spaces.recompute._block_planner.budget import apply_later_passes
 from memtune.search_spaces.recompute._block_planner.measured_options import live_bytes, windows
@@ -56,8 +57,12 @@ class TsplitPlan(Plan):
     """The different sets of calls whose saved outputs are offloaded."""
     blocks: tuple[Index, ...]
     """(blocks,) entry of `moved` for each block."""
-    split: dict[str, Annotated[int, Field(ge=2, le=16)]]
+    split: dict[str, Annotated[int, Field(ge=1, le=16)]]
     """Module → number of parts."""
+    again: tuple[str, ...] = ()
+    """Modules of `split` that save their input alone, and run again in backward."""
+    by_sample: tuple[str, ...] = ()
+    """Modules of `split` that run in parts of their samples; others in parts of their tokens."""
     prefetch: Annotated[int, Field(ge=0, le=16)]
     """Tensors that are prefetched."""
     predicted: TsplitOutcome | None = None
@@ -73,11 +78,12 @@ class TsplitPlan(Plan):
 
 @dataclass(frozen=True)
 class TsplitLimits:
-    """The planner's freedom: numbers of parts, smallest copy, and prefetch."""
+    """The planner's freedom: numbers of parts, smallest copy, prefetch, and recomputation of modules."""
 
     parts: tuple[int, ...]
     min_bytes: int
     prefetch: int
+    again: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,13 +121,14 @@ def solve_tsplit(
     """
     # The planner prices single moments; the passes decide. If the rewritten program exceeds the budget after
     # every later pass, the planner gets a budget smaller by the excess. If no plan with prefetch fits, plans
-    # without prefetch are tried. The result is cached, since both `fits` and `plan` ask for it.
+    # without prefetch, recomputation or parts are tried. The result is cached, since both `fits` and `plan`
+    # ask for it.
     program = Program((RankClass(ranks, step),), micro_batch, accumulate)
     run = _Run(step, later, hardware, program, limits)
     plain = run.plain_bytes
     if budget_bytes is None:
         least = min(
-            (each.solve_tsplit(0) for each in run.with_and_without_prefetch()),
+            (each.solve_tsplit(0) for each in run.with_less()),
             key=lambda each: each.peak_bytes,
         )
         budget_bytes = least.peak_bytes + round((plain - least.peak_bytes) * (share or 0.0))
@@ -130,7 +137,7 @@ def solve_tsplit(
     if plain <= budget_bytes:
         return run.nothing(plain, budget_bytes)
     best = None
-    for each in run.with_and_without_prefetch():
+    for each in run.with_less():
         found = replace(_solve_within(each, budget_bytes), budget_bytes=budget_bytes)
         if best is None or found.peak_bytes < best.peak_bytes:
             best = found
@@ -176,12 +183,17 @@ class _Run:
         self._after_plain = self._after(step)
         self.plain_bytes = int(live_bytes(self._after_plain, hardware).max(initial=0))
 
-    def with_and_without_prefetch(self) -> Iterator[_Run]:
-        """Yield this run, then one whose tensors are reloaded at their first use."""
-        yield self
-        if self._limits.prefetch:
-            limits = replace(self._limits, prefetch=0)
-            yield _Run(self.step, self._later, self.hardware, self._program, limits)
+    def with_less(self) -> Iterator[_Run]:
+        """Yield this run, then one whose tensors are reloaded at their first use, and both without
+        recomputation, and without parts: among more actions the greedy planner may end at a higher peak.
+        """
+        limits = self._limits
+        ways = (limits.parts, limits.again), (limits.parts, False), ((), False)
+        for parts, again in dict.fromkeys(ways):
+            for prefetch in dict.fromkeys((limits.prefetch, 0)):
+                less = replace(limits, parts=parts, prefetch=prefetch, again=again)
+                same = less == limits
+                yield self if same else _Run(self.step, self._later, self.hardware, self._program, less)
 
     @cached_property
     def _decisions(self) -> Decisions:
@@ -190,9 +202,11 @@ class _Run:
             self.step,
             self.hardware,
             self._program.ranks,
+            self._program.micro_batch,
             limits.min_bytes,
             limits.parts,
             prefetch=limits.prefetch > 0,
+            again=limits.again,
         )
 
     @cached_property
@@ -217,7 +231,7 @@ class _Run:
         """Return the planner's plan for a budget, with its true peak."""
         found = solve(self._problem, aim_bytes)
         chosen = Decided(*_chosen(self.step, self._decisions, found), self._limits.prefetch)
-        new = rewrite_step(self.step, chosen, self._limits.min_bytes)
+        new = rewrite_step(self._program, chosen, self._limits.min_bytes)
         peak = self.peak_bytes(new)
         outcome = TsplitOutcome(
             peak_bytes=peak,
@@ -249,23 +263,26 @@ def _moved_bytes(step: Step) -> int:
 
 def _chosen(
     step: Step, options: Decisions, found: PlanResult
-) -> tuple[list[frozenset[OpAddress]], dict[str, int]]:
+) -> tuple[list[frozenset[OpAddress]], dict[str, Tiling]]:
     """Return the calls to offload, by block, and the modules to tile, from the planner's choice."""
     taken = [(each, number) for each, number in zip(options.of, found.choice, strict=True) if number]
-    split = [(each.region, each.parts[number - 1]) for each, number in taken if isinstance(each, TiledModule)]
+    split = [
+        (each.region, each.tilings[number - 1]) for each, number in taken if isinstance(each, TiledModule)
+    ]
     calls: list[frozenset[OpAddress]] = []
     for block in range(len(step.blocks)):
         mine = {
-            region.forward[0]: (region, parts)
-            for region, parts in split
+            region.forward[0]: (region, tiling.parts)
+            for region, tiling in split
             if step.ops.block[region.forward[0]] == block
         }
         ops = {each.op for each, _ in taken if not isinstance(each, TiledModule) and each.block == block}
-        for region, _ in mine.values():
-            ops |= set(region.forward) & _saving(step, region)
+        for region, tiling in split:
+            if region.forward[0] in mine and not tiling.again:
+                ops |= set(region.forward) & _saving(step, region)
         address = calls_in_parts(step, block, mine) if ops else {}
         calls.append(frozenset().union(*(frozenset([INPUTS]) if op < 0 else address[op] for op in ops)))
-    return calls, {region.module: parts for region, parts in split}
+    return calls, {region.module: tiling for region, tiling in split}
 
 
 def _saving(step: Step, region: PositionWise) -> set[int]:
@@ -279,8 +296,8 @@ class Decided:
 
     offloaded: list[frozenset[OpAddress]]
     """Calls whose saved outputs are offloaded, by block."""
-    split: dict[str, int]
-    """Module → number of parts."""
+    split: dict[str, Tiling]
+    """Division of modules into parts, by name."""
     prefetch: int
     """Number of prefetched tensors."""
 
@@ -289,7 +306,13 @@ class Decided:
         different = tuple(dict.fromkeys(self.offloaded))
         blocks = tuple(different.index(each) for each in self.offloaded)
         return TsplitPlan(
-            offloaded=different, blocks=blocks, split=self.split, prefetch=self.prefetch, predicted=outcome
+            offloaded=different,
+            blocks=blocks,
+            split={name: tiling.parts for name, tiling in self.split.items()},
+            again=tuple(name for name, tiling in self.split.items() if tiling.again),
+            by_sample=tuple(name for name, tiling in self.split.items() if tiling.by_sample),
+            prefetch=self.prefetch,
+            predicted=outcome,
         )
 
     @classmethod
@@ -297,13 +320,18 @@ class Decided:
         """Return the decisions of `plan` for a model of `blocks` blocks."""
         technique, fix = (f"offload.activations: {{kind: {kind}}}" for kind in ("tsplit", "copy_out"))
         refusals.require_blocks(len(plan.blocks), blocks, technique, fix)
-        return cls([plan.offloaded[i] for i in plan.blocks], plan.split, plan.prefetch)
+        split = {
+            name: Tiling(parts, name in plan.again, name in plan.by_sample)
+            for name, parts in plan.split.items()
+        }
+        return cls([plan.offloaded[i] for i in plan.blocks], split, plan.prefetch)
 
 
-def rewrite_step(step: Step, decided: Decided, min_bytes: int) -> Step:
-    """Return `step` with modules in parts, D2H copies after each save, and H2D copies."""
+def rewrite_step(program: Program, decided: Decided, min_bytes: int) -> Step:
+    """Return the program's step with modules in parts, D2H copies after each save, and H2D copies."""
+    split = tuple(sorted(decided.split.items(), key=lambda each: each[0]))
     return _moved(
-        _in_parts(step, tuple(sorted(decided.split.items()))),
+        _in_parts(program.step, split, program.micro_batch),
         tuple(decided.offloaded),
         min_bytes,
         decided.prefetch,
@@ -311,10 +339,15 @@ def rewrite_step(step: Step, decided: Decided, min_bytes: int) -> Step:
 
 
 @memoized
-def _in_parts(step: Step, split: tuple[tuple[str, int], ...]) -> Step:
-    parts = dict(split)
-    regions = [each for each in position_wise(step) if each.module in parts]
-    return split_regions(step, regions, [parts[each.module] for each in regions]) if regions else step
+def _in_parts(step: Step, split: tuple[tuple[str, Tiling], ...], samples: int) -> Step:
+    again = {name: tiling.parts for name, tiling in split if tiling.again}
+    if again:
+        regions = [each for each in tileable(step, samples) if each.module in again]
+        step = tile_regions(step, tuple((each, again[each.module]) for each in regions))
+    kept = {name: tiling.parts for name, tiling in split if not tiling.again}
+    # Found again: the ops of other modules have moved.
+    regions = [each for each in tileable(step, samples) if each.module in kept] if kept else []
+    return split_regions(step, regions, [kept[each.module] for each in regions]) if regions else step
 
 
 @memoized

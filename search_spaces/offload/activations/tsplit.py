@@ -9,11 +9,12 @@ from pydantic import Field
 
 from memtune import refusals
 from memtune.activations.offload import Prefetcher
-from memtune.activations.tiling import install_tiled_modules, position_wise
+from memtune.activations.tiling import install_tiled_modules
 from memtune.effects import DISPATCH_MODE, Effects
 from memtune.program import Program, Step, split_calls
 from memtune.runtime import Context
 from memtune.search_spaces import active
+from memtune.search_spaces.offload.activations._tsplit_options import tileable
 from memtune.search_spaces.offload.activations._tsplit_plan import (
     Decided,
     TsplitLimits,
@@ -26,7 +27,7 @@ from memtune.search_spaces.recompute._block_planner.budget import later_techniqu
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 from memtune.units import format_budget, format_bytes, format_seconds
 
-_WHOLE_BATCH = ("batch_norm", "instance_norm", "group_norm")
+_WHOLE_BATCH = ("batch_norm", "instance_norm")
 
 _MOST = 1200
 """Most saved tensors for a plan: the greedy planner's time grows with their square."""
@@ -37,13 +38,17 @@ class TSplit(Technique):
 
     Every saved tensor of the blocks has its own action: it is resident, it is offloaded, or its module is
     *split*. An MLP (products with weights, norms and element-wise ops between them) runs over p parts of the
-    tokens, each of which saves micro-tensors of its own. These are offloaded while the next part computes, so
-    the full tensor is never on the device and nothing is recomputed. A greedy planner walks the recorded
-    memory timeline: at the current peak it takes the action with the least added time per byte freed, updates
-    the timeline, and continues until the peak is below the budget. A copy costs the time that compute does
-    not hide, with one copy at a time on the link. Recomputation, TSPLIT's third action, is the recompute
-    slot's; a recomputed block is not split, but its kept tensors may be offloaded. Modules that mix tokens or
-    samples (attention, BatchNorm) are never split.
+    tokens, any other module whose ops compute each sample alone, such as attention or convolutions, over p
+    parts of the samples. Each part saves micro-tensors of its own, which are offloaded while the next part
+    computes, so the full tensor is never on the device; or it saves its input, and the module runs again in
+    backward, part by part or at once.
+
+    A greedy planner walks the recorded memory timeline: at the current peak it takes the action with the
+    least added time per byte freed, updates the timeline, and continues until the peak is below the budget. A
+    copy costs the time that compute does not hide, with one copy at a time on the link. A block that the
+    recompute slot recomputes is not split, but its kept tensors may be offloaded. Modules that mix samples
+    (BatchNorm) are never split; the first call of one that is compares its output for two samples together
+    and alone.
 
     Reordered if a module is split: a weight's gradient is the sum of p parts, each rounded once. If tensors
     are only offloaded (`parts: 1`), bitwise.
@@ -91,7 +96,7 @@ class TSplit(Technique):
         if solution.plain_bytes <= solution.budget_bytes:
             return refusals.fits_already("offload.activations: {kind: none}")
         if not solution.is_within:
-            why = self._unsplit(program.step, target)
+            why = self._unsplit(program, target)
             least = "any needs at least" if solution.is_floor else "the smallest that was found needs"
             return Reason(
                 f"no plan stays within {format_bytes(solution.budget_bytes)}: {least}"
@@ -121,32 +126,33 @@ class TSplit(Technique):
             return refusals.block_runs_again("offload.activations: {kind: copy_out}")
         return None
 
-    def _unsplit(self, step: Step, target: Target) -> str:
+    def _unsplit(self, program: Program, target: Target) -> str:
         """Return why no module can be split although the config allows it; "" if one can."""
         if self.parts == 1:
             return ""
         if active(target, "recompute") is not None:
             return "blocks are recomputed"
-        if position_wise(step):
+        if tileable(program.step, program.micro_batch):
             return ""
+        step = program.step
         inside = np.unique(step.ops.name[step.ops.block >= 0]).tolist()
         mixing = sorted(step.names[i] for i in inside if any(each in step.names[i] for each in _WHOLE_BATCH))
         return (
             f"{mixing[0]} reads the whole batch"
             if mixing
-            else "no submodule of the blocks is an MLP that computes each token alone"
+            else "no submodule of the blocks computes each token or each of several samples alone"
         )
 
     def plan(self, program: Program, target: Target) -> TsplitPlan:
         if self.share is None and self._budget(target) is None:
             raise refusals.no_budget_to_plan(self)
-        why = self._unsplit(program.step, target)
+        why = self._unsplit(program, target)
         return self._solution(program, target).plan.model_copy(update={"unsplit": why})
 
     def rewrite(self, program: Program, plan: TsplitPlan, target: Target) -> Program:
         """Split modules, and add D2H copies after each save and H2D copies before each first use."""
         decided = Decided.from_plan(plan, len(program.step.blocks))
-        return program.with_step(rewrite_step(program.step, decided, self.min_bytes))
+        return program.with_step(rewrite_step(program, decided, self.min_bytes))
 
     def apply(self, context: Context, plan: TsplitPlan) -> None:
         """Split the modules, and claim the calls in the activation table."""
@@ -154,7 +160,7 @@ class TSplit(Technique):
         decided = Decided.from_plan(plan, len(context.all_blocks))
         table.prefetcher = Prefetcher(decided.prefetch)
         if decided.split:
-            install_tiled_modules(context, decided.split, check="offload.activations", again=False)
+            install_tiled_modules(context, decided.split, check="offload.activations")
         for region, calls in zip(table.regions, context.of_own_blocks(decided.offloaded), strict=True):
             if calls:
                 table.claim_move(region.index, 1.0, self.min_bytes, calls)
@@ -172,7 +178,8 @@ class TSplit(Technique):
         )
         parts = sorted(set(split.values()))
         if split:
-            return line, f"{len(split)} modules run in {' or '.join(map(str, parts))} parts"
+            again = f", {len(plan.again)} of them again in backward" if plan.again else ""
+            return line, f"{len(split)} modules run in {' or '.join(map(str, parts))} parts{again}"
         return line, *self.unmet(plan)
 
     def unmet(self, plan: TsplitPlan) -> tuple[str, ...]:
@@ -211,7 +218,10 @@ class TSplit(Technique):
         # A recomputed block is not split, and reads its kept tensors in an order of its own, which the order
         # of saves does not predict.
         if again:
-            return TsplitLimits((), self.min_bytes, 0)
+            return TsplitLimits((), self.min_bytes, 0, again=False)
         return TsplitLimits(
-            tuple(each for each in (2, 4, 8, 16) if each <= self.parts), self.min_bytes, self.prefetch
+            tuple(each for each in (2, 4, 8, 16) if each <= self.parts),
+            self.min_bytes,
+            self.prefetch,
+            again=self.parts > 1,
         )

@@ -8,9 +8,11 @@ for all tensors, and with undivided tensors only the smallest budget cannot be m
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from support.gloo import run_ranks
@@ -24,7 +26,7 @@ from memtune.autotune.search.dry_runs import dry_run
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.errors import UsageError
 from memtune.memory.ledger import Ledger
-from memtune.program.step import Resource, Step
+from memtune.program.step import Phase, Resource, Step
 from memtune.runtime.memory_tiers import HOST, tier
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.offload.activations.tsplit import TSplit
@@ -38,8 +40,15 @@ from memtune.workload.workload import Workload
 
 WIDE = Path(__file__).parents[3] / "support" / "models" / "tiling" / "language_models.py:wide_mlp"
 LARGE = WIDE.with_name("language_models.py:large")
+ATTENTION, CONVOLUTIONS = (
+    WIDE.with_name(f"wide_attention.py:{name}") for name in ("attention", "convolutions")
+)
 WHOLE = TSplit(share=0.0, parts=1, min_bytes=64)
 PARTS = TSplit(share=0.0, parts=4, min_bytes=64)
+
+
+def modules_in(step: Step, names: Collection[str]) -> list[int]:
+    return [n for n, name in enumerate(step.modules) if name.startswith(tuple(names))]
 
 
 def down_bytes(step: Step) -> int:
@@ -48,9 +57,15 @@ def down_bytes(step: Step) -> int:
 
 class TestTSplit(TechniqueSuite):
     technique = TSplit
-    models: ClassVar = {"wide": WIDE, "gpt": ZOO["gpt"], "cnn_bn": ZOO["cnn_bn"]}
+    models: ClassVar = {
+        "wide": WIDE,
+        "gpt": ZOO["gpt"],
+        "cnn_bn": ZOO["cnn_bn"],
+        "attention": ATTENTION,
+        "convolutions": CONVOLUTIONS,
+    }
     variants = (WHOLE, PARTS, TSplit(share=0.5, parts=8, min_bytes=1024))
-    quick = ("wide",)
+    quick = ("wide", "convolutions")
     tolerance = 1e-5  # sums of four to eight parts in float32, over three steps
 
     @classmethod
@@ -70,9 +85,7 @@ class TestTSplit(TechniqueSuite):
         assert told.offloaded_bytes == down_bytes(found)
 
     def test_large_tensors_are_offloaded_in_parts(self) -> None:
-        """The mechanism: with undivided tensors the smallest budget that parts reach cannot be met; no op
-        runs twice.
-        """
+        """The mechanism: with undivided tensors the smallest budget that parts reach cannot be met."""
         program, step = plain_program(WIDE), rewritten(WIDE, PARTS)
         budget = PARTS.plan(program, target_of(PARTS)).predicted.peak_bytes
         assert step.peak_bytes() <= budget < rewritten(WIDE, WHOLE).peak_bytes() * 0.95
@@ -82,12 +95,37 @@ class TestTSplit(TechniqueSuite):
             TSplit(budget_bytes=budget, headroom=0.0, parts=4, min_bytes=64).fits(program, target_of())
             is None
         )
-        assert step.ops.flops.sum() == pytest.approx(program.step.ops.flops.sum(), rel=1e-6)
+        plan = PARTS.plan(program, target_of(PARTS))
+        assert set(plan.split) > set(plan.again)
+
+    def test_attention_is_recomputed_instead_of_offloaded(self) -> None:
+        """The mechanism: recomputation is one of the actions, which here needs less than copies do."""
+        program, step = plain_program(ATTENTION), rewritten(ATTENTION, PARTS)
+        plan = PARTS.plan(program, target_of(PARTS))
+        assert set(plan.again) <= set(plan.by_sample) == {*plan.split}
+        assert plan.again
+        assert step.peak_bytes() < rewritten(ATTENTION, WHOLE).peak_bytes()
+        assert down_bytes(step) < down_bytes(rewritten(ATTENTION, WHOLE))
+        inside = np.isin(program.step.ops.module, modules_in(program.step, plan.again))
+        forward = inside & (program.step.ops.phase == Phase.FORWARD)
+        more = step.ops.flops.sum() - program.step.ops.flops.sum()
+        assert more == pytest.approx(program.step.ops.flops[forward].sum(), rel=1e-6)
+        assert "of them again in backward" in PARTS.explain(plan)[1]
+
+    def test_convolutions_run_in_parts_of_their_samples(self) -> None:
+        """The mechanism: parts of samples meet a budget that undivided tensors do not."""
+        program, step = plain_program(CONVOLUTIONS), rewritten(CONVOLUTIONS, PARTS)
+        plan = PARTS.plan(program, target_of(PARTS))
+        assert 2 in plan.split.values()
+        assert set(plan.split) == set(plan.by_sample) > set(plan.again)
+        assert step.peak_bytes() < rewritten(CONVOLUTIONS, WHOLE).peak_bytes() * 0.97
 
     @pytest.mark.drawn(2)
     @pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
     @pytest.mark.parametrize("parts", [1, 8])
-    def test_peak_is_within_the_budget_and_a_larger_one_offloads_less(self, share: float, parts: int) -> None:
+    def test_peak_is_within_the_budget_and_a_larger_one_adds_less_time(
+        self, share: float, parts: int
+    ) -> None:
         program = plain_program(WIDE)
         low, high = rewritten(WIDE, PARTS if parts > 1 else WHOLE).peak_bytes(), program.step.peak_bytes()
         budget = int(low + share * (high - low))
@@ -95,7 +133,9 @@ class TestTSplit(TechniqueSuite):
         assert mine.fits(program, target_of(mine)) is None
         step = rewritten(WIDE, mine)
         assert step.peak_bytes() <= budget
-        assert down_bytes(step) <= down_bytes(rewritten(WIDE, PARTS if parts > 1 else WHOLE))
+        least = PARTS if parts > 1 else WHOLE
+        least_plan, plan = (each.plan(program, target_of(each)).predicted for each in (least, mine))
+        assert plan.added_s <= least_plan.added_s
 
     @pytest.mark.drawn(1)
     @pytest.mark.parametrize("recompute", [Full(), Selective()], ids=lambda each: each.kind)
