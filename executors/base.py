@@ -54,9 +54,7 @@ class Trial(BaseModel):
     deterministic: bool = False
     """Use torch's deterministic algorithms where they exist."""
     clock_ops: bool = False
-    """Run one more step with a clock around every op; not with torch.compile. Rank 0 reports the times
-    (`TrialResult.op_times`).
-    """
+    """Run one more step with a clock around every op, whose times rank 0 reports; not with torch.compile."""
     dropout: bool = True
     """False disables dropout, so that runs that split their batch differently can be compared."""
     alone: bool = False
@@ -90,9 +88,7 @@ class Report(BaseModel):
     gradients: list[dict[str, GradientRecord]] = []
     """Of the first steps, by parameter; only if the trial requested it."""
     memory_by_kind: dict[str, int] = {}
-    """Device bytes at the peak of the rank with the largest one: parameters, gradients, optimizer, buffers,
-    activations and temporaries.
-    """
+    """Device bytes by kind at the peak of the rank with the largest one."""
     op_times: list[OpTime] = []
     """Times of ops by class and size on rank 0; only if the trial requested it."""
     audit: dict[str, Any] = {}
@@ -103,9 +99,7 @@ class Report(BaseModel):
     rates: dict[str, float] = {}
     """Constants of `Hardware` that the ranks measured together; only if the trial requested `clock_ops`."""
     reference_s: float = 0.0
-    """Time of a fixed matrix product after the measured steps; largest over ranks. Trials whose times differ
-    by it were not measured on equal machines.
-    """
+    """Time of a fixed product after the measured steps, largest over ranks: tells unequal machines."""
 
 
 class TrialResult(Report):

@@ -37,9 +37,7 @@ _LEAST_WAIT_S = 0.1
 _TRACE_WAIT_S = 0.5  # how long a hanging child may take to say where it hangs
 _MOST_IMPORTS = 10
 _MOST_OUTPUT_BYTES = 65536
-"""Deadlines that a child inside an import of another module may take: a cold disk or a busy machine loads
-large packages slowly.
-"""
+"""Deadlines that a child inside an import may take: a cold disk loads large packages slowly."""
 _STACK_SIGNAL = signal.SIGUSR1
 
 

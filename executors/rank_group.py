@@ -31,9 +31,7 @@ from memtune.hardware import threads_per_rank, usable_cores
 from memtune.ssd import offload_dir
 
 WORKER: tuple[str, ...] = (sys.executable, "-P", "-m", "memtune.executors.worker")
-"""Command of one rank of a trial. The safe path (-P) keeps a `random.py` in the user's working directory from
-shadowing Python's.
-"""
+"""Command of one rank. -P keeps a `random.py` in the user's directory from shadowing Python's."""
 MARKER = "MEMTUNE_GROUP"
 CLOSE_S = 10.0
 

@@ -51,9 +51,7 @@ class Effects:
     """
 
     shards: Shards = "none"
-    """Sharding by `sharding.states`: replicas, ZeRO 1 to 3, or each state over a group of its own inside the
-    next larger one (`nested`).
-    """
+    """Sharding by `sharding.states`: replicas, ZeRO 1 to 3, or a group for each state (`nested`)."""
     reduces: Literal["none", "ready", "step"] = "none"
     """Time at which `sharding.states` completes a gradient: in backward, with the reduction of its bucket or
     unit (`ready`), or with another reduction once per step (`step`).
@@ -65,9 +63,7 @@ class Effects:
     among_copies: bool = False
     """True if it works among the ranks that hold the same part of a model, and sees only these as `ranks`."""
     layers: Literal["whole", "shared", "stages"] = "whole"
-    """Parallelism of `sharding.parallel`: ranks compute layers together (`shared`), or each rank has the
-    blocks of its pipeline stages (`stages`).
-    """
+    """Parallelism: ranks compute layers together (`shared`), or have blocks of their own (`stages`)."""
 
     eager_only: str = ""
     """Reason why it does not work with torch.compile (a dispatch mode, the model's own ops), or ''."""

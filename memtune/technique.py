@@ -163,9 +163,7 @@ class Facts:
 
 
 ShardedRecordings = Callable[[int, str, int], "ShardedRecording | Reason"]
-"""Function from degree, kind of sharding (the technique's knob `what`) and number of ranks to the recorded
-step, or a reason why there is none.
-"""
+"""Function from degree, kind of sharding and ranks to the recorded step, or why there is none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,15 +238,11 @@ class PassStage(IntEnum):
     AXES = 0
     """Passes on the result of the axes before them; the first pass of every technique."""
     WHOLE_STEP = 1
-    """Passes on the step with all axes in it, such as collectives after the reductions of states, or the cut
-    into pipeline stages.
-    """
+    """Passes on the step with all axes: collectives after reductions of states, or the cut into stages."""
 
 
 Rewrite = Callable[["Program", Any, Target], "Program | Reason"]
-"""A pass: a function from a program, the technique's plan and the target to the program under the technique,
-or a reason why not.
-"""
+"""A pass: from a program, the technique's plan and the target to the new program, or why there is none."""
 
 
 _CATALOGUE = "memtune.search_spaces"

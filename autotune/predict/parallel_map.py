@@ -38,9 +38,7 @@ LEAST_S: Final = 20.0
 """A copy may take `PATIENCE` times as long as this process took for its own items, plus `LEAST_S`."""
 _LOOK_S: Final = 0.005  # between looks at the copies
 _SHARED_S: Final = 0.1
-"""Expected time of the items left of a group from which half of them are given away: the copy may have to
-compute again what the group shares.
-"""
+"""Expected seconds left of a group from which half is given away: a copy computes shared parts again."""
 _HERE: Final = -1
 _DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG of prctl(2)
 

@@ -73,9 +73,7 @@ class Prediction:
     critical_s: dict[str, float] = field(default_factory=dict)
     """Seconds of that chain by resource; without `step_correction` they add up to `step_s`."""
     mechanism_s: dict[str, float] = field(default_factory=dict)
-    """`critical_s`, with `compute` divided into the model's own ops, recomputation and the optimizer; at the
-    coarse level `exposed_s`, likewise.
-    """
+    """`critical_s` with `compute` divided into own ops, recomputation and optimizer, or `exposed_s` so."""
     ssd_written_bytes: int = 0
     """Bytes per optimizer step, all micro-batches: SSDs wear."""
     batch_spread_bytes: tuple[int, int] = (0, 0)

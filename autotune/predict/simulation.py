@@ -77,9 +77,7 @@ _IS_REPEATED = np.isin(np.arange(len(Phase)), REPEATED)
 _SMALL_BYTES = MIB
 _SEGMENT_BYTES = 2 * MIB
 _ALLOCATOR_STEPS = 3
-"""The first step, in which the optimizer state is allocated, one on the fragmented pools that it leaves, and
-one to confirm the steady state.
-"""
+"""The first step allocates the state, one runs on the pools that it leaves, one confirms that."""
 
 
 def simulate(

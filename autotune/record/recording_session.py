@@ -76,9 +76,7 @@ class Session:
     sizes: WorkspaceTable
     """Output sizes of CPU kernels whose fake implementations report others."""
     target: Device = "cpu"
-    """Device on which the step is to run; for another one than CPU, the recorded code paths are those that
-    `translate` can follow.
-    """
+    """Device on which the step is to run; not on CPU, code paths are those that `translate` can follow."""
     sync: SyncContext = field(default=lambda last: nullcontext())
     """Context manager around each micro-batch, given whether it is the last; for gradient reduction."""
     order: Order | None = None
@@ -98,9 +96,7 @@ class Session:
     observes_saves: bool = True
     """The tracer notes what autograd saves. Otherwise Python counts as the holder of every saved tensor."""
     compiled: CompiledModel | None = None
-    """The parts of the model that run through torch.compile. Their graphs are made in an untraced step,
-    because Dynamo must not see the recorder.
-    """
+    """The parts of the model under torch.compile. Their graphs are made in an untraced step."""
 
     def batch(self, size: int) -> Any:
         """Return one micro-batch of `size` samples, made fake unless the rung is real."""

@@ -52,9 +52,7 @@ SCHEMA = 1
 EXACT_ROWS = 5
 """Rows of the front to dry-run on request; each takes as long as recording the model."""
 MOST_SIMULATED = 64
-"""Candidates simulated op by op to find the front, in addition to the best by the goal; further ones may be
-missing from the front.
-"""
+"""Candidates simulated op by op to find the front, in addition to the best; others may be missing."""
 Status = Literal["ok", "tight", "oom", "unfit"]
 
 

@@ -25,9 +25,7 @@ from memtune.executors import TrialResult
 
 SCHEMA_VERSION = 1
 Role = Literal["baseline", "search", "audit", "confirm", "repeat"]
-"""Purpose of a trial: never-worse-than check, search, pruned candidate run anyway, winner in a fresh process,
-interleaved repeat.
-"""
+"""Never-worse-than check, search, pruned candidate run anyway, winner in a fresh process, repeat."""
 
 
 class _Event(BaseModel):

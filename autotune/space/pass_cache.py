@@ -40,9 +40,7 @@ class Node:
     below: dict[int, list[Pass]] = field(default_factory=dict)
     """Children by number of the next technique; each is valid for the same reads of other slots."""
     made: dict[Hashable, list[Pass]] = field(default_factory=dict)
-    """Children by slot and record of the next technique, with the reads of its pass; `fits` may have read
-    more.
-    """
+    """Children by slot and record of the next technique, with the reads of its pass; `fits` may read more."""
 
     @property
     def result(self) -> Program | Reason:

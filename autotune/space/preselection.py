@@ -30,13 +30,9 @@ _SURELY_OVER = 2.0
 one needs no less, but for the gradients, which a step of one micro-batch may free early: at most half.
 """
 _SLOWER_WITHOUT = 1.1
-"""A setting of a technique by budget is not solved if it is slower than the best of all by this factor even
-without the technique.
-"""
+"""A setting by budget is not solved if it is slower than the best by this factor without it."""
 _LESS = 0.99
-"""A slower setting is solved only if it needs less than this part of the bytes of the faster ones: a smaller
-difference saves next to no recomputation.
-"""
+"""A slower setting is solved only if it needs less than this part of the bytes of the faster ones."""
 
 
 @dataclass(frozen=True)

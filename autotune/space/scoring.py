@@ -57,9 +57,7 @@ this factor: no other slot makes up for it.
 _EXPLORE_AGAIN = 0.01
 """Relative improvement of a technique's best candidate that has its neighbourhood explored again."""
 _ACTIVATIONS_SHARE = 0.5
-"""Part of the budget that activations under full recompute may take at the micro-batch at which pairs of
-techniques are compared.
-"""
+"""Part of the budget that activations may take at the micro-batch at which pairs are compared."""
 _PROCESSES = 4
 """Limit on scoring processes: each has a memory of programs of its own."""
 _COLLECT_AFTER = 50_000

@@ -51,9 +51,7 @@ _LIBRARY = (
 _SCATTER, _FILL = "aten.scatter.value", "aten.full.default"
 _REDUCTIONS = ("sum", "mean", "amax", "amin", "aten.var", "prod", "argm", "any", "aten.max", "aten.min")
 _MOST_READS = 4
-"""Inputs up to which an op with several readers is computed again in each (torch/_inductor/config.py
-`realize_reads_threshold`).
-"""
+"""Inputs up to which an op with several readers is computed again in each (`realize_reads_threshold`)."""
 
 
 def fused(recording: Recording, *, whole_model: bool) -> Recording:

@@ -175,9 +175,7 @@ def plan(given: dict[str, Any]) -> int:
 
 
 _NEVER_SPIN: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-"""Variables without which threads of numpy and torch spin between the small ops of a search, on cores that
-its other processes need.
-"""
+"""Variables without which threads of numpy and torch spin between the small ops of a search."""
 
 
 @contextlib.contextmanager

@@ -105,9 +105,7 @@ class Hardware:
     curves: Mapping[str, Curve] = field(default_factory=dict, compare=False, repr=False)
     """Measured times by op class, if any; see `op_costs`."""
     residuals: Mapping[str, Curve] = field(default_factory=dict, compare=False, repr=False)
-    """(Seconds at peak rates, measured over predicted seconds) from trials, by op class; see
-    `autotune/predict/calibration.py`.
-    """
+    """(Seconds at peak rates, measured over predicted) by op class; `autotune/predict/calibration.py`."""
     rates_from: str = field(default="table", compare=False)
     """Basis of predictions: `table`, or `measured on this machine` with the date."""
 

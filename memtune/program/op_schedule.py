@@ -38,9 +38,7 @@ class ScheduleStep(NamedTuple):
     target: int
     """An op for COMPUTE, else a value."""
     along: tuple[int, ...] = ()
-    """Elementwise ops, ascending, that are recomputed tile by tile in `parts` tiles together with this op;
-    their outputs never exist as a whole.
-    """
+    """Elementwise ops, ascending, recomputed with this op in `parts` tiles; outputs never exist whole."""
     parts: int = 1
 
     def reads(self, graph: OpGraph) -> tuple[int, ...]:

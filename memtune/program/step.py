@@ -297,9 +297,7 @@ class Step:
     returned: I32
     """(r,) storages of the tensors that the model's forward returned."""
     partly_written: I32
-    """(p,) storages of which autograd saved one view while forward still wrote to another; not offloaded
-    (`activations.offload.offloaded_tensor`).
-    """
+    """(p,) storages of which autograd saved one view while forward wrote to another; not offloaded."""
     read_by_host: I32
     """(h,) storages of which the model's code read a value (`.item()`), on which its control flow may depend.
     """

@@ -273,9 +273,7 @@ SIZED_BY_VALUES = frozenset(
         torch.ops.aten.bincount.default,
     }
 )
-"""Ops whose output has a size that follows from values of their arguments: `aten.index` of masks, CTC of the
-lengths of its targets.
-"""
+"""Ops whose output size follows from values: `aten.index` of masks, CTC of its targets' lengths."""
 
 
 class ConstantTensors:

@@ -19,9 +19,7 @@ from memtune.program import F64, I32, I64, U8
 Neighbours = Literal["nothing", "own", "classes", "closure", "ancestors"]
 
 RUN, REPLAY, EVICT, OVERWRITE, ALONG = range(5)
-"""First item of a journal entry; the second is the op, or the evicted storage. An op marked ALONG runs in the
-parts of the RUN or REPLAY after it.
-"""
+"""First item of a journal entry before the op or storage; ALONG runs in the parts of the next one."""
 
 CONSTANT, CALL, RELEASE, RETAIN, REQUIRE = range(5)
 """Kinds of a trace's events."""

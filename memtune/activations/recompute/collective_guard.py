@@ -29,9 +29,7 @@ from memtune.runtime import OpVisitor
 
 _FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
 NAMESPACES = ("c10d", *_FUNCTIONAL)
-"""Namespaces of ops that exchange data between ranks, without memtune's own collectives
-(`torch.ops.memtune`), which may run again.
-"""
+"""Namespaces of ops that exchange data between ranks; memtune's own collectives may run again."""
 
 
 class _Inside(threading.local):

@@ -20,9 +20,7 @@ SLOTS: Final = 2
 ALIGN: Final = 64
 """Bytes: alignment of each parameter's part in a slot, for the native update's vectors."""
 READ, OFFLOAD, UPDATE, WRITE_WEIGHTS, WRITE_MOMENTS, RELOAD = range(6)
-"""Actions on a sub-group, in order: read from SSD, offload its gradients, update, write weights, write
-moments, copy weights to the device.
-"""
+"""Actions on a sub-group, in order: read, offload gradients, update, write weights and moments, copy."""
 
 
 class Segment(NamedTuple):

@@ -268,9 +268,7 @@ class _UpdateOps(NamedTuple):
     here: Mask
     """(parameters,) True if the gradient is on the device."""
     up: npt.NDArray[np.intp]
-    """(parameters,) Kind of the op that stores the new weight: `_COPY_TO_DEVICE`, `_WRITE_WEIGHT`,
-    `_COPY_ON_HOST` or `_NOTHING`.
-    """
+    """(parameters,) Kind of the op that stores the new weight (`_COPY_TO_DEVICE`, …), or `_NOTHING`."""
     kept: Mask
     """(parameters,) True if the gradient is on SSD."""
     streams: bool

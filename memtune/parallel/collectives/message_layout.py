@@ -76,13 +76,9 @@ class Communication:
     weights: Form | None = None
     """Format of gathered weights (ZeRO++ qwZ); None: unquantized."""
     secondary: bool = False
-    """Every node keeps a copy of the weights gathered in forward, sharded over its ranks, and backward
-    gathers that (ZeRO++ hpZ).
-    """
+    """Every node keeps the weights gathered in forward, sharded over its ranks, for backward (hpZ)."""
     gradients: Form | None = None
-    """Format of gradients, exchanged first inside the node, then between nodes (ZeRO++ qgZ); None: an
-    unquantized reduce-scatter.
-    """
+    """Format of gradients, exchanged inside the node, then between nodes (qgZ); None: reduce-scatter."""
     gather: Gathering = "flat"
     """All ranks in one ring; between nodes, then inside them (MiCS); or both at once (PaRO's HO-Ring)."""
     ring_reductions: bool = False

@@ -88,9 +88,7 @@ class SeamAllGather(AllGather):
     """All-gather of a unit's parameters as `torch.ops.memtune.all_gather_into_`."""
 
     is_one_message = True
-    """It reads a rank's rows once, at its start: techniques that offload rows load them just before
-    (`offload.core.fsdp_shards`).
-    """
+    """It reads a rank's rows once, at its start: offloaded rows are loaded just before."""
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device

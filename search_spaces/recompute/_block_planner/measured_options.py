@@ -59,9 +59,7 @@ from memtune.technique import Target, Technique
 LIMIT = 26
 """Largest number of options of a block."""
 _OTHERS = 5
-"""Number of techniques whose decision is among a block's options: attention_output, selective, balanced, core
-attention and full.
-"""
+"""Number of techniques among a block's options: attention_output, selective, balanced, core, full."""
 MIN_MOVED_BYTES = 65536
 """Smaller tensors are not offloaded: a copy has a fixed cost."""
 

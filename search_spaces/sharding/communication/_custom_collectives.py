@@ -16,9 +16,7 @@ from memtune.search_spaces.sharding.communication import _node_groups
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
 _MOST_NODES = 16
-"""Most nodes per copy: each node's shards are gathered by a collective of their own inside the node, so more
-nodes would mostly pay latency.
-"""
+"""Most nodes per copy: each node's shards take a collective of their own, so more pay latency."""
 
 
 class _CustomCollectives(Technique):
