@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from published.mended_cases import ATTENTION, CAUSES, MENDED
+from published.mended_cases import ATTENTION, CAUSES, MENDED, MISSES
 from published_gpu_report import markdown, plot
 from published_ranges import derive_all
 
@@ -74,6 +74,8 @@ class Case:
     """Fields of `Hardware` that the source states otherwise than the table's usual node."""
     cause: str = ""
     """Reason why the prediction is off, if it is known and no setting expresses it."""
+    first: dict[str, float] = field(default_factory=dict)
+    """Column → prediction made before the measurement was read, of rows that were added so."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a result needs: the measurement, without the way in which it is expressed."""
@@ -268,6 +270,7 @@ def summary(rows: Iterable[Row]) -> dict[str, Any]:
         }
     steps = [row for row in counted if row.ratio("step") is not None]
     found["sources"] = by_source(steps)
+    found["bars"] = [asdict(bar) for bar in bars(found)]
     found["ranges"] = {
         name: {**asdict(each), "factors": each.factors, "held": each.held}
         for name, each in derive_all([row.to_dict() for row in counted]).items()
@@ -293,8 +296,72 @@ def by_source(rows: Sequence[Row]) -> dict[str, Any]:
             "median_ratio": ratio,
             "median_ratio_with_factor_of_others": ratio / factor,
             "rank_correlation": spearman(measured, predicted) if len(mine) > 2 else None,
+            "pairs_in_order": pairs_in_order(measured, predicted),
         }
     return found
+
+
+APART = 1.05
+"""Ratio of two steps from which on their order counts: those of one setting on two days differ by less."""
+
+
+def pairs_in_order(measured: Sequence[float], predicted: Sequence[float]) -> float | None:
+    """Return the share of pairs measured at least `APART` apart that are predicted in the same order."""
+    both = sorted(zip(measured, predicted, strict=True))
+    right = [b[1] > a[1] for i, a in enumerate(both) for b in both[i + 1 :] if b[0] >= APART * a[0]]
+    return sum(right) / len(right) if right else None
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One demand on predictions, and the value that they reach."""
+
+    name: str
+    limit: float
+    reached: float
+    is_met: bool
+    cause: str = ""
+    """Reason why it is missed."""
+
+
+def bars(found: dict[str, Any]) -> list[Bar]:
+    """Return what is asked of the columns of a summary; errors at most, shares and correlations at least."""
+    asked = [(column, name, limit) for column, limits in MOST.items() for name, limit in limits.items()]
+    made = [
+        Bar(f"{column}: {name.replace('_', ' ')} at most", limit, reached, reached <= limit)
+        for column, name, limit in asked
+        if column in found
+        for reached in [found[column][name]]
+    ]
+    shares = {
+        f"{column}: inside interval at least": found[column]["inside_interval"]
+        for column in MOST
+        if column in found
+    }
+    if "step" in found:
+        shares["step: within 25 percent at least"] = found["step"]["within_25_percent"]
+    made += [Bar(name, LEVEL, reached, reached >= LEVEL) for name, reached in shares.items()]
+    made += [
+        Bar(
+            f"step, {source}: rank correlation at least",
+            RANKS,
+            each["rank_correlation"],
+            each["rank_correlation"] >= RANKS,
+        )
+        for source, each in found["sources"].items()
+        if each["rank_correlation"] is not None
+    ]
+    return [bar if bar.is_met else replace(bar, cause=MISSES.get(bar.name, "")) for bar in made]
+
+
+MOST = {
+    "allocated": {"median_error": 0.03, "worst_error": 0.08, "half_width": 0.1},
+    "reserved": {"median_error": 0.05, "worst_error": 0.12, "half_width": 0.1},
+    "device": {"median_error": 0.05, "half_width": 0.1},
+}
+"""Column of memory → most of an error or of an interval's half-width, median over rows."""
+RANKS = 0.95
+"""Least rank correlation of steps within a source."""
 
 
 def _measured_step(row: Row) -> float:

@@ -31,6 +31,7 @@ def markdown(rows: Sequence[Any], summary: dict[str, Any], plot_name: str, left:
                 f" | {each['median_ratio']:.2f} | {each['inside_interval']:.0%} | {each['half_width']:.0%}"
                 f" | {_range(each['factors'])} | {_share(each['held_by_others'])} |"
             )
+    lines += _missed(summary["bars"]) + _first(rows)
     for name, derived in summary["ranges"].items():
         low, high = derived["factors"]
         lines += [
@@ -51,13 +52,15 @@ def markdown(rows: Sequence[Any], summary: dict[str, Any], plot_name: str, left:
         "",
     ]
     lines += [
-        "| source | cases | rank correlation | predicted/measured | with the others' factor |",
-        "|---|--:|--:|--:|--:|",
+        "| source | cases | rank correlation | pairs 5 % apart in order | predicted/measured"
+        " | with the others' factor |",
+        "|---|--:|--:|--:|--:|--:|",
     ]
     for source, each in summary["sources"].items():
         rank = "–" if each["rank_correlation"] is None else f"{each['rank_correlation']:.2f}"
         lines.append(
-            f"| {source} | {each['cases']} | {rank} | {each['median_ratio']:.2f}"
+            f"| {source} | {each['cases']} | {rank} | {_share(each['pairs_in_order'])}"
+            f" | {each['median_ratio']:.2f}"
             f" | {each['median_ratio_with_factor_of_others']:.2f} |"
         )
     for column, unit in COLUMNS:
@@ -93,6 +96,40 @@ def markdown(rows: Sequence[Any], summary: dict[str, Any], plot_name: str, left:
     if apart:
         lines += ["", "## not counted", "", *(f"- {row.case.id}: {row.case.excluded}" for row in apart)]
     return "\n".join(lines) + "\n"
+
+
+def _missed(bars: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the bars that are missed, each with its cause."""
+    missed = [bar for bar in bars if not bar["is_met"]]
+    lines = ["", "## bars", "", f"{len(bars) - len(missed)} of {len(bars)} are met."]
+    if missed:
+        lines += [" Missed:", "", "| bar | asked | reached | cause |", "|---|--:|--:|---|"]
+        lines += [
+            f"| {bar['name']} | {bar['limit']:g} | {bar['reached']:.2f} | {bar['cause']} |" for bar in missed
+        ]
+    return lines
+
+
+def _first(rows: Sequence[Any]) -> list[str]:
+    """Return the rows that were predicted before their measurement was read: that prediction, and today's."""
+    known = [(row, column, value) for row in rows for column, value in row.case.first.items()]
+    if not known:
+        return []
+    lines = [
+        "",
+        "## predicted before the measurement was read",
+        "",
+        "| case | column | measured | predicted then | error | error today |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for row, column, value in known:
+        measured, ratio = row.case.measured[column], row.ratio(column)
+        today = "–" if ratio is None else f"{ratio - 1:+.1%}"
+        lines.append(
+            f"| {row.case.id} | {column} | {measured:.3f} | {value:.3f} | {value / measured - 1:+.1%}"
+            f" | {today} |"
+        )
+    return lines
 
 
 def _range(given: Sequence[float] | None) -> str:

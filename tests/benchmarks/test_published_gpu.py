@@ -126,3 +126,26 @@ def test_results_with_rows_of_an_absent_folder_are_not_replaced(
     assert results.read_text() == before
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
     assert all("1 rows" in each and published_gpu.FOLDER in each for each in said)
+
+
+def test_bars_name_what_is_missed_with_its_cause() -> None:
+    import published_gpu
+
+    column = {"median_error": 0.02, "worst_error": 0.05, "half_width": 0.14, "inside_interval": 0.97}
+    found = {
+        "device": column,
+        "step": {"within_25_percent": 0.97},
+        "sources": {"titan": {"rank_correlation": 0.94}, "nano": {"rank_correlation": 1.0}},
+    }
+    missed = [bar for bar in published_gpu.bars(found) if not bar.is_met]
+    names = [bar.name for bar in missed]
+    assert names == ["device: half width at most", "step, titan: rank correlation at least"]
+    assert all(bar.cause for bar in missed)
+
+
+def test_pairs_in_order_leave_out_steps_that_are_nearly_equal() -> None:
+    import published_gpu
+
+    assert published_gpu.pairs_in_order([1.0, 1.04, 2.0], [1.1, 1.0, 3.0]) == 1.0
+    assert published_gpu.pairs_in_order([1.0, 1.1, 2.0], [1.1, 1.0, 3.0]) == pytest.approx(2 / 3)
+    assert published_gpu.pairs_in_order([1.0, 1.01], [1.1, 1.0]) is None
