@@ -74,7 +74,8 @@ def record(
     started = time.monotonic()
     workload.check_batch()
     session, small_trace, notes = open_session(workload, small, target, compiling, change)
-    large_trace, traced = session.traced(large), session.traced
+    large_trace = session.traced(large)
+    traced: Callable[[int], Trace] = session.traced
     if session.fake is not None and session.compiled is None:
         # A model that keeps tensors of the last batch creates others where the size has changed.
         if not _same_program(small_trace.step, large_trace.step):
