@@ -133,7 +133,7 @@ class TestTSplit(TechniqueSuite):
         assert mine.fits(program, target_of(mine)) is None
         step = rewritten(WIDE, mine)
         assert step.peak_bytes() <= budget
-        least = PARTS if parts > 1 else WHOLE
+        least = TSplit(share=0.0, parts=parts, min_bytes=64)
         least_plan, plan = (each.plan(program, target_of(each)).predicted for each in (least, mine))
         assert plan.added_s <= least_plan.added_s
 
