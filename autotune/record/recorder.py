@@ -89,6 +89,13 @@ def record(
         try:
             traces[size] = traced(size)
         except WorkloadError as error:
+            if size == max(sizes) < small:
+                raise WorkloadError(
+                    error.what,
+                    evidence=f"Micro-batches of {small} and {large} samples run, those of {size} do not.",
+                    fix=f"a larger global batch, or fewer ranks, so that each has {small} samples",
+                    code=error.code,
+                ) from error
             if size == max(sizes):
                 raise
             failing[size] = error  # BatchNorm refuses one sample, and a search can do without

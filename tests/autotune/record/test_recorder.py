@@ -111,8 +111,9 @@ def test_record_leaves_out_one_sample_where_batch_norm_refuses_it(tmp_path: Path
     assert any("micro-batch 1 is left out" in note for note in recording.notes)
     space = build_space(Rewriter(recording, Target(hardware.detect("cpu"))), 4)
     assert [each.micro_batch for each in space.executions] == [4, 2]
-    with pytest.raises(WorkloadError, match="more than 1 value per channel"):
+    with pytest.raises(WorkloadError, match="more than 1 value per channel") as caught:
         record(workload, sizes={1})
+    assert caught.value.fix == "a larger global batch, or fewer ranks, so that each has 2 samples"
 
 
 def test_record_of_models_that_keep_the_last_batch_is_of_the_steady_step(tmp_path: Path) -> None:
