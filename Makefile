@@ -87,9 +87,10 @@ test-rates: setup  ## after `make test`: the tests that can depend on the CPU's 
 test-slow: setup  ## the tests marked slow, or the fiftieth that SLOW_SEED draws
 	$(BIN)/pytest -m 'slow and not gpu and not device' $(SLOW_PART) $(PYTEST_ARGS)
 
-test-device: setup  ## tests on the simulated accelerator; the first run compiles it (less than a minute of CPU time)
+test-device: setup  ## on the simulated accelerator its own tests, all suites of techniques, examples, kills and failing applies; the first run compiles it (less than a minute of CPU time)
 	PYTHONPATH=tests $(BIN)/python -c "from support.simulated_device import build; build()"
 	$(BIN)/pytest -n 0 -m device tests/testing/simulated_device $(PYTEST_ARGS)
+	$(BIN)/pytest -n 0 -m '' --on-device sim tests/search_spaces tests/chaos tests/test_examples.py $(PYTEST_ARGS)
 
 test-triton: setup  ## the Triton kernels against the native ones in Triton's interpreter, and compiled for NVIDIA's GPUs; downloads Triton (155 MB)
 	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/triton triton==3.4.0

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -42,6 +42,7 @@ from memtune.device import (
     keep_freed_pages,
     platform_of,
     require_one_device,
+    streams,
 )
 from memtune.errors import ApplyError
 from memtune.hardware import use_share_of_cores
@@ -331,6 +332,9 @@ def _applied(
             keep_freed_pages()  # up to a quarter of a step with recomputation is page faults otherwise
         tuned = Tuned(context, config, loss)
     except BaseException:  # an interrupt too leaves the model as it was
+        # Copies to the host may still read what the next step of the user overwrites; a lost device has none.
+        with suppress(RuntimeError):
+            streams.synchronize(context.device)
         # In the reverse order: the snapshot was taken before any hook was registered.
         context.undo.close()
         snapshot.restore()

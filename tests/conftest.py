@@ -50,7 +50,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads spin always
 
 
-pytest_plugins = ["support.drawn_cases", "support.rate_readers"]
+pytest_plugins = ["support.drawn_cases", "support.rate_readers", "support.suites.on_accelerator"]
 
 # The same examples everywhere, however long each takes; --hypothesis-profile=default draws others.
 settings.register_profile("fixed", deadline=None, derandomize=True)

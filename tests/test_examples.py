@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from memtune.autotune.record import record
+from memtune.testing.training import device_under_test, differences, one_step, train_under
 from memtune.units import parse_bytes
 from memtune.workload.workload import Workload
 
@@ -31,18 +32,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def trained(workload: Workload, steps: int, size: int) -> list[float]:
     torch.manual_seed(0)
-    model = workload.build_model()
+    model = workload.build_model().to(device_under_test())
     optimizer = workload.make_optimizer(model)
-    losses = []
-    for _ in range(steps):
-        loss = workload.loss(model, workload.make_batch(size))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    found = (
+        one_step(workload, model, optimizer, None, seed=step, micro_batches=1, size=size)
+        for step in range(steps)
+    )
+    return [loss.item() for loss, _ in found]
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("stem", SMALLER)
 def test_example_learns_and_repeats_under_a_seed(stem, monkeypatch):
     for name, value in SMALLER[stem].items():
@@ -52,6 +51,18 @@ def test_example_learns_and_repeats_under_a_seed(stem, monkeypatch):
     losses = trained(workload, 30, 8)
     assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
     assert losses[:3] == trained(workload, 3, 8)
+
+
+@pytest.mark.any_device
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("stem", SMALLER)
+def test_example_trains_the_same_under_recompute_and_offload(stem, monkeypatch):
+    for name, value in SMALLER[stem].items():
+        monkeypatch.setenv(name, value)
+    path = EXAMPLES / f"{stem}.py"
+    offload = {"activations": {"kind": "copy_out", "min_bytes": 0}, "states": {"kind": "optimizer_cpu"}}
+    settings = {"recompute": {"kind": "full"}, "offload": offload}
+    assert differences(train_under(path, {"settings": settings}), train_under(path, None)) == []
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from memtune.autotune.predict.caching_allocator import (
         AllocatorResult as AllocatorResult,
         AllocatorSettings as AllocatorSettings,
+        event_stream as event_stream,
         replay as replay,
     )
     from memtune.autotune.predict.calibration import (

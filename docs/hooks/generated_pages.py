@@ -148,10 +148,12 @@ def devices() -> Iterator[str]:
     for name, cells in rows.items():
         yield f"| {name} | {' | '.join(cells)} |"
     yield (
-        "\nEvery technique is also tested on any machine (`make test-device`), on a simulated accelerator:"
-        " another device type, with queued kernels and copies, its own memory and collectives on streams."
-        " `make gpu-check DEVICE=sim` rehearses the checks of a GPU on it, speeds excepted. It has no"
-        " compiler, no Triton and no allocator of memtune's own."
+        "\nThe suite of every technique also runs on any machine (`make test-device`), on a simulated"
+        " accelerator: another device type, with queued kernels and copies, its own memory and collectives on"
+        " streams. The peaks that its allocator counts are compared with the predicted ones; examples,"
+        " trainings that are killed and applies that fail run there too. `make gpu-check DEVICE=sim`"
+        " rehearses the checks of a GPU on it, speeds excepted. It has no kernels of the inductor backend or"
+        " in Triton."
     )
     yield (
         "\nOther device types, from a package that registers a PrivateUse1 backend, need no change to"

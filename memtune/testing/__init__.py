@@ -3,7 +3,7 @@
 from memtune.testing.drift_check import compare, drift, recorded, rewritten
 from memtune.testing.seeded_defects import Mutation, mutations
 from memtune.testing.suite import TechniqueSuite
-from memtune.testing.training import Run, differences, train
+from memtune.testing.training import Run, differences, on_device, train
 
 __all__ = [
     "Mutation",
@@ -13,6 +13,7 @@ __all__ = [
     "differences",
     "drift",
     "mutations",
+    "on_device",
     "recorded",
     "rewritten",
     "train",

@@ -1,23 +1,33 @@
-"""Drift test: a technique's real `apply`, recorded, against its `rewrite` of the plain recording."""
+"""Drift test: a technique's real `apply`, recorded, against its `rewrite` of the plain recording; on an
+accelerator its measured peak.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
 from memtune import hardware
+from memtune.api import apply
+from memtune.autotune.predict import AllocatorSettings, event_stream, replay
 from memtune.autotune.record import Trace, record, start_session
 from memtune.autotune.search import traced_under
 from memtune.autotune.translate import translate
 from memtune.config import Settings, TunedConfig
+from memtune.device import streams
+from memtune.memory import Ledger
 from memtune.program import Kind, Program, RankClass, Recording, Resource, Step, Tier
 from memtune.search_spaces import PASS_ORDER
 from memtune.search_spaces.execution import Execution
 from memtune.technique import Plan, Target, Technique
+from memtune.testing.training import SEED, build, config_of, device_under_test, one_step
 from memtune.workload import Workload
 
 _LINKS = (
@@ -106,6 +116,45 @@ def drift(path: Path, *techniques: Technique, micro_batch: int = 2) -> str:
     """Return the first difference between prediction and recording, '' for none."""
     program, plans = planned(path, *techniques, micro_batch=micro_batch)
     return compare(program.step, _recorded_with(plans, path, *techniques, micro_batch=micro_batch))
+
+
+BLOCK_BYTES = 512
+"""Granularity of the caching allocators of torch's accelerators."""
+
+
+def peak_drift(path: Path, technique: Technique) -> str:
+    """Return predicted and measured peak of allocated bytes on the device under test if they are more than
+    four blocks apart, else ''.
+    """
+    device = device_under_test()
+    program, _ = planned(path, technique, device=device.type)
+    predicted = peak_allocated_bytes(program.step, device.type)
+    measured = max(_measured_peaks(path, config_of(path, technique, device=device.type), device))
+    is_equal = abs(measured - predicted) <= 4 * BLOCK_BYTES
+    return "" if is_equal else f"peak of {predicted} bytes, measured {measured}"
+
+
+def peak_allocated_bytes(step: Step, device: str) -> int:
+    """Return the bytes allocated at the peak of steady steps, on an accelerator in its allocator's blocks."""
+    if device == "cpu":
+        return step.peak_bytes()
+    return replay(event_stream(step, 4), AllocatorSettings(), None).step_allocated_bytes[-1]
+
+
+def _measured_peaks(path: Path, config: Mapping[str, Any], device: torch.device) -> list[int]:
+    gc.collect()  # models before are in cycles
+    found = []
+    with Ledger.open(device) as ledger:
+        empty = ledger.live_bytes()
+        workload, model, optimizer = build(path, device)
+        tuned = apply(model, optimizer, config, strict=False)
+        for step in range(4):
+            streams.synchronize(device)
+            ledger.reset_peak()
+            one_step(workload, model, optimizer, tuned, seed=SEED + step, micro_batches=1)
+            streams.synchronize(device)
+            found.append(ledger.peak_allocated_bytes() - empty)
+    return found[2:]  # optimizer state is allocated in the first, its buffers in the second
 
 
 def compare(predicted: Step, real: Step) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,22 @@ from memtune.workload import Workload
 
 CPU = torch.device("cpu")
 SEED = 7
+_device: ContextVar[torch.device] = ContextVar("device under test", default=CPU)
+
+
+def device_under_test() -> torch.device:
+    """Return the device on which models train that are given none: the CPU, or that of `on_device`."""
+    return _device.get()
+
+
+@contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Train on `device` in this context: a suite that runs in it tests its technique there."""
+    before = _device.set(device)
+    try:
+        yield
+    finally:
+        _device.reset(before)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,11 +60,14 @@ def settings_of(*techniques: Technique) -> dict[str, Any]:
 
 
 def config_of(
-    path: Path, *techniques: Technique, micro_batch: int = 2, device: str = "cpu"
+    path: Path, *techniques: Technique, micro_batch: int = 2, device: str | None = None
 ) -> dict[str, Any]:
-    """Return a config with the given techniques and their plans for the workload in `path` on `device`."""
+    """Return a config with the given techniques and their plans for the workload in `path` on `device`, by
+    default the one under test.
+    """
     from memtune.testing.drift_check import planned
 
+    device = device_under_test().type if device is None else device
     plans = (
         planned(path, *techniques, micro_batch=micro_batch, device=device)[1]
         if any(type(each).plan is not Technique.plan for each in techniques)
@@ -60,9 +80,12 @@ def config_of(
 
 
 def build(
-    path: Path, device: torch.device = CPU, *, is_deferred: bool = False
+    path: Path, device: torch.device | None = None, *, is_deferred: bool = False
 ) -> tuple[Workload, nn.Module, Optimizer]:
-    """Return workload, model in training mode on `device` (or deferred) and optimizer, from a seed."""
+    """Return the workload in `path`, its model in training mode on `device` (by default that under test) or
+    deferred, and its optimizer, from a fixed seed.
+    """
+    device = device_under_test() if device is None else device
     workload = Workload.load(path)
     torch.manual_seed(SEED)
     made = deferred(workload.build_model, device) if is_deferred else workload.build_model().to(device)
@@ -76,7 +99,7 @@ def train(
     steps: int = 3,
     micro_batches: int = 2,
     size: int = 2,
-    device: torch.device = CPU,
+    device: torch.device | None = None,
 ) -> Run:
     """Train the workload in `path` for a few optimizer steps with `techniques`; without any, the plain model.
 
@@ -86,7 +109,7 @@ def train(
         steps: Optimizer steps.
         micro_batches: Micro-batches per step.
         size: Samples per micro-batch.
-        device: Where the model trains; the results are on the host.
+        device: Where the model trains, by default the device under test; the results are on the host.
     """
     config = config_of(path, *techniques) if techniques else None
     return train_under(path, config, steps=steps, micro_batches=micro_batches, size=size, device=device)
@@ -99,9 +122,10 @@ def train_under(
     steps: int = 3,
     micro_batches: int = 2,
     size: int = 2,
-    device: torch.device = CPU,
+    device: torch.device | None = None,
 ) -> Run:
     """Train like `train`, with a config document instead of techniques."""
+    device = device_under_test() if device is None else device
     workload, model, optimizer = build(path, device)
     tuned = None if config is None else apply(model, optimizer, config, strict=False)
     losses, gradients = [], []
@@ -126,13 +150,13 @@ def train_under(
 
 def plain(path: Path) -> Run:
     """Return `train` without techniques, cached in this process."""
-    return _plain(path, torch.get_num_threads())
+    return _plain(path, torch.get_num_threads(), device_under_test())
 
 
 @cache
-def _plain(path: Path, threads: int) -> Run:
+def _plain(path: Path, threads: int, device: torch.device) -> Run:
     # Sums have another order with another number of threads.
-    return train(path)
+    return train(path, device=device)
 
 
 def one_step(
@@ -144,9 +168,10 @@ def one_step(
     seed: int,
     micro_batches: int = 2,
     size: int = 2,
-    device: torch.device = CPU,
+    device: torch.device | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Run one optimizer step with batches and random numbers from `seed`; return loss and gradients."""
+    device = device_under_test() if device is None else device
     torch.manual_seed(seed)
     with tier(HOST):
         batches = [workload.make_batch(size) for _ in range(micro_batches)]

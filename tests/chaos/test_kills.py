@@ -29,6 +29,7 @@ from support.search.simulated_executor import SimulatedExecutor
 from memtune.autotune.search import search_events, study
 from memtune.autotune.search.search_events import read_events
 from memtune.autotune.space.search_options import SearchOptions
+from memtune.testing.training import device_under_test
 
 KILLS = int(os.environ.get("MEMTUNE_KILLS", "2"))
 SEED = int(os.environ.get("MEMTUNE_SEED", "0"))
@@ -37,6 +38,7 @@ ACTS = 160
 """Durable acts among which a training is killed; a resumed one does fewer."""
 
 
+@pytest.mark.any_device
 @pytest.mark.timeout(20 * KILLS + 300)
 @pytest.mark.parametrize("tier", ["last_step", *(f"last_step,{each}" for each in OTHERS)])
 def test_killed_trainings_resume_bitwise(tier: str, tmp_path: Path) -> None:
@@ -81,7 +83,7 @@ def test_killed_trainings_resume_bitwise(tier: str, tmp_path: Path) -> None:
 
 def trained(directory: Path, tier: str, log: Path, act: int = -1, after_s: float | None = None) -> int:
     """Train in a process of its own, killed at `act` or after `after_s`; return its exit code."""
-    child = FRESH.Process(target=train, args=(str(directory), tier, act, str(log)))
+    child = FRESH.Process(target=train, args=(str(directory), tier, act, str(log), device_under_test().type))
     child.start()
     child.join(after_s)
     if child.exitcode is None:

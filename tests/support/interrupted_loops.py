@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memtune.api import Tuned, apply
+from memtune.testing.training import device_under_test
 
 SLIDING = {"slots": 2, "deferred": []}
 STORES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -82,7 +83,7 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
 
 def build() -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(3)
-    model = Net()
+    model = Net().to(device_under_test())
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
@@ -95,7 +96,7 @@ def made(name: str) -> tuple[Net, torch.optim.Optimizer, Tuned]:
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> None:
     optimizer.zero_grad()
-    loss(model, batch(index)).backward()  # type: ignore[no-untyped-call]
+    loss(model, batch(index).to(device_under_test())).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
 
 

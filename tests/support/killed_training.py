@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.gloo import FRESH
+from support.gloo import FRESH, backends_on
 from torch import nn
 
 import memtune
@@ -51,15 +51,16 @@ def tuned_of(model: nn.Module, resume: str) -> memtune.Tuned:
         return memtune.apply(model, optimizer, config, loss=lambda m, x: m(x).pow(2).mean())
 
 
-def train(directory: str, resume: str, kill_at: int, log: str) -> None:
+def train(directory: str, resume: str, kill_at: int, log: str, device: str = "cpu") -> None:
     """Train to step `STEPS`; the process kills itself at durable act number `kill_at`. The data is torch's
     draw.
     """
     os.environ[offload_dir.VARIABLE] = directory
     torch.set_num_threads(1)
+    backends_on(device, 0, 1)
     if kill_at >= 0:
         kill_at_act(kill_at)
-    tuned = tuned_of(model_for(resume), resume)
+    tuned = tuned_of(model_for(resume).to(device), resume)
     with open(log, "a") as out:
         print("start", tuned.resumed_steps, file=out, flush=True)
         for step in range(tuned.resumed_steps, STEPS):
@@ -113,7 +114,7 @@ def run(directory: Path, log: Path, kill_at: int = -1, resume: str = "last_step"
 
 
 def same(one: Path, other: Path) -> None:
-    got, wanted = (torch.load(f"{each}.pt") for each in (one, other))
+    got, wanted = (torch.load(f"{each}.pt", map_location="cpu") for each in (one, other))
     assert torch.equal(got[1], wanted[1])
     assert all(torch.equal(value, wanted[0]["model"][name]) for name, value in got[0]["model"].items())
     for index, state in wanted[0]["optimizer"]["state"].items():

@@ -11,15 +11,28 @@ import pytest
 from support.simulated_device import library_path
 
 ROOT = Path(__file__).parents[2]
+DRAWN = (
+    *("tests/search_spaces/offload/states", "tests/search_spaces/offload/activations"),
+    *("tests/search_spaces/recompute/test_planned.py", "tests/search_spaces/sharding/states/test_zero3.py"),
+    "tests/test_examples.py",
+)
+"""Suites on the device in every run, with the drawn cases of each; `make test-device` runs all."""
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not library_path().exists(), reason="not built: make test-device")
-def test_short_tests_pass_on_the_simulated_accelerator() -> None:
+@pytest.mark.parametrize(
+    "tests",
+    [
+        ("-m", "device and not slow", "tests/testing/simulated_device"),
+        ("--on-device", "sim", "-m", "not slow", *DRAWN),
+    ],
+    ids=["its own", "suites"],
+)
+def test_short_tests_pass_on_the_simulated_accelerator(tests: tuple[str, ...]) -> None:
     """All but the slow ones: of the techniques those that are drawn."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "device and not slow"]
     done = subprocess.run(
-        [*command, "-p", "no:cacheprovider", "tests/testing/simulated_device"],
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *tests],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -10,16 +10,18 @@ from threading import Event
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from support.zoo_paths import ZOO
 
 from memtune.api import Tuned, apply
 from memtune.errors import MemtuneError
 from memtune.offload.core.offloaded_parameter import allocate_together
 from memtune.program.step import Resource, Step
+from memtune.runtime.memory_tiers import DEVICE, mark
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
 from memtune.technique import Technique
 from memtune.testing import TechniqueSuite, differences, train
-from memtune.testing.training import Run, build, settings_of
+from memtune.testing.training import Run, build, device_under_test, settings_of
 
 NATIVE = OptimizerCpu(kind="optimizer_cpu", update="native")
 OWN = OptimizerCpu(kind="optimizer_cpu")
@@ -28,6 +30,13 @@ OWN = OptimizerCpu(kind="optimizer_cpu")
 def without_gradients(run: Run) -> Run:
     """Return the run without gradients of blocks, which are offloaded and used when backward returns."""
     return replace(run, gradients=[])
+
+
+def to_the_device(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` on the device under test, in the tier of the device."""
+    found = tensor.to(device_under_test())
+    mark(found, DEVICE)
+    return found
 
 
 def require_waits(read: Callable[[], None], goes_on: Event) -> None:

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import gc
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
+import torch.distributed as dist
 from support.gloo import run_ranks
 from support.ranks import model_parallel_runs
 from support.zoo_paths import ZOO
@@ -24,13 +27,15 @@ from memtune.memory.ledger import Ledger
 from memtune.runtime.memory_tiers import HOST, tier
 from memtune.technique import Plan, Target, Technique
 from memtune.testing import TechniqueSuite
-from memtune.testing.drift_check import recording_of
+from memtune.testing.drift_check import BLOCK_BYTES, peak_allocated_bytes, recording_of
 from memtune.testing.seeded_defects import Mutation, mutations
-from memtune.testing.training import build, plain, settings_of
+from memtune.testing.training import build, device_under_test, on_device, plain, settings_of
 
 RANKS = 2
 SPARE_BYTES = 24
 """Scalars of FSDP2 and of gloo's average, a mesh's ranks."""
+SPARE_BLOCKS = 4
+"""The same on an accelerator."""
 NOT_AT_THE_PEAK = ("rewrite frees a tensor one op too late", "rewrite loses an op")
 """Defects of a single op; the ledger on real ranks knows the peak alone."""
 
@@ -50,7 +55,7 @@ def peaks(
     A step has `parts` micro-batches of two samples. `plans` has the plans of entries whose techniques need
     them.
     """
-    ledger, found = Ledger.open("cpu"), {}
+    ledger, found = Ledger.open(device_under_test()), {}
     first = ledger.live_bytes()
     for name, chosen in settings.items():
         empty = freed_to(ledger, first + 64)
@@ -87,7 +92,12 @@ def freed_to(ledger: Ledger, most_bytes: int, limit_s: float = 10.0) -> int:
 
 
 def on_rank(
-    technique: type[Technique], suite: dict[str, Any], check: str, arguments: tuple[Any, ...], defect: str
+    technique: type[Technique],
+    suite: dict[str, Any],
+    check: str,
+    arguments: tuple[Any, ...],
+    defect: str,
+    device: str = "cpu",
 ) -> Any:
     """Run a check of the suite on this rank under the named defect; return its message ('' for none), or the
     peaks.
@@ -98,7 +108,31 @@ def on_rank(
         check: The name of a check or test.
         arguments: Of the check.
         defect: The name of a mutation.
+        device: Type of the device; each rank has one of its own.
     """
+    with on_rank_of(device):
+        return _on_rank(technique, suite, check, arguments, defect)
+
+
+@contextmanager
+def on_rank_of(device: str) -> Iterator[None]:
+    """Test on this rank's device, not the current one, in a group that sends what is on devices alone."""
+    if device == "cpu":
+        yield
+        return
+    from support.simulated_device import devices_alone, races
+
+    rank = dist.get_rank()
+    torch.accelerator.set_device_index(0)
+    with on_device(torch.device(device, rank)), devices_alone():
+        yield
+        torch.accelerator.synchronize(rank)
+        assert races() == []
+
+
+def _on_rank(
+    technique: type[Technique], suite: dict[str, Any], check: str, arguments: tuple[Any, ...], defect: str
+) -> Any:
     config = suite.pop("config")
     suite = {**suite, "_config": lambda self, model, variant: config}
     one = type("OnRank", (TechniqueSuite,), {"__test__": False, "technique": technique, **suite})()
@@ -178,8 +212,13 @@ class ShardedSuite(TechniqueSuite):
         """Check that the peak of a rank's steps equals the prediction."""
         if cpu_allocator.available() is not None:
             pytest.skip(f"no native ledger here: {cpu_allocator.available()}")
-        wanted = self._candidate(model, variant).program.step.peak_bytes()
-        low, high = wanted * (1 - self.peak_rel), wanted * (1 + self.peak_rel) + SPARE_BYTES
+        self.check_peak(model, variant)
+
+    def check_peak(self, model: str, variant: Technique) -> None:
+        device = device_under_test().type
+        wanted = peak_allocated_bytes(self._candidate(model, variant).program.step, device)
+        spare_bytes = SPARE_BYTES if device == "cpu" else SPARE_BLOCKS * BLOCK_BYTES
+        low, high = wanted * (1 - self.peak_rel), wanted * (1 + self.peak_rel) + spare_bytes
         config = self._config(model, variant)
         settings, plans = {"": config["settings"]}, {"": config["plan"]}
         found = self._on_ranks("peaks", str(self.models[model]), settings, self.accumulate, plans)
@@ -190,9 +229,9 @@ class ShardedSuite(TechniqueSuite):
 
     def _on_ranks(self, check: str, *arguments: Any, config: dict[str, Any] | None = None) -> list[Any]:
         suite = {"models": self.models, "tolerance": self.tolerance, "config": config}
-        return run_ranks(
-            on_rank, self.ranks, self.technique, suite, check, arguments, self.defect, deadline_s=300
-        )
+        device = device_under_test().type
+        how = (self.technique, suite, check, arguments, self.defect, device)
+        return run_ranks(on_rank, self.ranks, *how, device=device, deadline_s=300)
 
     def _skip_unless_it_fits(self, model: str, variant: Technique) -> None:
         self._candidate(model, variant)
@@ -209,14 +248,16 @@ class ShardedSuite(TechniqueSuite):
 
     def _candidate(self, model: str, variant: Technique) -> Candidate:
         execution = {"micro_batch": 2, "accumulate": self.accumulate}
-        path = self.models[model]
+        path, device = self.models[model], device_under_test().type
         cut = (
             model_parallel_runs.rewriter(path).target.sharded
             if self.technique.slot == "sharding.parallel"
             else None
         )
         rewriter = Rewriter(
-            recording_of(path), Target(hardware.detect("cpu"), self.ranks, sharded=cut), validate=False
+            recording_of(path, device),
+            Target(hardware.detect(device), self.ranks, sharded=cut),
+            validate=False,
         )
         found = rewriter.candidate(
             Choice.from_document({**settings_of(*self.other_slots, variant), "execution": execution})

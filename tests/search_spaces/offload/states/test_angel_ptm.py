@@ -22,6 +22,7 @@ from support.suites.block_offload_suite import (
     LayersSuite,
     block_bytes,
     refusal,
+    to_the_device,
     total,
     without_gradients,
 )
@@ -36,7 +37,6 @@ from memtune.errors import ApplyError, UsageError
 from memtune.offload.core.parameter_layout import Pages, aligned, loads_of, paged, timeline
 from memtune.offload.parameters.parameter_offload_pass import moment_of_ops, sizes_in_blocks
 from memtune.program.step import Kind, Program, Resource, Step, Tier
-from memtune.runtime.memory_tiers import DEVICE, mark
 from memtune.search_spaces.offload.states.angel_ptm import AngelPtm
 from memtune.technique import Target
 from memtune.testing import rewritten
@@ -85,7 +85,8 @@ class TestAngelPtm(LayersSuite):
     update = OWN
 
     def sabotage(self, tuned: Tuned) -> bool:
-        mark(next(iter(tuned.optimizer.state.values()))["exp_avg"], DEVICE)
+        state = next(iter(tuned.optimizer.state.values()))
+        state["exp_avg"] = to_the_device(state["exp_avg"])
         return True
 
     def test_blocks_are_resident_in_part(self) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import pytest
 import torch
 from support.gloo import run_ranks
+from support.suites.block_offload_suite import to_the_device
 from support.zoo_paths import ZOO
 
 from memtune.api import Tuned, apply
 from memtune.offload.optimizer.native_update import Moments
 from memtune.program.step import Kind, Resource, Tier
-from memtune.runtime.memory_tiers import DEVICE, mark
 from memtune.runtime.training_step import accumulate
 from memtune.search_spaces.offload.states.optimizer_cpu import OptimizerCpu
 from memtune.technique import Exactness
@@ -64,7 +64,7 @@ class TestOptimizerCpu(TechniqueSuite):
 
     def sabotage(self, tuned: Tuned) -> bool:
         for state in tuned.optimizer.state.values():
-            mark(state["exp_avg"], DEVICE)
+            state["exp_avg"] = to_the_device(state["exp_avg"])
         return True
 
     @pytest.mark.parametrize("model", ZOO)
