@@ -6,6 +6,7 @@ each dimension keeps its place in memory. Its kernel chooses the layout by nothi
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,8 +72,8 @@ class _Form:
     stride: tuple[int, ...]
 
 
-_orders: dict[tuple[Any, str], tuple[tuple[int, ...], ...]] = {}
-"""Op and forms of its arguments → the order of the dimensions of each output."""
+_orders: dict[tuple[Any, str], tuple[tuple[int, ...], ...] | None] = {}
+"""Op and forms of its arguments → the order of the dimensions of each output; None: the kernel cannot run."""
 
 
 def as_real(func: Any, args: Any, kwargs: Any, out: Any, *, on_cpu: bool) -> Any:
@@ -92,17 +93,21 @@ def as_real(func: Any, args: Any, kwargs: Any, out: Any, *, on_cpu: bool) -> Any
     key = func, repr((given, named))
     if key not in _orders:
         _orders[key] = _run(func, given, named)
-    left = iter(_orders[key])
+    if (orders := _orders[key]) is None:
+        return out
+    left = iter(orders)
     return tree_map_only(Tensor, lambda each: _ordered(each, next(left)), out)
 
 
-def _run(func: Any, args: Any, kwargs: Any) -> tuple[tuple[int, ...], ...]:
+def _run(func: Any, args: Any, kwargs: Any) -> tuple[tuple[int, ...], ...] | None:
     def made(form: _Form) -> Tensor:
         return torch.empty_strided(form.shape, form.stride, dtype=form.dtype).fill_(1)
 
-    with _disable_current_modes(), torch.device("cpu"):  # no mode of the caller may see this run
+    # No mode of the caller may see this run. The CPU lacks kernels for some types that an accelerator has.
+    with _disable_current_modes(), torch.device("cpu"), suppress(RuntimeError):
         given, named = tree_map_only(_Form, made, (args, kwargs))
         return tuple(_order(each) for each in tensors_in([func(*given, **named)]))
+    return None
 
 
 def _formed(value: Any, small: dict[int, int], *, is_shape: bool = False) -> Any:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memtune.memory import RealOutputs, WorkspaceTable
+from memtune.memory import RealOutputs, WorkspaceTable, kernel_layouts
 
 
 def _batch_norm(x: Tensor, *, training: bool = True) -> Tensor:
@@ -83,3 +83,10 @@ def test_layouts_of_batch_norm_on_accelerators_stay_those_of_its_input() -> None
     with FakeTensorMode(), RealOutputs(WorkspaceTable(), on_cpu=False):
         x = torch.ones(2, 5, 8).mT
         assert _batch_norm(x).stride() == x.stride()
+
+
+def test_layout_of_a_kernel_that_the_cpu_lacks_is_the_fake_one():
+    with FakeTensorMode():
+        left, right = (torch.empty(3, 4, 5, dtype=torch.float8_e4m3fn).transpose(0, 2) for _ in range(2))
+        out = left / right
+        assert kernel_layouts.as_real(torch.ops.aten.div.Tensor, (left, right), {}, out, on_cpu=False) is out
