@@ -134,6 +134,16 @@ def ssd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert used is None or used.used_bytes == 0
 
 
+@pytest.fixture(autouse=True)
+def _restored_variables() -> Iterator[None]:
+    """Restore memtune's environment variables: a directory for offload adds candidates to later tests."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("MEMTUNE_")}
+    yield
+    for name in [each for each in os.environ if each.startswith("MEMTUNE_") and each not in before]:
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _freeze_live_objects() -> Iterator[None]:
     """Freeze the objects that a module leaves, so that later garbage collections do not traverse them.
