@@ -3,8 +3,6 @@
 Rules:
 
 1. Items of one group are processed by one process, call after call if it is idle: its caches are used again.
-  A copy that no group is left for takes half of what this process has left of a group, if that is long. So a
-  result may depend on its item alone, never on the items before it.
 2. A copy that dies, or takes far longer than this process takes for its own items, costs time only: its items
   are processed here. So a function that raises does so here.
 3. A copy ends with this process, however that ends.
@@ -19,11 +17,10 @@ import multiprocessing
 import os
 import pickle
 import signal
-import threading
 import time
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import TracebackType
@@ -36,9 +33,7 @@ worth their forks, a few hundredths of a second each.
 PATIENCE: Final = 3.0
 LEAST_S: Final = 20.0
 """A copy may take `PATIENCE` times as long as this process took for its own items, plus `LEAST_S`."""
-_LOOK_S: Final = 0.005  # between looks at the copies
-_SHARED_S: Final = 0.1
-"""Expected seconds left of a group from which half is given away: a copy computes shared parts again."""
+_LOOK_S: Final = 0.01  # between looks at the copies
 _HERE: Final = -1
 _DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG of prctl(2)
 
@@ -85,25 +80,26 @@ class ParallelMap(Generic[T, R]):
         work: _Work[T, R] = _Work(items, self._group, self._homes)
         started, worked_s = time.monotonic(), self._worked_s - time.process_time()
         looked = -math.inf
-        with contextlib.ExitStack() as feeding:
-            if self._copies:
-                feeding.enter_context(self._feeding(work))
-            while (i := work.next_here()) is not None:
-                # The clock of CPU time is a system call, which costs as much as a small item.
-                if not self._copies and time.monotonic() - looked >= _LOOK_S:
+        while (mine := work.next_group(_HERE)) is not None:
+            for i in mine:
+                # The clock of CPU time and polling are system calls, which cost as much as a small item.
+                if time.monotonic() - looked >= _LOOK_S:
                     looked, self._worked_s = time.monotonic(), worked_s + time.process_time()
-                    if self._worked_s >= self._worth_s and work.has_more:
+                    if not self._copies and self._worked_s >= self._worth_s and work.groups:
                         self._copy()
-                        feeding.enter_context(self._feeding(work))
+                    self._collect_and_refill(work)
                 work.results[i] = self._function(items[i])
                 on_done(len(work.results))
         self._worked_s = worked_s + time.process_time()
         until_s = time.monotonic() + max(LEAST_S, PATIENCE * (time.monotonic() - started))
-        for number, positions in work.assigned.items():
-            work.results.update(zip(positions, self._copies[number].answer(until_s) or (), strict=False))
+        for number in list(work.assigned):
+            copy = self._copies[number]
+            positions, found = work.assigned.pop(number), copy.answer(until_s)
+            work.results.update(
+                zip(positions, found or [self._function(items[i]) for i in positions], strict=True)
+            )
             on_done(len(work.results))
-        # A copy that ended has not answered: its items are processed here.
-        return [work.results[i] if i in work.results else self._function(items[i]) for i in range(len(items))]
+        return [work.results[i] for i in range(len(items))]
 
     def _copy(self) -> None:
         self._worth_s = math.inf  # once, even if the machine allows no process
@@ -111,35 +107,20 @@ class ParallelMap(Generic[T, R]):
             copy for _ in range(self._processes - 1) if (copy := _ForkedWorker.fork(self._function))
         ]
 
-    @contextlib.contextmanager
-    def _feeding(self, work: _Work[T, R]) -> Iterator[None]:
-        """Give idle copies work from a thread: an item may keep this process busy for long."""
-        self._collect_and_refill(work)
-        done = threading.Event()
-
-        def feed() -> None:
-            while not done.wait(_LOOK_S):
-                self._collect_and_refill(work)
-
-        thread = threading.Thread(target=feed, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
-
     def _collect_and_refill(self, work: _Work[T, R]) -> None:
         """Collect results of copies, and give idle ones their next group."""
         for number, copy in enumerate(self._copies):
             if number in work.assigned and copy.is_ready():
                 found = copy.answer(0.0)
-                positions = work.assigned.pop(number)
                 if found is None:
-                    work.give_back(positions)
+                    work.groups.appendleft((None, work.assigned.pop(number)))
                 else:
-                    work.results.update(zip(positions, found, strict=True))
-            if number not in work.assigned and copy.is_alive and (group := work.next_for(number)):
+                    work.results.update(zip(work.assigned.pop(number), found, strict=True))
+            if (
+                number not in work.assigned
+                and copy.is_alive
+                and (group := work.next_group(number)) is not None
+            ):
                 work.assigned[number] = group
                 copy.send([work.items[i] for i in group])
 
@@ -158,59 +139,19 @@ class _Work(Generic[T, R]):
         self.results: dict[int, R] = {}
         self.assigned: dict[int, list[int]] = {}
         """By process: the positions that a copy is working on."""
-        self._left: deque[int] = deque()
-        """The positions that this process has left of its group."""
-        self._may_share = False
-        """True if copies may process them too."""
-        self._taken, self._since_s = 0, 0.0
-        self._lock = threading.Lock()  # of groups and `_left`, for the thread that feeds copies
 
-    @property
-    def has_more(self) -> bool:
-        """Return whether there is work that a copy may do."""
-        return any(key is not None for key, _ in self.groups) or (self._may_share and bool(self._left))
-
-    def next_here(self) -> int | None:
-        """Return the next position for this process; None if there is none."""
-        with self._lock:
-            if not self._left:
-                self._left = deque(self._next_group(_HERE))
-                self._taken, self._since_s = len(self._left), time.monotonic()
-            return self._left.popleft() if self._left else None
-
-    def next_for(self, copy: int) -> list[int]:
-        """Return the next positions for `copy`; nothing if there are none."""
-        with self._lock:
-            return self._next_group(copy) or self._shared()
-
-    def give_back(self, positions: list[int]) -> None:
-        """Return positions that a copy has not processed: this process does."""
-        with self._lock:
-            self.groups.appendleft((None, positions))
-
-    def _next_group(self, process: int) -> list[int]:
-        """Return the next group for `process`, empty if there is none.
+    def next_group(self, process: int) -> list[int] | None:
+        """Return the next group for `process`.
 
         Preferably one that it had before, then a new one, then another's (rule 1).
         """
         allowed = [each for each in self.groups if each[0] is not None or process == _HERE]
         if not allowed:
-            return []
+            return None
         chosen = min(allowed, key=lambda each: self._foreign(each[0], process))
         self.groups.remove(chosen)
         self._homes.setdefault(chosen[0], process)
-        if process == _HERE:
-            self._may_share = chosen[0] is not None
         return chosen[1]
-
-    def _shared(self) -> list[int]:
-        """Return the later half of `_left` for a copy; nothing if it takes little time or must stay here."""
-        begun, took_s = self._taken - len(self._left), time.monotonic() - self._since_s
-        if not self._may_share or took_s * len(self._left) < _SHARED_S * begun:
-            return []
-        given = [self._left.pop() for _ in range((len(self._left) + 1) // 2)]
-        self._taken -= len(given)
-        return given[::-1]
 
     def _foreign(self, group: Hashable | None, process: int) -> int:
         home = _HERE if group is None else self._homes.get(group)

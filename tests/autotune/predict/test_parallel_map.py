@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import subprocess
@@ -48,12 +47,11 @@ def test_parallel_map_returns_results_in_order(items: list[int], groups: int, pr
             assert side_by_side.map(items) == [item * 3 for item in items]
 
 
-def test_parallel_map_keeps_groups_on_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_by_side, "_SHARED_S", math.inf)
+def test_parallel_map_keeps_groups_on_one_process() -> None:
     before = len(children())
-    with ParallelMap(squared_with_pid, lambda item: item % 10 or None, 2, worth_s=0.0) as mapped:
+    with ParallelMap(squared_with_pid, lambda item: item % 10 or None, 2, worth_s=0.0) as side_by_side:
         for _ in range(3):
-            found = mapped.map(MANY)
+            found = side_by_side.map(MANY)
             assert squares(found) == [item * item for item in MANY]
             by_group = defaultdict(set)
             for item, (_, pid) in zip(MANY, found, strict=True):
@@ -63,15 +61,6 @@ def test_parallel_map_keeps_groups_on_one_process(monkeypatch: pytest.MonkeyPatc
             assert len(set.union(*by_group.values())) == 2
         assert len(children()) == before + 1
     assert len(children()) == before
-
-
-def test_parallel_map_shares_long_group_with_idle_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_by_side, "_SHARED_S", 0.0)
-    for group, n_processes in ((1, 2), (None, 1)):
-        with ParallelMap(squared_with_pid, lambda item, group=group: group, 2, worth_s=0.0) as mapped:
-            found = mapped.map(MANY)
-        assert squares(found) == [item * item for item in MANY]
-        assert len({pid for _, pid in found}) == n_processes
 
 
 def test_parallel_map_makes_copies_once_they_are_worthwhile() -> None:
