@@ -34,7 +34,11 @@ class GradientRecord(BaseModel):
 
     @property
     def projected(self) -> npt.NDArray[np.float64]:
-        """Return (BUCKETS,) the sketch."""
+        """Return (BUCKETS,) the sketch.
+
+        Raises:
+            ValueError: It is damaged.
+        """
         return np.frombuffer(base64.b64decode(self.sketch, validate=True), "<f8", BUCKETS)
 
 

@@ -42,12 +42,20 @@ def _parse(text: str, units: dict[str, float] | dict[str, int], example: str) ->
 
 
 def parse_bytes(text: str) -> int:
-    """Return bytes of a text like `24GiB`, `600MiB`, `1.5g` (binary) or `80GB` (decimal)."""
+    """Return bytes of a text like `24GiB`, `600MiB`, `1.5g` (binary) or `80GB` (decimal).
+
+    Raises:
+        UsageError: The text is none.
+    """
     return int(_parse(text, _BYTE_UNITS, "24GiB or 600MiB"))
 
 
 def parse_seconds(text: str) -> float:
-    """Return seconds of a text like `90`, `30s`, `15m`, `1.5h`."""
+    """Return seconds of a text like `90`, `30s`, `15m`, `1.5h`.
+
+    Raises:
+        UsageError: The text is none.
+    """
     return _parse(text, _SECOND_UNITS, "30m or 1.5h")
 
 

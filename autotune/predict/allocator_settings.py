@@ -68,7 +68,11 @@ class AllocatorSettings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> AllocatorSettings:
-        """Return the settings in the environment of a technique or process."""
+        """Return the settings in the environment of a technique or process.
+
+        Raises:
+            UsageError: As for `parse`.
+        """
         if own := environ.get(VARIABLE):
             return cls(arena=ArenaSettings.parse(own))
         return cls.parse(environ.get("PYTORCH_ALLOC_CONF") or environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))

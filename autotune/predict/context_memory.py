@@ -78,7 +78,11 @@ def measure(
 
 
 def reserved_bytes(says: IO[str]) -> int:
-    """Return the next number that the other process prints, whose libraries may print lines of their own."""
+    """Return the next number that the other process prints, whose libraries may print lines of their own.
+
+    Raises:
+        EnvironmentFault: It ended without one.
+    """
     for line in iter(says.readline, ""):
         if line.strip().isdigit():
             return int(line)

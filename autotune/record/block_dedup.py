@@ -138,7 +138,11 @@ class BlockDedup:
         self._proof = step, hints, partial
 
     def expand(self, partial: PartialRecording) -> tuple[Step, Hints]:
-        """Return step and hints of all blocks."""
+        """Return step and hints of all blocks.
+
+        Raises:
+            BlocksDiffer: Rule 3 does not hold.
+        """
         assert self._proof is not None
         return self._expand(partial, self._proof)
 
@@ -223,7 +227,11 @@ class BlockDedup:
         self.lent = self.gradient_specs()
 
     def check_lent(self) -> None:
-        """Compare the current gradients, of all blocks, with those that were lent for the warm-up."""
+        """Compare the current gradients, of all blocks, with those that were lent for the warm-up.
+
+        Raises:
+            BlocksDiffer: They are not equal.
+        """
         if self.lent and self.lent != self.gradient_specs():
             raise BlocksDiffer("blocks have gradients of other shapes or dtypes, or none")
 

@@ -40,7 +40,15 @@ _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
 
 def is_in_place(func: Any, args: tuple[Any, ...], out: Any, made_by: str, made_under: int) -> bool:
-    """Return whether a backward op would overwrite its first argument if no mode were active."""
+    """Return whether a backward op would overwrite its first argument if no mode were active.
+
+    Args:
+        func: The op being dispatched.
+        args: Its arguments.
+        out: Its result.
+        made_by: Name of the op that made the first argument's storage.
+        made_under: Number of the autograd node under which that op ran, -1 outside of backward.
+    """
     # That requires that nothing else refers to the argument.
     # A formula adds into tensors of its own node, the engine into those of another node, unless one
     # node returns several gradients for one input (`x * x`).

@@ -332,7 +332,15 @@ def owners(
     phases: Sequence[int],
     uses: I32,
 ) -> I32:
-    """Return (n_storages,) index of the parameter that owns each storage, -1 for none."""
+    """Return (n_storages,) index of the parameter that owns each storage, -1 for none.
+
+    Args:
+        n_storages: Number of storage rows.
+        parameters: With their storages and gradients.
+        producer: Op that makes each storage.
+        phases: Phase of each op.
+        uses: (n, 3) rows of op, storage and kind of use.
+    """
     # A parameter owns its own storage, its gradient, its optimizer state and the optimizer's
     # temporaries for it; they are found as operands of the optimizer's ops.
     owner = np.full(n_storages, -1, np.int32)

@@ -87,7 +87,13 @@ def difference_between(own: TrialResult, theirs: TrialResult) -> Difference:
 
 
 def verdict(winner: Difference, itself: Difference, allowed: float | None) -> dict[str, Any]:
-    """Return the numerics part of a certificate from the differences to, and within, the reference."""
+    """Return the numerics part of a certificate from the differences to, and within, the reference.
+
+    Args:
+        winner: Difference between the tuned setting and the reference.
+        itself: Difference between two runs of the reference.
+        allowed: Tolerance by rule 3; None if a lossy technique leaves nothing to compare with.
+    """
     found: dict[str, Any] = {"reference_against_itself": itself.display(), "difference": winner.display()}
     if winner.at:
         found["largest_at"] = winner.at

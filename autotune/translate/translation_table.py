@@ -419,7 +419,15 @@ Shaped = tuple[str, Sequence[int], Sequence[int]]
 def runs_on_cudnn(
     x: Shaped, weight: Shaped | None, bias: Shaped | None, mean: Shaped | None, *, training: bool
 ) -> bool:
-    """Return whether CUDA runs a batch norm of `x` with cuDNN's kernel, without copying `x` first."""
+    """Return whether CUDA runs a batch norm of `x` with cuDNN's kernel, without copying `x` first.
+
+    Args:
+        x: The input.
+        weight: None if there is none, as `bias`.
+        bias: Likewise.
+        mean: The running mean; the running variance exists if and only if it does.
+        training: Statistics are those of the batch.
+    """
     if weight is None or bias is None or (mean is None and not training):
         return False
     dtype, shape, strides = x

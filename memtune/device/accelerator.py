@@ -252,7 +252,11 @@ def _named(platform: Platform) -> str:
 
 
 def named_platform(name: str) -> Platform:
-    """Return the platform called `name`, present or not, or that of a device type of torch."""
+    """Return the platform called `name`, present or not, or that of a device type of torch.
+
+    Raises:
+        UsageError: There is neither.
+    """
     return PLATFORMS.get(name) or platform_of(name)
 
 

@@ -85,7 +85,13 @@ _USUAL_CUDNN = _gib(0.2, 0.0, 0.5, "not measured on this architecture: between t
 
 
 def context(architecture: str, cuda: str | None = None) -> ByteRange:
-    """Return CUDA's context, libraries' handles and loaded kernels; `cuda` None: of memtune's torch."""
+    """Return CUDA's context, libraries' handles and loaded kernels; `cuda` None: of memtune's torch.
+
+    Args:
+        architecture: As `Hardware.architecture`.
+        cuda: Version of CUDA, as `torch.version.cuda` has it; None for one that memtune's torch is built
+            with.
+    """
     if cuda and tuple(int(part) for part in cuda.split(".")[:2]) < LAZY_LOADING:
         return _EAGER
     return _LAZY.get(architecture, _USUAL)

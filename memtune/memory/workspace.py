@@ -180,7 +180,12 @@ def _stop(device: torch.device) -> tuple[int, int]:
 
 
 def made_for(device: torch.device | str = "cpu", threads: int | None = None) -> dict[str, str | int]:
-    """Return what the entries of a table depend on besides the signature."""
+    """Return what the entries of a table depend on besides the signature.
+
+    Args:
+        device: Device of the ops.
+        threads: Number of CPU threads; None: that of this process.
+    """
     # A table of another machine is not used.
     device = torch.device(device)
     if not platform_of(device).is_host:

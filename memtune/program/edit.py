@@ -634,7 +634,14 @@ def pending_copy_sources(step: Step, firsts: I32) -> tuple[I32, I32]:
 
 
 def hold_prefetched_copies(edit: Edit, step: Step, after: I32, rows: I32) -> None:
-    """Hold host copies of prefetched activations through the new ops `rows`, each inserted after `after`."""
+    """Hold host copies of prefetched activations through the new ops `rows`, each inserted after `after`.
+
+    Args:
+        edit: An edit of `step` that contains `rows`.
+        step: The step before the edit.
+        after: (n,) op after which each new op was inserted.
+        rows: (n,) the new ops.
+    """
     # A prefetched activation keeps its host copy until backward asks for it. Where that is right after
     # an op of `after`, the new op behind it still finds the copy.
     if TO_HOST not in step.names:

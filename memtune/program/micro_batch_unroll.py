@@ -277,7 +277,11 @@ class UnrolledRows:
         return self._copies[key].row_of(ops)
 
     def append_remaining(self, of: npt.NDArray[np.bool_] | None = None) -> None:
-        """Append the ops that run once per step and use parameters of this rank, or those of `of`."""
+        """Append the ops that run once per step and use parameters of this rank, or those of `of`.
+
+        Args:
+            of: (parameters,) the parameters that they use; None: all of this rank.
+        """
         step, owner = self._step, self._owner[self._step.uses.storage]
         here = (owner < 0) | (self._held if of is None else of)[owner]
         others, mine = np.zeros(step.ops.n, bool), np.zeros(step.ops.n, bool)

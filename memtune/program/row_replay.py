@@ -434,7 +434,12 @@ class RowReplay:
         }, first_position
 
     def done(self, gradient: I32, grad_order: I32) -> Step:
-        """Return the new step, with parameters' gradients in the order in which they are ready."""
+        """Return the new step, with parameters' gradients in the order in which they are ready.
+
+        Args:
+            gradient: (parameters,) number of each parameter's gradient, -1 for none.
+            grad_order: Numbers of the gradients in the order in which they are ready.
+        """
         step = self.step
         ops, first_position = self._columns_of_ops()
         names = ("bytes", "tier", "kind", "producer", "owner", "held_until")

@@ -142,7 +142,15 @@ def sharded_storages(step: Step) -> tuple[I32, I32]:
 
 
 def resize_to_shards(edit: Edit, step: Step, ratio: F64, storages: I32, owner: I32) -> None:
-    """Scale storages by the `ratio` of their owners' shards, and flops and traffic of the updates."""
+    """Scale storages by the `ratio` of their owners' shards, and flops and traffic of the updates.
+
+    Args:
+        edit: The edit that is changed.
+        step: The step that it edits.
+        ratio: (parameters,) elements of the shard over those of the whole.
+        storages: Rows of the storages that are sharded.
+        owner: Row of the parameter of each.
+    """
     edit.storages.bytes[storages] = np.round(edit.storages.bytes[storages] * ratio[owner]).astype(np.int64)
     rows, share = _shares_of_updates(step, ratio.tobytes())
     flops, traffic = step.ops.flops.copy(), step.ops.traffic_bytes.copy()

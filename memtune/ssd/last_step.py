@@ -133,7 +133,11 @@ class LastStep:
         return agreed
 
     def complete(self, steps: int = 1) -> None:
-        """Record that `steps` more steps are complete and written: training can resume from here."""
+        """Record that `steps` more steps are complete and written: training can resume from here.
+
+        Raises:
+            EnvironmentFault: The step cannot be recorded; the previous one still is.
+        """
         self.steps += steps
         self._write_manifest()
         self._remove_before()  # this run has a complete step now, so earlier runs are not needed

@@ -312,7 +312,11 @@ class RunFolder:
 
     @classmethod
     def temporary(cls) -> RunFolder:
-        """Return a folder in the directory for temporary files (TMPDIR)."""
+        """Return a folder in the directory for temporary files (TMPDIR).
+
+        Raises:
+            EnvironmentFault: It cannot be made.
+        """
         return cls(Path(tempfile.gettempdir()), "directory for temporary files")
 
     def close(self) -> None:

@@ -98,7 +98,11 @@ class Disk(SsdFile):
         return self.read(extent, host, priority)
 
     def verify(self, ssd: Tensor) -> None:
-        """Require that the bytes of `ssd` are those that were written."""
+        """Require that the bytes of `ssd` are those that were written.
+
+        Raises:
+            EnvironmentFault: They are not, or the file was truncated; names the tensor.
+        """
         # Reads through the mapping do not check.
         with tier(HOST):
             host = torch.empty_strided(ssd.size(), ssd.stride(), dtype=ssd.dtype)
@@ -152,7 +156,11 @@ def opened() -> Disk | None:
 
 
 def current() -> Disk:
-    """Return this process's disk in the offload directory, opened at the first call and after a fork."""
+    """Return this process's disk in the offload directory, opened at the first call and after a fork.
+
+    Raises:
+        EnvironmentFault: The directory cannot be used.
+    """
     return _current()[0]
 
 

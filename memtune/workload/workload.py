@@ -158,7 +158,11 @@ class Workload:
         )
 
     def make_worst_batch(self, size: int) -> Any:
-        """Return the user's largest batch of `size` samples."""
+        """Return the user's largest batch of `size` samples.
+
+        Raises:
+            WorkloadError: As `make_batch`.
+        """
         if self._file.function("worst_batch") is None:
             return self.make_buckets(size)[-1]
         return self._checked_batch(self._real("worst_batch", size), "worst_batch", size)
@@ -227,7 +231,11 @@ class Workload:
         return DrawnBatches(smallest, largest, least, most)
 
     def largest_batch(self, size: int) -> Any | None:
-        """Return the user's largest batch, else the largest drawn one; None if all are of one size."""
+        """Return the user's largest batch, else the largest drawn one; None if all are of one size.
+
+        Raises:
+            WorkloadError: As `make_batch`.
+        """
         if self.has_worst_batch:
             return self.make_worst_batch(size)
         drawn = self.drawn_batches(size)
@@ -243,7 +251,11 @@ class Workload:
         return self._found[0]
 
     def check_batch(self) -> None:
-        """Require that a batch of 4 samples is larger than one of 2; preserves all random states."""
+        """Require that a batch of 4 samples is larger than one of 2; preserves all random states.
+
+        Raises:
+            WorkloadError: A batch raised or ignores its size.
+        """
         with preserved_random():
             two, four = shapes_of(self.make_batch(2)), shapes_of(self.make_batch(4))
         if two == four:

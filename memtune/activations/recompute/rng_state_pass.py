@@ -103,7 +103,14 @@ def keep_states(
 
 
 def put_aside(edit: Edit, step: Step, ops: I32, new_op: I32) -> None:
-    """Save the current random state of each block that draws during its second run, `new_op` of `ops`."""
+    """Save the current random state of each block that draws during its second run, `new_op` of `ops`.
+
+    Args:
+        edit: Edit of `step`.
+        step: A Step in which each block runs once.
+        ops: Ops that run again, ascending.
+        new_op: (n,) row of each second run.
+    """
     draws = (step.ops.phase == Phase.FORWARD) & (step.ops.rng == 1)
     mine = ops[np.isin(step.ops.block[ops], step.ops.block[draws])]
     _, first = np.unique(step.ops.block[mine], return_index=True)

@@ -102,7 +102,11 @@ def is_plain(value: Any) -> bool:
 
 
 def refuse_unpack(packed: int) -> Tensor:
-    """Refuse to unpack a tensor of the second run's graph, through which no backward runs."""
+    """Refuse to unpack a tensor of the second run's graph, through which no backward runs.
+
+    Raises:
+        ApplyError: Always.
+    """
     raise ApplyError(
         "backward ran through the graph of a recomputation.", fix="report this as a bug", code="MT308"
     )

@@ -82,7 +82,15 @@ def _call_hooks(hooks: list[Hook], shape: tuple[int, ...]) -> None:
 
 
 def lazy_logits(x: Tensor, weight: Tensor, bias: Tensor | None, *, chunks: int, count: Count) -> Tensor:
-    """Return `F.linear(x, weight, bias)` as `Logits`, computed when read; losses run in `chunks`."""
+    """Return `F.linear(x, weight, bias)` as `Logits`, computed when read; losses run in `chunks`.
+
+    Args:
+        x: Hidden states (…, D).
+        weight: Weight of the head (V, D).
+        bias: Bias of the head (V,).
+        chunks: Number of parts of a loss over them.
+        count: Counters of tiled and plain reads.
+    """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     call = _Call(x, weight, bias, dtype, chunks, count)

@@ -103,7 +103,11 @@ class LockFreeOptimizer:
         self.on_host.copy_weights({}, {host for _, host in self.on_host.pairs if is_new})
 
     def check(self) -> dict[str, Any]:
-        """Return bytes on the host, the adopted version, and the largest staleness so far, for the audit."""
+        """Return bytes on the host, the adopted version, and the largest staleness so far, for the audit.
+
+        Raises:
+            ApplyError: State is on the device, or a weight has no second host copy.
+        """
         if missing := len(self.on_host.pairs) - len(self._spare):
             raise refusals.error_of(refusals.no_second_copy(missing))
         return self.on_host.check() | self._sweeps.facts()

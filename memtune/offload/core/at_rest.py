@@ -106,7 +106,11 @@ def host_values(context: Context, parameter: nn.Parameter) -> Tensor:
 
 
 def ssd_values(context: Context, parameter: nn.Parameter, name: str) -> Tensor:
-    """Return a tensor on SSD with the values of `parameter`: its own if it rests there."""
+    """Return a tensor on SSD with the values of `parameter`: its own if it rests there.
+
+    Raises:
+        EnvironmentFault: There is no room on SSD; names the parameter.
+    """
     if parameter in context.placement.at_rest and tier_of(memory := memory_of(parameter)) == SSD:
         return memory
     return _on_ssd(name, host_values(context, parameter))

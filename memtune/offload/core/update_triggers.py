@@ -67,7 +67,12 @@ def resident_count(n_bytes: Sequence[int], ratio: float) -> int:
 
 
 def room_bytes(n_bytes: Sequence[int], block: Sequence[int]) -> int:
-    """Return the bytes of gradients, of parameters in `block` (-1: none), that may wait for updates."""
+    """Return the bytes of gradients, of parameters in `block` (-1: none), that may wait for updates.
+
+    Args:
+        n_bytes: Bytes of each parameter on the host.
+        block: Block of each, -1 for none.
+    """
     # The host uses one block's (or the largest gradient in no block) while the device produces those of
     # the next. With less, host and device would wait for each other.
     of_block: dict[int, int] = {}
@@ -113,7 +118,12 @@ class PendingUpdates(Generic[T]):
 
 
 def waiting_room(step: Step, held: Mask | None = None) -> int:
-    """Return the bytes of gradients (`held`: of these parameters) that may wait for overlapped updates."""
+    """Return the bytes of gradients (`held`: of these parameters) that may wait for overlapped updates.
+
+    Args:
+        step: Step of a rank.
+        held: (parameters,) parameters that the rank has; None: all.
+    """
     # Masters are float32: 4 bytes an element.
     columns = columns_of(step.parameters)
     selected = columns.trainable if held is None else columns.trainable & held

@@ -300,7 +300,11 @@ class ExpertOptimizer:
         self._zero.clear()
 
     def check(self) -> dict[str, Any]:
-        """Return bytes on SSD and in the cache, and the number of missed updates applied, for the audit."""
+        """Return bytes on SSD and in the cache, and the number of missed updates applied, for the audit.
+
+        Raises:
+            ApplyError: Some state is not on SSD.
+        """
         cached = sum(host.nbytes for hosts in self._resident.values() for host in hosts)
         facts = {"experts": len(self.pieces), "cached_bytes": cached, "caught_up": self.caught_up}
         return self._on_ssd.check() | facts

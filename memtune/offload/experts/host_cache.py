@@ -84,7 +84,16 @@ def experts_to_read(
     back: Sequence[Sequence[int]],
     gathered: bool = False,
 ) -> list[int]:
-    """Return the experts to read from SSD when `moment` begins: those of the next moments, if slots allow."""
+    """Return the experts to read from SSD when `moment` begins: those of the next moments, if slots allow.
+
+    Args:
+        moment: The moment that begins.
+        read_ahead: Number of moments after it whose experts are read.
+        slots: Slots of the host cache, including those for the moment's own experts.
+        forward: (blocks,) experts that each block's forward is predicted to use.
+        back: (blocks,) experts that its backward uses.
+        gathered: As in `order_of_use`.
+    """
     blocks = len(forward)
     used = [
         () if block < 0 else (forward if at < blocks else back)[block]

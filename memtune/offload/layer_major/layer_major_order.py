@@ -428,7 +428,11 @@ class InterceptedBlocks:
             self._handler = None
 
     def check(self) -> None:
-        """Require that the replaced forwards are in place."""
+        """Require that the replaced forwards are in place.
+
+        Raises:
+            ApplyError: A block's forward was replaced after `apply`.
+        """
         for name, block in zip(self._names, self.blocks, strict=True):
             if not isinstance(getattr(vars(block).get("forward"), "__self__", None), _Block):
                 raise ApplyError(f"the forward of {name} was replaced after memtune.apply.", code="MT309")

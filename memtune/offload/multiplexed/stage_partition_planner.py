@@ -64,7 +64,12 @@ class Partitions:
     """Under Rule 2, by number of stages: partitions where the search starts."""
 
     def fastest(self, counts: Sequence[int], room: F64) -> StageLayout | None:
-        """Return the fastest layout of `counts` stages that fits into `room` of each rank, if any does."""
+        """Return the fastest layout of `counts` stages that fits into `room` of each rank, if any does.
+
+        Args:
+            counts: Numbers of stages.
+            room: (ranks,) bytes for blocks on each.
+        """
         # With the fewest stages among equals.
         found = [each for count in counts if (each := self._fastest_of(count, room)) is not None]
         if not found:

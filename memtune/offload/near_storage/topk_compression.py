@@ -43,7 +43,13 @@ class TopKCompression:
 
 
 def largest_(kept: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return values and indices (int32) of the `count` largest elements of `kept` + `gradient`."""
+    """Return values and indices (int32) of the `count` largest elements of `kept` + `gradient`.
+
+    Args:
+        kept: (elements,) The residual; updated in place.
+        gradient: (elements,) Gradient of this step.
+        count: Number of elements that are sent.
+    """
     # The rest is the new residual `kept`, which the next step's gradient is added to.
     kept.add_(gradient)
     # The order of the indices has no meaning here, and sorting costs time.

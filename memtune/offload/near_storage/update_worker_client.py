@@ -130,7 +130,11 @@ class UpdaterLink:
                 self.answer("nothing")
 
     def require_whole(self) -> None:
-        """Raise the fault of the updater again if there was one."""
+        """Raise the fault of the updater again if there was one.
+
+        Raises:
+            EnvironmentFault: The updater has ended, or has reported a fault.
+        """
         if self._broken is not None:
             raise copy(self._broken)
 

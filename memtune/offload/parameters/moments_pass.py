@@ -325,7 +325,13 @@ def freed_by_next_ready(moment: I32) -> FreedAt:
 
 
 def of_a_block_at_once(moment: I32, n_bytes: I64, end: int) -> FreedAt:
-    """Free gradients so that a block's bytes may be in D2H copies at once; backward ends in moment `end`."""
+    """Free gradients so that a block's bytes may be in D2H copies at once; backward ends in moment `end`.
+
+    Args:
+        moment: (gradients,) ascending.
+        n_bytes: (gradients,)
+        end: The moment in which backward ends.
+    """
     # Those of a block have all arrived when the moment after its own ends, or backward does.
     # Bytes, because arrays are no cache keys; most candidates of a search have equal ones.
     return _of_a_block_at_once(moment.tobytes(), n_bytes.tobytes(), end)
@@ -374,7 +380,13 @@ def block_of_the_step(step: Step) -> int:
 
 
 def updated_blocks(blocks: int, overlap: Overlap | None, in_step: int = -1) -> tuple[Units, ...]:
-    """Return (2 · blocks + 1,) the blocks that are updated when each moment begins."""
+    """Return (2 · blocks + 1,) the blocks that are updated when each moment begins.
+
+    Args:
+        blocks: Number of blocks.
+        overlap: Overlap of the updates; None: each block is updated when the next moment begins.
+        in_step: The block that the optimizer's step updates.
+    """
     end, lag = 2 * blocks, 1 if overlap is None else 2
     found: list[Units] = [()] * (end + 1)
     for moment in range(blocks + lag, end + 1):
@@ -393,7 +405,17 @@ def updated_blocks(blocks: int, overlap: Overlap | None, in_step: int = -1) -> t
 def hold_for_updates(
     edit: Edit, step: Step, gradients: I32, n_bytes: I64, block: I32, update: I32, order: list[int]
 ) -> None:
-    """Hold host gradients until a later block's update (`update`, -1: deferred), or until the step."""
+    """Hold host gradients until a later block's update (`update`, -1: deferred), or until the step.
+
+    Args:
+        edit: Of `step`.
+        step: Before the edit.
+        gradients: (gradients,) host storages.
+        n_bytes: (gradients,)
+        block: (gradients,)
+        update: (blocks,) the first op of each block's update, -1 for deferred ones.
+        order: Blocks in the order of their updates.
+    """
     # This is the bound of `PendingUpdates`, which the mechanism uses as well.
     waiting, until = PendingUpdates[int](waiting_room(step)), {}
     sizes = np.bincount(block, n_bytes, len(update)).astype(np.int64).tolist()

@@ -149,7 +149,11 @@ class LockFreeOnSsd:
     # -- proof -----------------------------------------------------------------------------------------------
 
     def check(self) -> dict[str, Any]:
-        """Return bytes on SSD, the current version and the largest staleness, for the audit."""
+        """Return bytes on SSD, the current version and the largest staleness, for the audit.
+
+        Raises:
+            ApplyError: Some state is not on SSD, or a weight has no second copy.
+        """
         if missing := len(self._on_ssd.pieces) - len(self._spares):
             raise refusals.error_of(refusals.no_second_copy(missing))
         return self._on_ssd.check() | self._sweeps.facts()

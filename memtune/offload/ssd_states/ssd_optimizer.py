@@ -230,7 +230,12 @@ class SsdOptimizer:
         pieces: list[Piece],
         update: Callable[[Piece, Tensor, int], tuple[Tensor, Tensor] | None] | None = None,
     ) -> None:
-        """Read, update (by `update`, which also stores the weight) and write `pieces`, overlapped."""
+        """Read, update (by `update`, which also stores the weight) and write `pieces`, overlapped.
+
+        Args:
+            pieces: The records.
+            update: Updates a record that is being read, and stores its weight; None: `_update`.
+        """
         update = self._update if update is None else update
         # Reads of the first records overlap with the D2H copy and the update of the first.
         read: deque[Tensor] = deque(map(self._start_read, pieces[: self._read_ahead]))
@@ -375,7 +380,14 @@ class SsdOptimizer:
                 state[name] = own
 
     def verify(self, only: Container[nn.Parameter] | None = None) -> None:
-        """Check that a state dict reads what was written, through the file's mapping."""
+        """Check that a state dict reads what was written, through the file's mapping.
+
+        Args:
+            only: Parameters to check; None: all.
+
+        Raises:
+            EnvironmentFault: A record was changed; names the parameter.
+        """
         for piece in () if self._on_host else self.pieces:
             if only is None or piece.device in only:
                 ssd_tensors.verified(piece.ssd)

@@ -78,7 +78,14 @@ class OffloadedParameters:
 def optimizer_on_ssd(
     step: Step, read_ahead: int, slots: int = 1, offloaded: OffloadedParameters | None = None
 ) -> Step:
-    """Return `step` with the optimizer's ops replaced by reads, native updates and writes of records."""
+    """Return `step` with the optimizer's ops replaced by reads, native updates and writes of records.
+
+    Args:
+        step: Any step.
+        read_ahead: Records that are read ahead.
+        slots: SSD slots of each record, used alternately.
+        offloaded: The offloaded parameters; None: all are on the device.
+    """
     return _piece_by_piece(step, read_ahead, slots, offloaded or OffloadedParameters.none(step))
 
 
@@ -242,7 +249,18 @@ class Pieces:
     def stream(
         self, edit: Edit, read: I32, update: I32, write: I32, order: npt.NDArray[np.intp] | None = None
     ) -> I32:
-        """Add the host memory of each record, from its read until two writes later; return it, by record."""
+        """Add the host memory of each record, from its read until two writes later; return it, by record.
+
+        Args:
+            edit: Of the step.
+            read: Reads of the records.
+            update: Updates of the records.
+            write: Writes of the records.
+            order: Order of the writes; None: that of the records.
+
+        Returns:
+            The host memory of each record.
+        """
         host = edit.add_storages(self.n_bytes, producer=read, tier=Tier.HOST, owner=self.owner)
         for ops, mutates in ((read, False), (write, True)):
             edit.add_uses(ops, self.masters, mode=mutates)

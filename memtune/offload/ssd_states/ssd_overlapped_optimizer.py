@@ -145,7 +145,11 @@ class SsdOverlappedOptimizer:
         self._on_ssd.update_in_step()
 
     def check(self) -> dict[str, Any]:
-        """Return bytes on SSD and the number of parameters that backward updated, for the audit."""
+        """Return bytes on SSD and the number of parameters that backward updated, for the audit.
+
+        Raises:
+            ApplyError: Some state is not on SSD.
+        """
         return self._on_ssd.check() | {"updated_in_backward": self.n_early}
 
 

@@ -71,7 +71,14 @@ def balance_rounds(contexts: int, context: int) -> Iterator[BalanceRound]:
 
 
 def forward(ring: Ring, query: Tensor, pair: Tensor, scale: float | None) -> Attended:
-    """Return attention of queries (B, H, P, D) of this context to all earlier keys (2, B, G, P, D)."""
+    """Return attention of queries (B, H, P, D) of this context to all earlier keys (2, B, G, P, D).
+
+    Args:
+        ring: The contexts, in their order.
+        query: (B, H, P, D).
+        pair: Keys and values, (2, B, G, P, D).
+        scale: Scale of the scores; None: D ** -0.5.
+    """
     # Made before the own attention: its first messages overlap with that (rule 3).
     questions = _HelperQueries(ring, (query,), pair)
     own = attend(query, *pair, causal=True, scale=scale)

@@ -235,7 +235,13 @@ def _summed(rows: Tensor, chosen: int) -> Tensor:
 
 
 def dispatched(x: Tensor, weights: Tensor | None, route: Route) -> tuple[Tensor, Tensor | None]:
-    """Return the rows of all ranks' tokens for this rank's experts, and their weights if there are any."""
+    """Return the rows of all ranks' tokens for this rank's experts, and their weights if there are any.
+
+    Args:
+        x: This rank's tokens, (tokens, features).
+        weights: Weights of the experts that each is routed to, (tokens, chosen); None: each has one expert.
+        route: The way of their rows.
+    """
     made: tuple[Tensor, Tensor | None] = _Dispatched.apply(x, weights, route.hops, route.ranks, *route.orders)  # type: ignore[no-untyped-call]
     return made
 

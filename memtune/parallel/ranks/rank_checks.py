@@ -67,7 +67,11 @@ def _require_reducible(context: Context) -> None:
 
 
 def require_groups(context: Context, degree: int) -> None:
-    """Require that the ranks make equal groups of `degree`, two or more."""
+    """Require that the ranks make equal groups of `degree`, two or more.
+
+    Raises:
+        ApplyError: They do not.
+    """
     if (uneven := refusals.uneven_groups("degree", degree, context.placement.world_size)) is not None:
         raise refusals.error_of(uneven)
 

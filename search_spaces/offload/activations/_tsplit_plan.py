@@ -317,7 +317,11 @@ class Decided:
 
     @classmethod
     def from_plan(cls, plan: TsplitPlan, blocks: int) -> Decided:
-        """Return the decisions of `plan` for a model of `blocks` blocks."""
+        """Return the decisions of `plan` for a model of `blocks` blocks.
+
+        Raises:
+            ApplyError: The plan is for another number of blocks.
+        """
         technique, fix = (f"offload.activations: {{kind: {kind}}}" for kind in ("tsplit", "copy_out"))
         refusals.require_blocks(len(plan.blocks), blocks, technique, fix)
         split = {

@@ -103,7 +103,11 @@ def calls_for(step: Step, block: Block, again: set[int]) -> OpAddresses:
 
 
 def calls_by_block(plan: CallsPlan, blocks: int) -> list[OpAddresses]:
-    """Return the calls of each of `blocks` blocks."""
+    """Return the calls of each of `blocks` blocks.
+
+    Raises:
+        ApplyError: The plan is for another number of blocks.
+    """
     refusals.require_blocks(len(plan.blocks), blocks, "recompute", "recompute: {kind: selective}")
     return [plan.calls[i] for i in plan.blocks]
 

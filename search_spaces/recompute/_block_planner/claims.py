@@ -53,7 +53,11 @@ def option_fields(option: Option) -> dict[str, Any]:
 
 
 def options_by_block(plan: OptionsPlan, blocks: int) -> list[Option]:
-    """Return the option of each of `blocks` blocks."""
+    """Return the option of each of `blocks` blocks.
+
+    Raises:
+        ApplyError: The plan is for another number of blocks.
+    """
     refusals.require_blocks(len(plan.blocks), blocks, "recompute", "recompute: {kind: selective}")
     entries = [Option(each.calls, each.offloaded) for each in plan.options]
     return [entries[i] for i in plan.blocks]

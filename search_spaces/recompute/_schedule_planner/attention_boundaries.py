@@ -58,7 +58,12 @@ class Boundaries:
 
 @lru_cache(maxsize=8)
 def boundary_schedule(step: Step, every: int | None) -> Boundaries | str:
-    """Return the schedule of `step` by regions of `every` attentions (Rule 3), or why there is none."""
+    """Return the schedule of `step` by regions of `every` attentions (Rule 3), or why there is none.
+
+    Args:
+        step: The step without recompute.
+        every: k of Rule 3; None: the square root of the number of attentions.
+    """
     region = region_of(step)
     if isinstance(region, str):
         return region
@@ -87,7 +92,12 @@ class BlockBoundaries:
 
 @lru_cache(maxsize=8)
 def block_boundary_schedules(step: Step, every: int | None) -> BlockBoundaries | Reason:
-    """Return a schedule by regions within each block of `step`, or why they cannot run again."""
+    """Return a schedule by regions within each block of `step`, or why they cannot run again.
+
+    Args:
+        step: The step without recompute.
+        every: k of Rule 3, for blocks with several attentions; None: the square root of their number.
+    """
     regions = block_regions_of(step)
     if isinstance(regions, str):
         return Reason(regions, ALTERNATIVE)

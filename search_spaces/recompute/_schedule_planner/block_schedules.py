@@ -141,7 +141,11 @@ def install_blocks(plan: BlockSchedulesPlan, context: Context, kind: str) -> Non
 
 
 def require_schedule_ran(region: ScheduledRegion, name: str, kind: str) -> None:
-    """Require that `region` ran by its schedule, at least once, and that its forward is still in place."""
+    """Require that `region` ran by its schedule, at least once, and that its forward is still in place.
+
+    Raises:
+        ApplyError: The schedule never ran, or another component replaced the forward.
+    """
     runs = region.runs
     if not region.is_installed:
         raise ApplyError(f"{name} should run by a schedule, but its forward was replaced.", code="MT313")

@@ -95,7 +95,13 @@ def _wanted(graph: OpGraph, sequence: list[tuple[int, bool]]) -> list[bool]:
 
 
 def stages_of(region: Region, op_s: F64, n_nodes: int) -> Stages:
-    """Return the nodes of `region`, at most `n_nodes` of forward and backward besides the loss."""
+    """Return the nodes of `region`, at most `n_nodes` of forward and backward besides the loss.
+
+    Args:
+        region: The model's ops.
+        op_s: (n,) seconds of each.
+        n_nodes: Number for forward and backward together.
+    """
     graph = region.graph
     forward = _forward_nodes(region, op_s, max(n_nodes // 2, 1))
     node_of = {op: number for number, ops in enumerate(forward) for op in ops}

@@ -77,7 +77,11 @@ def install_region(context: Context, schedule: Schedule, kind: str) -> Scheduled
 
 
 def check_schedule(region: ScheduledRegion) -> dict[str, Any]:
-    """Return facts for the audit: runs by the schedule, and runs of the plain model instead."""
+    """Return facts for the audit: runs by the schedule, and runs of the plain model instead.
+
+    Raises:
+        ApplyError: The schedule never ran, or another component replaced the executor.
+    """
     require_schedule_ran(region, "the model", "selective")
     runs = region.runs
     return {"frozen_runs": runs.frozen, "plain_runs": runs.plain, "why_plain": runs.why_plain}
