@@ -188,7 +188,19 @@ _BY_CALLS = "recompute: {{kind: full}}, selective or every_nth"
 _NO_OTHER = "{slot}: {{kind: none}}"
 _REPLICAS = "sharding: {{states: {{kind: ddp}}}}"
 
+
 # Of one slot against another the first rule that holds gives the reason.
+def _every_gradient(unit: str) -> Excluded:
+    """Return the rule for gradients that ranks average `unit`, which some ranks must not lack."""
+    return Excluded(
+        ("sharding.states",),
+        f"ranks average gradients {unit} when they are ready, so every rank must have all of them",
+        "find_unused_parameters: false",
+        having=lambda e: e.finds_unused,
+        only=_on_ranks,
+    )
+
+
 RULES = (
     # Layers over ranks
     *_rules_of(
@@ -337,13 +349,7 @@ RULES = (
     *_rules_of(
         "offload.states",
         lambda e: e.averages == "blocks",
-        Excluded(
-            ("sharding.states",),
-            "ranks average gradients block by block when they are ready, so every rank must have all of them",
-            "find_unused_parameters: false",
-            having=lambda e: e.finds_unused,
-            only=_on_ranks,
-        ),
+        _every_gradient("block by block"),
         Excluded(
             ("sharding.states",),
             "each rank's thread would update at its own times, and weights of replicas would differ",
@@ -384,13 +390,7 @@ RULES = (
             only=_on_ranks,
             needs=True,
         ),
-        Excluded(
-            ("sharding.states",),
-            "ranks average gradients one by one when they are ready, so every rank must have all of them",
-            "find_unused_parameters: false",
-            having=lambda e: e.finds_unused,
-            only=_on_ranks,
-        ),
+        _every_gradient("one by one"),
         Excluded(
             ("sharding.states",),
             "under {kind} other ranks' copies of delayed weights would be stale",

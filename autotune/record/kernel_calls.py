@@ -108,11 +108,11 @@ _IN_FLOAT32 = frozenset({"rms_norm"})
 
 
 class _HeadsInside(torch.autograd.Function):
-    """Output of attention (samples, heads, length, size) in the order samples, length, heads, size."""
+    """Strides of (samples, length, heads, size) for attention's output (samples, heads, length, size)."""
 
     @staticmethod
     def forward(context: Any, out: Tensor) -> Tensor:
-        """Return `out` in that order of memory; on fake tensors the order of its values is of no account."""
+        """Return `out` with the strides of that order; a fake tensor has no values to move."""
         _, heads, length, size = out.shape
         return out.as_strided(out.shape, (length * heads * size, size, heads * size, 1))
 

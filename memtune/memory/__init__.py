@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from memtune.memory.arena_settings import VARIABLE as VARIABLE, ArenaSettings as ArenaSettings
     from memtune.memory.cpu_allocator import cache_dir as cache_dir
     from memtune.memory.dispatch_ledger import ModeLedger as ModeLedger
-    from memtune.memory.kernel_layouts import as_real as as_real
+    from memtune.memory.kernel_layouts import with_kernel_layout as with_kernel_layout
     from memtune.memory.ledger import Ledger as Ledger
     from memtune.memory.workspace import (
         FAKE_DEVICE as FAKE_DEVICE,

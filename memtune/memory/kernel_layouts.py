@@ -64,7 +64,7 @@ _NORM = torch.ops.aten.native_layer_norm_backward
 
 
 @dataclass(frozen=True)
-class _Form:
+class _Shape:
     """A small tensor to be made."""
 
     dtype: torch.dtype
@@ -76,7 +76,7 @@ _orders: dict[tuple[Any, str], tuple[tuple[int, ...], ...] | None] = {}
 """Op and forms of its arguments → the order of the dimensions of each output; None: the kernel cannot run."""
 
 
-def as_real(func: Any, args: Any, kwargs: Any, out: Any, *, on_cpu: bool) -> Any:
+def with_kernel_layout(func: Any, args: Any, kwargs: Any, out: Any, *, on_cpu: bool) -> Any:
     """Return `out`, the fake outputs of an op, in the memory layouts that its kernel gives them."""
     packet = getattr(func, "overloadpacket", None)
     if packet not in _OF_EVERY_DEVICE and not (on_cpu and packet in _OF_CPU):
@@ -88,8 +88,8 @@ def as_real(func: Any, args: Any, kwargs: Any, out: Any, *, on_cpu: bool) -> Any
         return out
     sizes = sorted({size for each in inputs for size in each.shape if size > 1})
     small = {size: rank for rank, size in enumerate(sizes, 2)}
-    given = [_formed(each, small, is_shape=packet is _NORM) for each in args]
-    named = {name: _formed(each, small) for name, each in kwargs.items()}
+    given = [_shrunk(each, small, is_shape=packet is _NORM) for each in args]
+    named = {name: _shrunk(each, small) for name, each in kwargs.items()}
     key = func, repr((given, named))
     if key not in _orders:
         _orders[key] = _run(func, given, named)
@@ -100,20 +100,20 @@ def as_real(func: Any, args: Any, kwargs: Any, out: Any, *, on_cpu: bool) -> Any
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> tuple[tuple[int, ...], ...] | None:
-    def made(form: _Form) -> Tensor:
+    def made(form: _Shape) -> Tensor:
         return torch.empty_strided(form.shape, form.stride, dtype=form.dtype).fill_(1)
 
     # No mode of the caller may see this run. The CPU lacks kernels for some types that an accelerator has.
     with _disable_current_modes(), torch.device("cpu"), suppress(RuntimeError):
-        given, named = tree_map_only(_Form, made, (args, kwargs))
+        given, named = tree_map_only(_Shape, made, (args, kwargs))
         return tuple(_order(each) for each in tensors_in([func(*given, **named)]))
     return None
 
 
-def _formed(value: Any, small: dict[int, int], *, is_shape: bool = False) -> Any:
+def _shrunk(value: Any, small: dict[int, int], *, is_shape: bool = False) -> Any:
     """Return an argument with a form instead of a tensor, and small sizes in a list that is a shape."""
     if isinstance(value, Tensor):
-        return _Form(
+        return _Shape(
             value.dtype, tuple(small.get(each, each) for each in value.shape), _strides(value, small)
         )
     if is_shape and isinstance(value, list | tuple):

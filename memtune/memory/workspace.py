@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from memtune.device import accelerator, memory_statistics, platform_of, streams
 from memtune.errors import EnvironmentFault
 from memtune.memory import cpu_allocator
-from memtune.memory.kernel_layouts import as_real
+from memtune.memory.kernel_layouts import with_kernel_layout
 from memtune.runtime import WatchingMode
 
 SCHEMA_VERSION = 1
@@ -440,7 +440,7 @@ class RealOutputs(WatchingMode):
         # Nothing to measure: the size follows from the arguments.
         if name in self.SHRUNK:
             out = _in_memory_of(args, out)
-        out = as_real(func, args, kwargs, out, on_cpu=self._on_cpu)
+        out = with_kernel_layout(func, args, kwargs, out, on_cpu=self._on_cpu)
         if name not in self.OPS:
             return out
         # A real op inside a fake run (constants) has real outputs already.

@@ -85,8 +85,11 @@ def test_layouts_of_batch_norm_on_accelerators_stay_those_of_its_input() -> None
         assert _batch_norm(x).stride() == x.stride()
 
 
-def test_layout_of_a_kernel_that_the_cpu_lacks_is_the_fake_one():
+def test_with_kernel_layout_keeps_the_fake_layout_where_the_cpu_has_no_kernel():
     with FakeTensorMode():
         left, right = (torch.empty(3, 4, 5, dtype=torch.float8_e4m3fn).transpose(0, 2) for _ in range(2))
         out = left / right
-        assert kernel_layouts.as_real(torch.ops.aten.div.Tensor, (left, right), {}, out, on_cpu=False) is out
+        assert (
+            kernel_layouts.with_kernel_layout(torch.ops.aten.div.Tensor, (left, right), {}, out, on_cpu=False)
+            is out
+        )

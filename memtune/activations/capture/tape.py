@@ -27,7 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memtune._replaced import replaced
-from memtune.memory import as_real
+from memtune.memory import with_kernel_layout
 from memtune.program import BATCH_NORMS, EMPTY, OpGraph
 from memtune.runtime import READ_OUTS, OpVisitor, draws, mutated, tensors_in
 
@@ -163,7 +163,7 @@ class Recorder(OpVisitor):
             plain = self._slots(func, args), {key: self._slots(func, value) for key, value in kwargs.items()}
             out = func(*args, **kwargs)
             on_cpu = any(each.device.type == "cpu" for each in tensors_in([out]))
-            out = as_real(func, args, kwargs, out, on_cpu=on_cpu)
+            out = with_kernel_layout(func, args, kwargs, out, on_cpu=on_cpu)
             # As the real kernel does; otherwise two gradients would be one value.
             if str(func) in _FAKE_SHARES:
                 out = _separate_storages(out)

@@ -57,11 +57,11 @@ class ExpertList:
         seen: list[Load] | None,
     ) -> None:
         self._path, self._holder, self._experts, self._owners = path, holder, experts, owners
-        mine = len(experts) // owners.ranks
-        self._own, self._seen = experts[rank * mine : (rank + 1) * mine], seen
-        self._call: Callable[[int, Tensor], Tensor] | None = None
+        per_rank = len(experts) // owners.ranks
+        self._own, self._seen = experts[rank * per_rank : (rank + 1) * per_rank], seen
+        self._answer: Callable[[int, Tensor], Tensor] | None = None
         """Answers the calls of experts; None outside of the holder."""
-        self._like: tuple[torch.Size, torch.dtype, bool] | None = None
+        self._row_format: tuple[torch.Size, torch.dtype, bool] | None = None
         """Shape, type and need of gradients of the last rows, for a call without rows."""
         inside = {id(each) for expert in experts for each in expert.modules()}
         self._around = [each for each in holder.modules() if id(each) not in inside]
@@ -71,13 +71,13 @@ class ExpertList:
             expert.forward = ForwardWrapper(partial(self._called, index, expert.forward), expert.forward)
 
     def _called(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._call is _at_own:
+        if self._answer is _run_own:
             return forward(*args, **kwargs)
-        if self._call is None:
-            raise self._differs(f"{self._path}.{index} is called outside of the module that has it")
+        if self._answer is None:
+            raise self._error(f"{self._path}.{index} is called outside of the module that has it")
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor) or args[0].dim() < 2:
-            raise self._differs(f"{self._path}.{index} is called with more than rows")
-        return self._call(index, args[0])
+            raise self._error(f"{self._path}.{index} is called with more than rows")
+        return self._answer(index, args[0])
 
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the holder's forward with the outputs of the experts' owners."""
@@ -87,7 +87,7 @@ class ExpertList:
 
         def collect(index: int, rows: Tensor) -> Tensor:
             if zero is not None and _depends(rows, zero, nodes):
-                raise self._differs(f"{self._path}.{index} is called with what another expert returned")
+                raise self._error(f"{self._path}.{index} is called with what another expert returned")
             calls.append((index, rows))
             made = torch.zeros_like(rows)
             return made if zero is None else made + zero.to(made)
@@ -97,25 +97,25 @@ class ExpertList:
         outputs = self._outputs(calls)
         sent = [(index, rows.shape) for index, rows in calls]
         calls.clear()
-        due = iter(zip(sent, outputs, strict=False))
+        expected = iter(zip(sent, outputs, strict=False))
 
-        def give(index: int, rows: Tensor) -> Tensor:
-            then, output = next(due, ((-1, None), rows))
-            if then != (index, rows.shape):
-                raise self._differs(f"{self._path}: other rows are chosen once experts have run")
+        def return_output(index: int, rows: Tensor) -> Tensor:
+            call, output = next(expected, ((-1, None), rows))
+            if call != (index, rows.shape):
+                raise self._error(f"{self._path}: other rows are chosen once experts have run")
             return output
 
-        with self._answered(give):
+        with self._answered(return_output):
             made = forward(*args, **kwargs)
-        if next(due, None) is not None:
-            raise self._differs(f"{self._path}: fewer experts are called once some have run")
+        if next(expected, None) is not None:
+            raise self._error(f"{self._path}: fewer experts are called once some have run")
         return join(made, outputs) if not sent and outputs[0].requires_grad else made
 
     def _outputs(self, calls: Sequence[tuple[int, Tensor]]) -> Sequence[Tensor]:
         """Return the outputs of calls of experts, from their owners; one empty tensor for no calls."""
         if calls:
             x = torch.cat([rows for _, rows in calls])
-            self._like = x.shape[1:], x.dtype, x.requires_grad
+            self._row_format = x.shape[1:], x.dtype, x.requires_grad
         else:
             x = self._no_rows()
         lengths = [len(rows) for _, rows in calls]
@@ -128,16 +128,16 @@ class ExpertList:
         if self._seen is not None:
             self._seen.append(Load(len(index), len(route.experts)))
         rows, _ = dispatched(x, None, route)
-        made = combined(self._at_owner(rows, route.experts), 1, route)
+        made = combined(self._outputs_of_own(rows, route.experts), 1, route)
         # Not views of one tensor, which code could not write to.
         return torch.unsafe_split_with_sizes(made, lengths) if calls else (made,)
 
-    def _at_owner(self, rows: Tensor, experts: Tensor) -> Tensor:
+    def _outputs_of_own(self, rows: Tensor, experts: Tensor) -> Tensor:
         """Return the outputs of the rows that have arrived for `experts` of this rank."""
         order = torch.argsort(experts, stable=True)
         sizes = self._sizes(experts)
         parts = rows.index_select(0, order).split(sizes)
-        with self._answered(_at_own):
+        with self._answered(_run_own):
             pairs = zip(self._own, parts, strict=True)
             made = [_checked(expert(part), part, self._path) for expert, part in pairs if len(part)]
         if made:
@@ -162,10 +162,10 @@ class ExpertList:
 
     def _no_rows(self) -> Tensor:
         """Return no rows, as other ranks have some."""
-        if self._like is None:
+        if self._row_format is None:
             like = no_tokens(self._own[0])
-            self._like = like.shape[1:], like.dtype, True
-        shape, dtype, needs_grad = self._like
+            self._row_format = like.shape[1:], like.dtype, True
+        shape, dtype, needs_grad = self._row_format
         device = next(self._holder.parameters()).device
         rows = torch.empty(0, *shape, dtype=dtype, device=device)
         return rows.requires_grad_(needs_grad and torch.is_grad_enabled())
@@ -173,15 +173,15 @@ class ExpertList:
     @contextmanager
     def _answered(self, call: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
         """Answer calls of experts by `call` in this context."""
-        before, self._call = self._call, call
+        before, self._answer = self._answer, call
         try:
             yield
         finally:
-            self._call = before
+            self._answer = before
 
     @contextmanager
     def _without_effect(self, given: Any) -> Iterator[None]:
-        """Undo what the holder's forward does besides its output (rule 2)."""
+        """Undo the side effects of the holder's forward (rule 2)."""
         inputs = [(each, each._version) for each in tensors_of([given]) if not each.is_inference()]
         buffers = [(each, dict(each._buffers)) for each in self._around if each._buffers]
         state = RandomState.capture(self._holder)
@@ -196,13 +196,13 @@ class ExpertList:
         if not state.is_now(self._holder):
             state.continue_from()
         if any(each._version != version for each, version in inputs):
-            raise self._differs(f"the module that has {self._path} writes to its inputs")
+            raise self._error(f"the module that has {self._path} writes to its inputs")
         # Once: a walk over all attributes takes longer than an op.
         if kept is not None and kept != [_numbers(each) for each in self._around]:
-            raise self._differs(f"the module that has {self._path} counts or collects its calls")
+            raise self._error(f"the module that has {self._path} counts or collects its calls")
         self._is_checked = True
 
-    def _differs(self, what: str) -> ApplyError:
+    def _error(self, what: str) -> ApplyError:
         return ApplyError(
             f"{what}.",
             evidence="The module that has experts runs twice, first with zeros for their outputs, so that the"
@@ -212,8 +212,8 @@ class ExpertList:
         )
 
 
-def _at_own(index: int, rows: Tensor) -> Tensor:
-    raise AssertionError  # a mark: an owner runs the expert's own forward
+def _run_own(index: int, rows: Tensor) -> Tensor:
+    raise AssertionError  # a marker, never called: an owner runs the expert's own forward
 
 
 def _checked(made: Any, rows: Tensor, path: str) -> Tensor:
@@ -228,7 +228,7 @@ def _checked(made: Any, rows: Tensor, path: str) -> Tensor:
 
 
 def _depends(x: Tensor, leaf: Tensor, nodes: set[Any]) -> bool:
-    """Return True if autograd has `x` from `leaf`; `nodes` are known not to be, and are added to."""
+    """Return whether `x` depends on `leaf` in autograd's graph; `nodes` do not, and are extended."""
     following = [x.grad_fn]
     while following:
         node = following.pop()
