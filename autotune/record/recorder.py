@@ -74,31 +74,10 @@ def record(
     started = time.monotonic()
     workload.check_batch()
     session, small_trace, notes = open_session(workload, small, target, compiling, change)
-    large_trace = session.traced(large)
-    traced: Callable[[int], Trace] = session.traced
-    if session.fake is not None and session.compiled is None:
-        # A model that keeps tensors of the last batch creates others where the size has changed.
-        if not _same_program(small_trace.step, large_trace.step):
-            steady = session.after_same_size(large)
-            if _same_program(small_trace.step, steady.step):
-                large_trace, traced = steady, session.after_same_size
+    large_trace, traced = _large_trace(session, small_trace, large)
     # A real step takes the time and memory of training, so none is run for a size that may suffice by itself.
     further = set(sizes) - {small, large} if session.fake is not None else set()
-    traces, failing = dict[int, Trace](), dict[int, WorkloadError]()
-    for size in sorted(further, reverse=True):
-        try:
-            traces[size] = traced(size)
-        except WorkloadError as error:
-            if size == max(sizes) < small:
-                raise WorkloadError(
-                    error.what,
-                    evidence=f"Micro-batches of {small} and {large} samples run, those of {size} do not.",
-                    fix=f"a larger global batch, or fewer ranks, so that each has {small} samples",
-                    code=error.code,
-                ) from error
-            if size == max(sizes):
-                raise
-            failing[size] = error  # BatchNorm refuses one sample, and a search can do without
+    traces, failing = _further_traces(traced, further, (small, large), required=max(sizes, default=0))
     sizes, between = set(sizes) - failing.keys(), set(between) - failing.keys()
     notes += [f"micro-batch {size} is left out: {summary(each, 120)}" for size, each in failing.items()]
     if workspace is None:
@@ -140,6 +119,45 @@ def record(
         for size in sorted(set(between) - recording.checked):
             recording = check(recording, session, size, workspace, traced(size))
     return replace(recording, record_s=time.monotonic() - started)
+
+
+def _large_trace(session: Session, small_trace: Trace, large: int) -> tuple[Trace, Callable[[int], Trace]]:
+    """Return the trace of `large` samples, and the function that traces further sizes."""
+    trace = session.traced(large)
+    if session.fake is None or session.compiled is not None or _same_program(small_trace.step, trace.step):
+        return trace, session.traced
+    # A model that keeps tensors of the last batch creates others where the size has changed.
+    steady = session.after_same_size(large)
+    if _same_program(small_trace.step, steady.step):
+        return steady, session.after_same_size
+    return trace, session.traced
+
+
+def _further_traces(
+    traced: Callable[[int], Trace], sizes: Iterable[int], recorded: tuple[int, int], *, required: int
+) -> tuple[dict[int, Trace], dict[int, WorkloadError]]:
+    """Return the traces of `sizes` besides the `recorded` two, and the errors of those that cannot run.
+
+    Raises:
+        WorkloadError: The size `required` cannot run.
+    """
+    small, large = recorded
+    traces, failing = dict[int, Trace](), dict[int, WorkloadError]()
+    for size in sorted(sizes, reverse=True):
+        try:
+            traces[size] = traced(size)
+        except WorkloadError as error:
+            if size == required < small:
+                raise WorkloadError(
+                    error.what,
+                    evidence=f"Micro-batches of {small} and {large} samples run, those of {size} do not.",
+                    fix=f"a larger global batch, or fewer ranks, so that each has {small} samples",
+                    code=error.code,
+                ) from error
+            if size == required:
+                raise
+            failing[size] = error  # BatchNorm refuses one sample, and a search can do without
+    return traces, failing
 
 
 def _assumptions(session: Session, small: int, large: int, same: bool) -> list[str]:
