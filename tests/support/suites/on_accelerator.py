@@ -22,7 +22,7 @@ PEAK_IS_NOT_PREDICTED = {
     "hf_llama": "attention of grouped heads is recorded in its parts",
     "moe": "sizes follow the router's choices (not traced)",
     "capped": "needs 3 % less than predicted under `tiled`; cause unknown",
-    "test_compressed.py": "needs 3 to 14 % more than predicted, perhaps temporaries without Triton; cause unknown",
+    "test_compressed.py": "needs 3 to 14 % more than predicted; cause unknown",
     "parallel": "sequence_parallel needs 6.7 % more than predicted, three others less; cause unknown",
 }
 """Models, files and folders whose peak on a device without a table of kernels is another, and the reason."""
