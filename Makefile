@@ -72,8 +72,8 @@ SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SLOW_SEED ?=
 SLOW_PART := $(if $(SLOW_SEED),--slow-part $(SLOW_SEED)/50)
 
-test: setup test-native  ## all tests but those that need a GPU and the slow ones, of which SLOW_SEED draws a fiftieth
-	$(BIN)/pytest $(SIDE_BY_SIDE) $(if $(SLOW_SEED),-m 'not gpu and not device' $(SLOW_PART)) $(PYTEST_ARGS)
+test: setup test-native  ## all tests but those that need a GPU and the slow ones
+	$(BIN)/pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 SPEEDS := 0.1 10
 SCALE := 100

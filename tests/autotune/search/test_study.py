@@ -462,7 +462,7 @@ def test_search_runs_real_trials(monkeypatch: pytest.MonkeyPatch):
     options = asked(trials=3, repeats=0, axes=("recompute",))
     outcome = study.search(options)
     statuses = {each["name"]: each["status"] for each in outcome.trials if each["role"] == "baseline"}
-    assert statuses == {"plain": "oom", "full recompute": "ok"}
+    assert statuses == {"full recompute": "ok"}  # plain is predicted not to fit, so it does not run
     assert outcome.measured is not None
     assert outcome.measured["peak_bytes"] <= BUDGET
     certificate = load_config("tuned.yaml").certificate
