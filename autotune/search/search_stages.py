@@ -320,38 +320,42 @@ class Stages:
             choice = verdict.winner.choice
             low = choice.execution.micro_batch or 1
             # Again each time: the calibration has changed with the last trial.
-            high = self._smallest_that_fails(choice, low)
+            high = self._too_large(choice, low)
             # To about 3 %: each halving costs a trial.
-            if high - low <= max(1, low // 32):
-                return None
-            middle = Choice(choice.execution.of_size((low + high) // 2), choice.techniques)
-            scored = driver.setup.scorer.score(middle)
-            return (
-                None
-                if isinstance(scored, Reason) or scored.key in driver.tried
-                else Job("search", driver.setup.scorer.refined(scored))
-            )
+            while high - low > max(1, low // 32):
+                middle = _between(low, high)
+                if (scored := self._may_fit(choice, middle)) is not None and scored.key not in driver.tried:
+                    return Job("search", driver.setup.scorer.refined(scored))
+                high = middle
+            return None
 
         while (job := next_job()) is not None and not driver.stopped:
             driver.run_all([job])
 
-    def _smallest_that_fails(self, choice: Choice, above: int) -> int:
-        """Return the smallest micro-batch of the same techniques that failed or is pruned."""
-        driver = self.driver
+    def _too_large(self, choice: Choice, above: int) -> int:
+        """Return a micro-batch of the same techniques that failed, is refused or is pruned."""
         failed = [
             each.job.scored.choice.execution.micro_batch or 0
-            for each in driver.finished
+            for each in self.driver.finished
             if each.job.scored.choice.techniques == choice.techniques and each.result.status != "ok"
         ]
         high = min((size for size in failed if size > above), default=0)
-        size = above + 1
-        # Doubling: activations grow with the batch, so some size does not fit.
-        while not high:
-            scored = driver.setup.scorer.score(Choice(choice.execution.of_size(size), choice.techniques))
-            if isinstance(scored, Reason) or driver.pruner.reason(scored.prediction) is not None:
-                high = size
-            size *= 2
+        if not high:
+            # Doubling: activations grow with the batch, so some size does not fit; all that divides `above`
+            # divides it.
+            high = 2 * above
+            while self._may_fit(choice, high) is not None:
+                high *= 2
         return high
+
+    def _may_fit(self, choice: Choice, micro_batch: int) -> Scored | None:
+        """Return `choice` with another micro-batch, scored; None if it is refused or pruned."""
+        driver = self.driver
+        other = Choice(choice.execution.of_size(micro_batch), choice.techniques)
+        scored = driver.setup.scorer.score(other)
+        if isinstance(scored, Reason) or driver.pruner.reason(scored.prediction) is not None:
+            return None
+        return scored
 
     def _repeats(self) -> None:
         """Run the best settings and the best baseline in alternation until they can be distinguished."""
@@ -583,3 +587,12 @@ def _broken(driver: Driver) -> MemtuneError:
         ),
         code="MT302",
     )
+
+
+def _between(low: int, high: int) -> int:
+    """Return a size near the middle that shares `low`'s largest possible divisor: a plan that cuts `low` into
+    equal parts mostly cuts it too.
+    """
+    quarter, middle = (high - low) / 4, (low + high) / 2
+    near = range(math.ceil(low + quarter), math.floor(high - quarter) + 1)
+    return max(near, key=lambda size: (math.gcd(size, low), -abs(size - middle)))

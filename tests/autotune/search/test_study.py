@@ -18,11 +18,11 @@ from memtune.autotune.search.control import Control
 from memtune.autotune.search.outcome import SearchOutcome, nothing_fits
 from memtune.autotune.search.study_store import StudyFolder
 from memtune.autotune.space.candidates import Choice
-from memtune.autotune.space.scoring import Scored
 from memtune.config.tuned_config import load_config
 from memtune.errors import MemtuneError, NothingFits, UsageError
 from memtune.executors.base import Trial, TrialResult
 from memtune.search_spaces.execution import Execution
+from memtune.technique import Reason
 
 
 @pytest.fixture(autouse=True)
@@ -380,9 +380,9 @@ def test_search_goal_batch_writes_largest_fitting_micro_batch():
     made = prepared(options)
     winner = Choice.from_document(outcome.config["settings"])
     size = winner.execution.micro_batch or 0
-    larger = made.scorer.score(Choice(Execution(micro_batch=size + max(2, size // 16)), winner.techniques))
-    assert isinstance(larger, Scored)
-    assert larger.prediction.peak_allocated_bytes > BUDGET
+    for larger in (size + max(1, size // 32), size + max(2, size // 16), 2 * size):
+        scored = made.scorer.score(Choice(Execution(micro_batch=larger), winner.techniques))
+        assert isinstance(scored, Reason) or scored.prediction.peak_allocated_bytes > BUDGET
 
 
 def test_search_dry_run_writes_nothing():
