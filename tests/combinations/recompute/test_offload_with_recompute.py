@@ -17,7 +17,8 @@ import torch.distributed as dist
 from fixed_cpu import NO_HOST_COSTS
 from support.budget_runs import trains_where_the_plain_model_is_out_of_memory
 from support.gloo import run_ranks
-from support.suites.sharded_suite import SPARE_BYTES, freed_to
+from support.ranks.gloo_memory import freed_to
+from support.suites.sharded_suite import SPARE_BYTES
 from support.zoo_paths import ZOO
 
 from memtune import hardware

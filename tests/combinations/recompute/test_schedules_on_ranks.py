@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.gloo import run_ranks
-from support.suites.sharded_suite import freed_to
+from support.ranks.gloo_memory import freed_to
 from support.zoo_paths import ZOO
 from torch import Tensor
 from torch.distributed.tensor import DTensor

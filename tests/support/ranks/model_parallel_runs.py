@@ -6,9 +6,11 @@ import gc
 import os
 from functools import cache
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 import torch
+from support.ranks.gloo_memory import freed_to
 from torch import nn
 
 from memtune import hardware
@@ -169,19 +171,19 @@ def assert_trained_as_one(found: list[dict[str, Any]], wanted: dict[str, Any], a
 
 
 def peak(document: dict[str, Any], path: Path | None = None) -> int:
-    """Return the larger ledger peak of two steps after the first two."""
+    """Return the median ledger peak of three steps after the first two."""
     ledger = Ledger.open("cpu")
-    empty = ledger.live_bytes()
+    empty = freed_to(ledger)
     workload, model, optimizer = build(path or SEPARATE)
     tuned = apply(model, optimizer, document, loss=workload.loss, strict=False)
     peaks, how = [], document["settings"]["execution"]
-    for _ in range(4):
+    for _ in range(5):
         with tier(HOST):
             batches = [workload.make_batch(how["micro_batch"]) for _ in range(how["accumulate"])]
         ledger.reset_peak()
         tuned.step(batches)
         peaks.append(ledger.peak_allocated_bytes() - empty)
-    return max(peaks[2:])
+    return median_high(peaks[2:])  # a message that gloo still holds adds to one
 
 
 Measured = dict[str, tuple[int, int, int]]
