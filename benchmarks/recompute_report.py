@@ -15,6 +15,17 @@ dozen variants on these same logs; one step of the grid is 4 to 7 % of the small
 gets along with 11 % on the ResNet."""  # noqa: E501
 
 
+def _swapping(ratios: Sequence[float], found: dict[str, Any] | None) -> list[str]:
+    if not found:
+        return []
+    lines = ["", "`megtaichi` in its arena, without swaps and with them on a link of each rate:", ""]
+    lines += ["| budget | " + " | ".join(found) + " |", "|---" * (len(found) + 1) + "|"]
+    for row, ratio in enumerate(ratios):
+        cells = (each[row] for each in found.values())
+        lines.append(f"| {ratio} | " + " | ".join("fails" if c is None else f"{c:g}" for c in cells) + " |")
+    return lines
+
+
 def markdown(ratios: Sequence[float], results: dict[str, Any], svg: str) -> str:
     """Return the page."""
     lines = [
@@ -76,6 +87,7 @@ def markdown(ratios: Sequence[float], results: dict[str, Any], svg: str) -> str:
             for ratio, option in zip(ratios, result["chosen"]["option"], strict=True)
             if option
         )
+        lines += _swapping(ratios, result.get("swapping"))
         lines += ["", f"Best: {chosen}. Playing all takes {min(seconds)} to {max(seconds)} s a budget."]
     return "\n".join(lines) + "\n"
 

@@ -78,6 +78,11 @@ Settings settings_of(const nb::dict& from) {
   rule.compacts = option(from, "compacts", false);
   rule.foresight = option(from, "foresight", false);
   rule.seed = option<std::uint64_t>(from, "seed", 0);
+  rule.swaps = option(from, "swaps", false);
+  rule.to_host_per_byte = option(from, "to_host_per_byte", 0.0);
+  rule.from_host_per_byte = option(from, "from_host_per_byte", 0.0);
+  rule.copy_cost = option(from, "copy_cost", 0.0);
+  rule.hides_copies = option(from, "hides_copies", true);
   settings.release = release_of(option<std::string>(from, "release", "evict"));
   settings.keep_replayed = option(from, "keep_replayed", true);
   settings.forget = option(from, "forget", false);
@@ -132,6 +137,8 @@ nb::dict replay_trace(const nb::dict& columns, const nb::dict& settings, bool se
   }
   nb::dict out = counters(report.counters, report.peak_bytes);
   constexpr const char* kOutcomes[] = {"done", "infeasible", "thrashing"};
+  out["swaps"] = report.counters.swaps;
+  out["swapped_bytes"] = report.counters.swapped_bytes;
   out["outcome"] = kOutcomes[static_cast<int>(report.outcome)];
   out["first_cost"] = report.first_cost;
   out["replay_cost"] = report.replay_cost;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 namespace memtune::remat {
 
@@ -44,14 +45,52 @@ void Cache::resident(Id storage) {
   refresh(storage);
 }
 
-void Cache::evict(Id storage) {
+void Cache::leave(Id storage, bool to_host) {
   Storage& gone = lineage.storages[storage];
   gone.resident = false;
   refresh(storage);
   arena.remove(storage);
-  for (Id tensor : gone.tensors) lineage.tensors[tensor].present = false;
+  for (Id tensor : gone.tensors) lineage.tensors[tensor].on_host = std::exchange(lineage.tensors[tensor].present, false) && to_host;
+  evicted_now.push_back({storage, to_host});
+}
+
+void Cache::evict(Id storage) {
+  leave(storage, false);
   lineage.evicted(storage);
-  evicted_now.push_back(storage);
+}
+
+// A storage on the host is in no neighbourhood of evicted ones: what is recomputed from it does not run its makers again.
+void Cache::give_up(Id storage) {
+  ++counters.evictions;
+  Storage& gone = lineage.storages[storage];
+  // Without a reference only recomputations could ask for it, so a copy would be made in vain.
+  if (!rule.swaps || gone.refs == 0 || exposed_cost(gone) + from_host_cost(gone) >= recompute_cost(storage)) return evict(storage);
+  const double waited = exposed_cost(gone);
+  link_free_ = std::max(link_free_, gone.last_access) + to_host_cost(gone);
+  clock += waited;
+  exposed += waited;
+  ++counters.swaps;
+  counters.swapped_bytes += gone.bytes;
+  gone.on_host = true;
+  leave(storage, true);
+}
+
+bool Cache::reload(Id storage) {
+  Storage& back = lineage.storages[storage];
+  if (!admit(storage, back.bytes)) return false;
+  const double copied = from_host_cost(back);
+  clock += copied;
+  exposed += copied;
+  back.on_host = false;
+  resident(storage);
+  for (Id tensor : back.tensors) lineage.tensors[tensor].present = lineage.tensors[tensor].on_host;
+  return true;
+}
+
+// The copy begins after the last use, as soon as the link is free: the storage does not change until it is evicted.
+double Cache::exposed_cost(const Storage& storage) const {
+  const double seconds = to_host_cost(storage);
+  return rule.hides_copies ? std::max(std::max(link_free_, storage.last_access) + seconds - clock, 0.0) : seconds;
 }
 
 void Cache::take_over(Id from, Id to) {
@@ -108,6 +147,12 @@ double Cache::staleness(const Storage& storage) const {
 }
 
 double Cache::cost(Id storage) {
+  const double again = recompute_cost(storage);
+  const Storage& it = lineage.storages[storage];
+  return rule.swaps && it.refs > 0 ? std::min(again, exposed_cost(it) + from_host_cost(it)) : again;
+}
+
+double Cache::recompute_cost(Id storage) {
   const double own = lineage.storages[storage].cost;
   switch (rule.neighbours) {
     case Neighbours::nothing: return 1;

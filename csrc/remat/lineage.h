@@ -20,6 +20,7 @@ struct Tensor {
   bool view;     // looks into the storage of another tensor
   bool present;  // false: its op must run before it can be read
   std::int32_t refs;
+  bool on_host = false;  // it was present when its storage was copied to the host
 };
 
 struct Storage {
@@ -31,6 +32,7 @@ struct Storage {
   std::int32_t needed_by = 0;  // storages made from it that may have to be made again
   bool resident = false, pinned = false, evicted = false;
   bool forgotten = false;  // nothing will ever ask for it
+  bool on_host = false;    // evicted to the host, from where it is reloaded instead of recomputed
   bool cheap = false;  // for partitioned arenas
   std::vector<Id> tensors, parents, children;
 };

@@ -85,6 +85,7 @@ void Rematerializer::forget(Id storage) {
     // An explicit stack: chains of evicted storages are as long as the model.
     if (it.forgotten || it.refs > 0 || it.needed_by > 0 || it.locks > 0) continue;
     it.forgotten = true;
+    it.on_host = false;
     if (it.resident) cache.evict(at);
     cache.lineage.restored(at);  // removes it from all neighbourhoods
     for (Id parent : std::exchange(it.parents, {})) {
@@ -111,7 +112,7 @@ void Rematerializer::try_banish() {
   // DTR's banishing (Kirisame et al. 2021): it is gone permanently, so its children can no longer be evicted.
   std::erase_if(to_banish_, [&](Id storage) {
     const Storage& it = lineage.storages[storage];
-    const auto gone = [&](Id child) { return lineage.storages[child].evicted; };
+    const auto gone = [&](Id child) { return lineage.storages[child].evicted || lineage.storages[child].on_host; };
     if (it.locks > 0 || std::any_of(it.children.begin(), it.children.end(), gone)) return false;
     for (Id child : it.children)
       if (lineage.storages[child].resident) cache.pin(child);
@@ -127,12 +128,25 @@ void Rematerializer::try_banish() {
 
 void Rematerializer::require(Id tensor) {
   Lineage& lineage = cache.lineage;
-  if (!lineage.tensors[tensor].present) run(lineage.tensors[tensor].op, false);
+  bring(tensor);
   cache.pin(lineage.tensors[tensor].storage);
 }
 
 void Rematerializer::bring(Id tensor) {
-  if (!cache.lineage.tensors[tensor].present) run(cache.lineage.tensors[tensor].op, false);
+  if (!cache.lineage.tensors[tensor].present && !reload(tensor)) run(cache.lineage.tensors[tensor].op, false);
+}
+
+// Whether `tensor`, which is not there, was on the host, from where it is copied back.
+bool Rematerializer::reload(Id tensor) {
+  const Id storage = cache.lineage.tensors[tensor].storage;
+  if (!cache.lineage.storages[storage].on_host || !cache.lineage.tensors[tensor].on_host) return false;
+  const Bytes bytes = cache.lineage.storages[storage].bytes;
+  const bool done = cache.reload(storage);
+  note_evictions();
+  if (!done) throw Infeasible(bytes, cache.arena.used());
+  journal.push_back({Act::reload, storage});
+  peak = std::max(peak, cache.arena.used());
+  return true;
 }
 
 void Rematerializer::make_room(Bytes bytes) {
@@ -154,7 +168,7 @@ void Rematerializer::run(Id op, bool first) {
     Id missing = -1;
     for (; frame.next < frame.args.size(); ++frame.next) {
       const Tensor& arg = cache.lineage.tensors[frame.args[frame.next]];
-      if (!arg.present) {
+      if (!arg.present && !reload(frame.args[frame.next])) {
         missing = arg.op;
         break;
       }
@@ -279,6 +293,7 @@ void Rematerializer::execute(const Frame& frame) {
   if (over) journal.push_back({Act::over_write, frame.op});
   journal.push_back({frame.first ? Act::run : Act::replay, frame.op});
   (frame.first ? first_cost : replay_cost) += op.cost;
+  replay_cost += std::exchange(cache.exposed, 0.0);
   cache.clock += op.cost;
   if (frame.first)
     for (Id out : op.outs) cache.lineage.storages[cache.lineage.tensors[out].storage].last_access = cache.clock;
@@ -329,6 +344,7 @@ void Rematerializer::place(const Op& op, bool over, Bytes scratch) {
   for (Id out : op.outs) {
     Storage& made = lineage.storages[lineage.tensors[out].storage];
     if (made.evicted) ++made.replays;
+    made.on_host = false;
     if (!lineage.tensors[out].view && !made.resident) {
       if (made.refs == 0) dead_again_.push_back(lineage.tensors[out].storage);
       cache.resident(lineage.tensors[out].storage);
@@ -343,7 +359,7 @@ void Rematerializer::leave(const Frame& frame) {
 }
 
 void Rematerializer::note_evictions() {
-  for (Id storage : cache.evicted_now) journal.push_back({Act::evict, storage});
+  for (const auto& [storage, to_host] : cache.evicted_now) journal.push_back({to_host ? Act::swap : Act::evict, storage});
   cache.evicted_now.clear();
 }
 

@@ -33,12 +33,12 @@ struct Out {
 };
 
 // over_write: the replay that follows may use the place. along: the operator runs again in the parts of the run or replay that
-// follows, and what it makes never exists whole.
-enum class Act : std::int32_t { run, replay, evict, over_write, along };
+// follows, and what it makes never exists whole. swap and reload: a storage that is evicted to the host, and is reloaded.
+enum class Act : std::int32_t { run, replay, evict, over_write, along, swap, reload };
 
 struct Entry {
   Act act;
-  Id id;  // operator, or storage for evict
+  Id id;  // operator, or storage for evict, swap and reload
 };
 
 struct Infeasible : std::runtime_error {
@@ -88,6 +88,7 @@ class Rematerializer {
   };
 
   void run(Id op, bool first);
+  bool reload(Id tensor);
   void enter(Id op, bool first);
   void take_arg(Frame& frame, Id arg);
   bool takes_along(Frame& frame);

@@ -24,8 +24,7 @@ bool LowestScore::make_room(Cache& cache, Bytes bytes) {
   while (!cache.arena.fits(bytes)) {
     const Id victim = best(cache);
     if (victim < 0) return last_resort(cache, bytes);
-    ++cache.counters.evictions;
-    cache.evict(victim);
+    cache.give_up(victim);
   }
   return true;
 }
@@ -116,8 +115,7 @@ bool SlidingWindow::make_room(Cache& cache, Bytes bytes) {
   if (lowest == kNever) return cache.rule.compacts && last_resort(cache, bytes);
   for (std::size_t i = best_from; i < best_to; ++i) {
     if (window[i].storage < 0) continue;
-    ++cache.counters.evictions;
-    cache.evict(window[i].storage);
+    cache.give_up(window[i].storage);
   }
   return cache.arena.fits(bytes);
 }
@@ -136,8 +134,7 @@ bool SlidingWindow::last_resort(Cache& cache, Bytes bytes) {
       if (mine < lowest) lowest = mine, found = storage;
     }
     if (found < 0) return false;
-    ++cache.counters.evictions;
-    cache.evict(found);
+    cache.give_up(found);
   }
   ++cache.counters.compactions;
   cache.counters.moved_bytes += cache.arena.compact(true);

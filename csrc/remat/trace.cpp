@@ -83,7 +83,7 @@ Report run_trace(const Trace& trace, const Settings& settings, bool settle, bool
     report.outcome = Outcome::thrashing;
   }
   report.first_cost = books.first_cost;
-  report.replay_cost = books.replay_cost;
+  report.replay_cost = books.replay_cost + books.cache.exposed;
   report.peak_bytes = books.cache.arena.peak();
   report.replays = books.replays;
   report.work = books.work();

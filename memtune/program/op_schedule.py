@@ -48,6 +48,12 @@ class ScheduleStep(NamedTuple):
         made = {value for op in self.along for value in graph.makes[op]}
         return tuple(sorted({value for op in (*self.along, self.target) for value in graph.reads[op]} - made))
 
+    def makes_and_reads(self, graph: OpGraph) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the values that are on the device because of this step, and those that must be before it."""
+        if self.action == Action.COMPUTE:
+            return graph.makes[self.target], self.reads(graph)
+        return ((self.target,), ()) if self.action == Action.FROM_HOST else ((), (self.target,))
+
 
 @dataclass(frozen=True)
 class OpGraph:
@@ -188,7 +194,10 @@ def build_schedule(
     *,
     made_by: str = "",
 ) -> Schedule:
-    """Return the schedule that runs these ops in this order and frees every value after its last reader."""
+    """Return the schedule that runs these steps in this order and frees every value after its last reader.
+
+    A FREE among them is the moment until which a value is held at least.
+    """
     # A value that is recomputed is freed after its last reader before the recomputation. Each run of
     # its maker starts a new version of the value, to which ops write in place.
     forward, backward = (
@@ -198,19 +207,20 @@ def build_schedule(
     order = [*forward, *backward]
     last: dict[int, int] = {}  # value, in its current version → position of its last use
     free_after: list[list[int]] = [[] for _ in order]
-    for position, compute in enumerate(order):
-        for value in graph.makes[compute.target]:
+    for position, step in enumerate(order):
+        made, read = step.makes_and_reads(graph)
+        for value in made:
             # A second run replaces the value: the old version is freed after its own last reader.
             if value in last:
                 free_after[last[value]].append(value)
             last[value] = position
-        for value in compute.reads(graph):
+        for value in read:
             last[value] = position
     for value, position in last.items():
         free_after[position].append(value)
     steps = [
-        (compute, *(graph.frees[value] for value in sorted(free)))
-        for compute, free in zip(order, free_after, strict=True)
+        (*((step,) if step.action != Action.FREE else ()), *(graph.frees[value] for value in sorted(free)))
+        for step, free in zip(order, free_after, strict=True)
     ]
     first, second = (
         tuple(chain.from_iterable(part)) for part in (steps[: len(forward)], steps[len(forward) :])

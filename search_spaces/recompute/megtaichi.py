@@ -20,7 +20,7 @@ class Megtaichi(DynamicPolicy):
     readily. The policy's decisions on the recorded step become a schedule. An evicted tensor may be
     recomputed and read part by part. Near thrashing the score misleads, so alternatives are played too (cost
     of the evicted ancestors alone, no age, recomputed tensors dropped after their reader), and the one that
-    recomputes least decides.
+    recomputes least decides. An evicted tensor is swapped to the host instead where that costs less time.
     """
 
     kind: Literal["megtaichi"] = "megtaichi"
@@ -48,14 +48,21 @@ class Megtaichi(DynamicPolicy):
     replay_base: Annotated[float, Field(ge=1)] = 1.0001
     """A score grows by this factor with every recomputation."""
 
+    swap: bool = True
+    """An evicted tensor may be copied to the host, after its last use and back before the next one, where
+    that costs less than to recompute it: the part of both copies that no other op hides. Only by a schedule;
+    with `online: true` every evicted tensor is recomputed.
+    """
+
     def sentence(self) -> str:
         """Return the setting as one clause."""
         return f"recomputes cheap tensors next to free memory, {format_budget(self.budget_bytes, self.ratio)}"
 
     def policy(self) -> Policy:
         """Return MegEngine's score with the chosen exponents."""
-        return replace(MEGTAICHI, **{name: value for name, value in self.knobs() if name not in BUDGET_KNOBS})
+        own = (*BUDGET_KNOBS, "swap")
+        return replace(MEGTAICHI, **{name: value for name, value in self.knobs() if name not in own})
 
     def options(self) -> tuple[Policy, ...]:
-        """Return the score with the chosen exponents, and its alternatives."""
-        return megtaichi_options(self.policy())
+        """Return the score with the chosen exponents, and its alternatives; last those that swap."""
+        return megtaichi_options(self.policy(), swap=self.swap)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         DTR as DTR,
         DTR_HEURISTICS as DTR_HEURISTICS,
         MEGTAICHI as MEGTAICHI,
+        HostLink as HostLink,
         Policy as Policy,
         Trace as Trace,
         coop_options as coop_options,

@@ -18,11 +18,33 @@ from memtune.program import F64, I32, I64, U8
 
 Neighbours = Literal["nothing", "own", "classes", "closure", "ancestors"]
 
-RUN, REPLAY, EVICT, OVERWRITE, ALONG = range(5)
-"""First item of a journal entry before the op or storage; ALONG runs in the parts of the next one."""
+RUN, REPLAY, EVICT, OVERWRITE, ALONG, SWAP, RELOAD = range(7)
+"""First item of a journal entry before the op or storage; ALONG runs in the parts of the next one, SWAP
+evicts to the host.
+"""
 
 CONSTANT, CALL, RELEASE, RETAIN, REQUIRE = range(5)
 """Kinds of a trace's events."""
+
+
+@dataclass(frozen=True)
+class HostLink:
+    """Costs of copies to the host and back, in the trace's unit."""
+
+    to_host_per_byte: float = 0.0
+    from_host_per_byte: float = 0.0
+    copy_cost: float = 0.0
+    """Of any copy."""
+    hides_copies: bool = True
+    """Ops run meanwhile; False where copies take the same cores."""
+
+    def to_host(self, n_bytes: float) -> float:
+        """Return the cost of a copy to the host."""
+        return self.copy_cost + n_bytes * self.to_host_per_byte
+
+    def from_host(self, n_bytes: float) -> float:
+        """Return the cost of a copy from the host."""
+        return self.copy_cost + n_bytes * self.from_host_per_byte
 
 
 @dataclass(frozen=True)
@@ -79,6 +101,12 @@ class Policy:
     """Above 1: under memory pressure an elementwise op and the producers of its evicted inputs run together
     in this many parts, so that those inputs never exist in full (MegTaiChi's tensor partition).
     """
+    swap: Literal["never", "exposed", "hidden"] = "never"
+    """An evicted storage is copied to the host where that costs less than to recompute it (MegTaiChi): what
+    of the copy does not fit between its last use and its eviction, on a link that carries one copy at a time,
+    and, `exposed`, the copy back; `hidden`: other ops hide that one.
+    """
+    link: HostLink = HostLink()
     foresight: bool = False
     """Staleness is the time to the next use, recorded in an earlier run (MegTaiChi's access pattern)."""
     cost_power: float = 1.0
@@ -96,7 +124,10 @@ class Policy:
         self, budget_bytes: int | None, cost_limit: float = 0.0, work_limit: int = 0
     ) -> dict[str, Any]:
         """Return the settings of the native rematerializer."""
-        limits = {"cost_limit": cost_limit, "work_limit": work_limit}
+        limits = {"cost_limit": cost_limit, "work_limit": work_limit, "swaps": self.swap != "never"}
+        limits |= asdict(self.link)
+        if self.swap == "hidden":
+            limits["from_host_per_byte"] = 0.0
         if budget_bytes is None:
             return {**asdict(self), **limits}
         # The caching allocator, too, serves small requests from blocks of their own, so they do not split
@@ -148,9 +179,11 @@ def dtr_options(base: Policy = DTR) -> tuple[Policy, ...]:
     )
 
 
-def megtaichi_options(base: Policy = MEGTAICHI) -> tuple[Policy, ...]:
-    """Return `base` and its alternatives near thrashing: other costs, no age, values dropped at once."""
-    return tuple(
+def megtaichi_options(base: Policy = MEGTAICHI, *, swap: bool = False) -> tuple[Policy, ...]:
+    """Return `base`, its alternatives near thrashing (other costs, no age, values dropped at once), and with
+    `swap` those that may copy to the host as well.
+    """
+    found = tuple(
         replace(
             base,
             neighbours=neighbours,
@@ -161,6 +194,11 @@ def megtaichi_options(base: Policy = MEGTAICHI) -> tuple[Policy, ...]:
         for suffix, kept in ((_KEPT, True), ("", False))
         for age, power in (("", base.time_power), ("_without_age", 0.0))
         for neighbours in _MEGTAICHI_NEIGHBOURS
+    )
+    swaps: tuple[Literal["exposed", "hidden"], ...] = ("exposed", "hidden") if swap else ()
+    return (
+        *found,
+        *(replace(each, swap=how, option=f"{each.option}_swap_{how}") for how in swaps for each in found),
     )
 
 
@@ -306,6 +344,8 @@ class Replay:
     """Candidates looked at and steps of walks over evicted neighbours: the work of the simulation."""
     compactions: int
     moved_bytes: int
+    swaps: int
+    swapped_bytes: int
     fragmentation: float
     """Mean share of the arena that was free, but in holes too small, when a search for victims began."""
     fragmentation_max: float

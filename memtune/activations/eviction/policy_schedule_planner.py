@@ -4,7 +4,8 @@ of runs.
 The rematerializer (`activations.eviction.policy`) receives what a running model would give it: ops one by one
 with their reads and outputs, and the references that the program drops. A value changed in place becomes a
 new version in the same memory; values held outside the region remain. The schedule frees every value right
-after its last reader, so it never holds more than the policy did.
+after its last reader, so it never holds more than the policy did; one that the policy swaps is freed after
+its copy (`activations.eviction.swap_placement`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from memtune.activations.eviction.policy import ALONG, REPLAY, RUN, Policy, Replay, Trace, TraceWriter, replay
+from memtune.activations.eviction.policy import (
+    ALONG,
+    RELOAD,
+    REPLAY,
+    RUN,
+    SWAP,
+    HostLink,
+    Policy,
+    Replay,
+    Trace,
+    TraceWriter,
+    replay,
+)
+from memtune.activations.eviction.swap_placement import Swap, added_seconds, place_copies
 from memtune.activations.schedules import Region
 from memtune.program import F64, Action, OpGraph, Schedule, ScheduleStep, build_schedule, find_schedule_error
 
@@ -38,7 +52,7 @@ class PolicySchedule:
     peak_bytes: int
     """Peak of the whole step under the schedule."""
     recompute_s: float
-    """Seconds of the second and later runs."""
+    """Seconds of the second and later runs, and of waiting for copies."""
     policy: Policy
     """The option that decided."""
 
@@ -121,6 +135,7 @@ def freeze(
     peak_of: Callable[[Schedule], int],
     accepts: Callable[[Policy], bool] = lambda policy: True,
     below_s: float = math.inf,
+    link: HostLink | None = None,
 ) -> PolicySchedule | None:
     """Return the cheapest schedule of `options` whose step stays within `budget_bytes`; None if none is
     found.
@@ -133,11 +148,12 @@ def freeze(
         peak_of: Peak bytes of the whole step under a schedule.
         accepts: Whether the option can be used; others decide only if none can.
         below_s: Seconds of recomputation that a schedule must stay below.
+        link: The link to the host; None: policies do not swap.
     """
     # A policy accounts the region's values alone. Its budget is what the rest of the step leaves, reduced
     # until the whole step's peak fits. An option is played only until it costs more than the best before it.
     allowed = budget_bytes - int((region.background_bytes + region.scratch_bytes).min())
-    limits = _Limits(_with_holes(allowed, options), _WORK_LIMIT, below_s)
+    limits = _Limits(_with_holes(allowed, options), _WORK_LIMIT, below_s, link)
     rejected: PolicySchedule | None = None
     accepted: PolicySchedule | None = None
     for policy in options:
@@ -165,6 +181,7 @@ class _Limits:
     """Work left for all of them."""
     recompute_s: float
     """Seconds that an option must stay below."""
+    link: HostLink | None = None
 
 
 def _freeze_one(
@@ -177,14 +194,18 @@ def _freeze_one(
 ) -> PolicySchedule | None:
     """Return the schedule of one option, which begins with the allowed bytes of values."""
     played, allowed = replace(policy, in_place=True, forget=True), limits.allowed_bytes
+    if limits.link is None:
+        played = replace(played, swap="never")
+    else:
+        played = replace(played, link=limits.link)
     for _ in range(_TRIES):
-        found = _frozen(region, traces, played, allowed, limits)
+        found = _frozen(region, traces, played, (allowed, budget_bytes), limits)
         if found is None:
             break
-        schedule, done = found
+        schedule, done, seconds = found
         peak = peak_of(schedule)
         if peak <= budget_bytes:
-            return PolicySchedule(schedule, peak, done.replay_cost, policy)
+            return PolicySchedule(schedule, peak, seconds, policy)
         # Room above the values' own peak changes nothing. At least 4 % less: the same overshoot may repeat
         # for many steps otherwise.
         allowed = min(allowed, _with_holes(done.peak_bytes, (policy,)))
@@ -201,9 +222,16 @@ def _with_holes(n_bytes: int, options: Sequence[Policy]) -> int:
 
 
 def _frozen(
-    region: Region, traces: Sequence[Callable[[], Trace]], policy: Policy, budget_bytes: int, limits: _Limits
-) -> tuple[Schedule, Replay] | None:
-    """Return a schedule and the play that made it, within `budget_bytes` of values and `limits`."""
+    region: Region,
+    traces: Sequence[Callable[[], Trace]],
+    policy: Policy,
+    budgets: tuple[int, int],
+    limits: _Limits,
+) -> tuple[Schedule, Replay, float] | None:
+    """Return a schedule, the play that made it, and its seconds, within `limits`.
+
+    `budgets` are bytes of values, within which the policy is played, and of the whole step.
+    """
     for trace in (each() for each in traces):
         if limits.work <= 0:
             break
@@ -211,7 +239,7 @@ def _frozen(
         done = replay(
             trace,
             policy,
-            budget_bytes,
+            budgets[0],
             cost_limit=min(COST_LIMIT * plain_s, plain_s + limits.recompute_s),
             work_limit=max(limits.work // 2, _LEAST_WORK),
             journal=True,
@@ -219,24 +247,47 @@ def _frozen(
         limits.work -= done.work
         if done.outcome != "done" or done.replay_cost >= limits.recompute_s:
             continue
-        schedule = _schedule(region.graph, done, policy)
-        if not find_schedule_error(region.graph, schedule):
-            return schedule, done
+        schedule = _schedule(region, done, policy, trace.op_cost, budgets[1], limits.link)
+        seconds = done.replay_cost
+        if done.swaps and limits.link is not None:
+            seconds = added_seconds(region.graph, region.bytes, schedule, trace.op_cost, limits.link)
+        if seconds < limits.recompute_s and not find_schedule_error(region.graph, schedule):
+            return schedule, done, seconds
     return None
 
 
-def _schedule(graph: OpGraph, done: Replay, policy: Policy) -> Schedule:
-    runs, middle = [], 0
+def _schedule(
+    region: Region, done: Replay, policy: Policy, op_s: F64, budget_bytes: int, link: HostLink | None
+) -> Schedule:
+    graph, runs, middle = region.graph, list[ScheduleStep](), 0
     along: list[int] = []
+    swaps, leaves, last_use = list[Swap](), dict[int, tuple[int, int]](), dict[int, int]()
+    # Of each storage of the trace, in the order in which `region_trace` makes them.
+    first, values = list[int](), list[int]()
+    for written, made in zip(graph.writes, graph.makes, strict=True):
+        first.append(len(values))
+        values += (*written, *made)
     for act, op in done.journal:
         if act == ALONG:
             along.append(op)
+        elif act == SWAP:
+            leaves[op] = last_use[values[op]], len(runs)
+        elif act == RELOAD:
+            swaps.append(Swap(values[op], *leaves.pop(op), len(runs)))
         elif act in (RUN, REPLAY):
             runs.append(ScheduleStep(Action.COMPUTE, op, tuple(along), policy.parts if along else 1))
             along = []
+            last_use.update(
+                dict.fromkeys((*runs[-1].reads(graph), *graph.makes[op], *graph.writes[op]), len(runs) - 1)
+            )
+            # Made again although it was on the host: the copy is never read.
+            for storage in range(first[op], first[op] + len(graph.writes[op]) + len(graph.makes[op])):
+                leaves.pop(storage, None)
             # Replays after the last op of forward belong to backward.
             if (act, op) == (RUN, graph.n_forward - 1):
                 middle = len(runs)
+    if swaps and link is not None:
+        return place_copies(region, runs, middle, swaps, op_s, link, budget_bytes, policy.rule)
     return build_schedule(graph, runs[:middle], runs[middle:], made_by=policy.rule)
 
 

@@ -102,6 +102,8 @@ class _Writer(CallText):
             "to_host": torch.ops.memtune.to_host.default,
             "to_device": torch.ops.memtune.to_device.default,
             "wait": transfer.wait,
+            "prefetching": transfer.prefetching_separately,
+            "arrive": transfer.wait_tensor,
             "as_recorded": grad_mode_on,
         }
         self._schedule = schedule
@@ -128,6 +130,8 @@ class _Writer(CallText):
         self._owed = Counter(slot.value for slot in gradients if isinstance(slot.value, int))
         """Value → number of gradients that are still to be made from it."""
         self._held_back: set[int] = set()
+        self._coming: set[int] = set()
+        """Values whose reload has begun."""
         self._due: list[tuple[int, Slot]] = []
         self._claimed = Claimed.of(tape, schedule) if claimed else NOTHING_CLAIMED
 
@@ -158,7 +162,7 @@ class _Writer(CallText):
             # Before the last free, or the name would be gone; a value that is made again is handed out then.
             if step.action == Action.FREE and last[step.target] == at:
                 self._hand_out(step.target)
-            self._step(step)
+            self._step(step, at, steps)
             self._keep(self._claimed.after.get(at, ()))
         numbers = [number for number, leaf in enumerate(self._tape.outputs) if isinstance(leaf, Slot)]
         self._keep(self._claimed.after.get(len(steps), ()))
@@ -210,7 +214,7 @@ class _Writer(CallText):
             names = map(self._name, self._claimed.before.get(at, ()))
             self._lines += [f"{name} = back({name})" for name in names]
             self._at = at
-            self._step(step)
+            self._step(step, at, steps)
             self._lines += [
                 f"del {outside_name(each)}"
                 for each, when in last.items()
@@ -247,7 +251,7 @@ class _Writer(CallText):
 
     # -- steps -----------------------------------------------------------------------------------------------
 
-    def _step(self, step: ScheduleStep) -> None:
+    def _step(self, step: ScheduleStep, at: int, steps: Sequence[ScheduleStep]) -> None:
         value = f"v{step.target}"
         if step.action == Action.COMPUTE:
             self._compute(step)
@@ -263,14 +267,32 @@ class _Writer(CallText):
             self._lines.append(f"h{step.target} = to_host({value})")
             self._there[f"h{step.target}"] = None
         else:
-            self._lines.append(f"{value} = to_device(h{step.target}, device)")
-            self._there[value] = None
-            self._drop(f"h{step.target}")
+            following = next((each for each in steps[at:] if each.action == Action.COMPUTE), None)
+            self._reload(
+                step.target,
+                is_read=following is not None and step.target in following.reads(self._tape.graph),
+            )
+
+    def _reload(self, value: int, *, is_read: bool) -> None:
+        """Write the reload of a value, `is_read` by the next op that runs."""
+        line = f"v{value} = to_device(h{value}, device)"
+        self._there[f"v{value}"] = None
+        if is_read:
+            self._lines.append(line)
+            self._drop(f"h{value}")
+            return
+        # Ops run before it is read: a copy stream works meanwhile, and the host copy is held until then.
+        self._lines.append(f"with prefetching(device): {line}")
+        self._coming.add(value)
 
     def _compute(self, step: ScheduleStep) -> None:
         # After the frees of the last op, before the next op's allocation: the peak that the schedule
         # predicts.
         self._yield_ready()
+        for value in sorted(self._coming.intersection(step.reads(self._tape.graph))):
+            self._lines.append(f"arrive(v{value})")
+            self._drop(f"h{value}")
+            self._coming.discard(value)
         again, made = step.target in self._ran, self._tape.graph.makes[step.target]
         if step.along:
             self._run_in_parts(step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,25 +19,54 @@ from memtune.activations.schedules.partial_ops_pass import (
     uses_of,
 )
 from memtune.activations.schedules.region_pass import Region
-from memtune.program import ALLOCATES, EMPTY, FOREVER, I32, Action, Phase, Saves, Schedule, Step, Storages
+from memtune.program import (
+    ALLOCATES,
+    EMPTY,
+    FOREVER,
+    I32,
+    Action,
+    Edit,
+    Phase,
+    Resource,
+    Saves,
+    Schedule,
+    Step,
+    Storages,
+    Tier,
+)
 
 _COPY = "aten.copy_.default"
 
 
+@dataclass
+class _HostCopy:
+    """A step that copies a value to the host, or back."""
+
+    value: int
+    back: bool
+    row: int
+    """The new row after which it begins; of a reload, before which."""
+    phase: Phase
+    read_at: int = -1
+    """The new row that reads a reloaded value first; `row` itself unless it is prefetched."""
+    storage: int = -1
+    """Its storage on the device."""
+
+
 def run_schedule(step: Step, region: Region, schedule: Schedule, *, by_readers: bool = False) -> Step:
-    """Return `step` with its `region` run by `schedule`, which must be valid for it and contain no copies.
+    """Return `step` with its `region` run by `schedule`, which must be valid for it.
 
     With `by_readers` each value is freed with its last reader, so that only readers hold it.
     """
     step = step.without_donations(region.rows)
-    order, first, freed_after_row, parts = _sequence(step, region, schedule)
+    order, first, freed_after_row, parts, copies = _sequence(step, region, schedule)
     again = first != np.arange(len(order))
     begins, position = np.empty(step.ops.n, np.int32), np.empty(step.ops.n, np.int32)
     once = np.flatnonzero(~again)
     position[order[once]] = once  # the last row of an op in parts; `begins` has the first
     begins[order[once[::-1]]] = once[::-1]
     columns, patches = _storages(
-        step, region, order, again, (begins, position), [] if by_readers else freed_after_row, parts
+        step, region, order, again, (begins, position), [] if by_readers else freed_after_row, parts, copies
     )
     states = states_of(np.isin(order, region.rows[sorted(region.graph.random)]), again, first)
     storages = Storages(**{name: np.concatenate([column, states[name]]) for name, column in columns.items()})
@@ -51,7 +80,7 @@ def run_schedule(step: Step, region: Region, schedule: Schedule, *, by_readers: 
     ops["name"][by_shape] = names.index(ALLOCATES)
     if parts:
         part_columns(ops, parts, names.index(ALLOCATES), names.index(_COPY))
-    return replace(
+    run = replace(
         step,
         names=names,
         ops=replace(step.ops, **ops),
@@ -61,16 +90,57 @@ def run_schedule(step: Step, region: Region, schedule: Schedule, *, by_readers: 
         forward_starts=np.where(step.forward_starts < 0, -1, begins[step.forward_starts]).astype(np.int32),
         forward_ends=np.where(step.forward_ends < 0, -1, position[step.forward_ends]).astype(np.int32),
     )
+    return _with_host_copies(run, copies) if copies else run
+
+
+def _with_host_copies(step: Step, copies: Sequence[_HostCopy]) -> Step:
+    """Return `step` with `copies`, in order; it has the storages that they copy and make on the device."""
+    edit = Edit(step)
+    n_bytes, on_host = step.storages.bytes, dict[int, I32]()
+    begun: dict[int, I32] = {}  # new row → the last reload that begins before it
+    held: list[tuple[I32, int]] = []
+    for copy in copies:
+        size, row = n_bytes[[copy.storage]], np.asarray([copy.row], np.int32)
+        if copy.back:
+            prefetches = copy.read_at != copy.row
+            op = edit.add_ops(
+                "memtune.to_device.default",
+                before=row,
+                phase=copy.phase,
+                resource=Resource.HOST_TO_DEVICE,
+                traffic_bytes=size,
+                stream=int(not prefetches),
+                prefetch=int(prefetches),
+                reads=on_host[copy.value],
+            )
+            edit.storages.producer[copy.storage] = op[0]
+            begun[copy.row] = op
+            if prefetches:
+                held.append((on_host[copy.value], copy.read_at))
+            continue
+        op = edit.add_ops(
+            "memtune.to_host.default",
+            after=row,
+            phase=copy.phase,
+            resource=Resource.DEVICE_TO_HOST,
+            traffic_bytes=size,
+            prefetch=1,
+            reads=np.asarray([copy.storage], np.int32),
+        )
+        on_host[copy.value] = edit.add_storages(size, producer=op, tier=Tier.HOST)
+    for host, read_at in held:
+        edit.hold_through(host, begun.get(read_at, np.asarray([read_at - 1], np.int32)))
+    return edit.done()
 
 
 def _sequence(
     step: Step, region: Region, schedule: Schedule
-) -> tuple[I32, I32, list[tuple[int, int]], dict[int, PartRow]]:
+) -> tuple[I32, I32, list[tuple[int, int]], dict[int, PartRow], list[_HostCopy]]:
     """Return the rows that run, and when values are freed.
 
     Returns:
         (n',) old row of each new one, (n',) new row of its first run, (value, new row after which it is
-        freed), and the functions of new rows of ops in parts.
+        freed), the functions of new rows of ops in parts, and copies to the host and back.
     """
     rows, n_forward = region.rows.tolist(), region.graph.n_forward
     carried = {row for along in region.carried for row in along}
@@ -82,10 +152,15 @@ def _sequence(
     first: dict[int, int] = {}
     freed_after_row: list[tuple[int, int]] = []
     parts: dict[int, PartRow] = {}
+    copies: list[_HostCopy] = []
+    coming: dict[int, _HostCopy] = {}
     latest = -1  # an added gradient follows this row, after values that only this op needed are freed
     for steps, then in ((schedule.forward, middle), (schedule.backward, range(last + 1, step.ops.n))):
+        phase = Phase.FORWARD if steps is schedule.forward else Phase.BACKWARD
         for each in steps:
             if each.action == Action.COMPUTE:
+                for value in coming.keys() & set(each.reads(region.graph)):
+                    coming.pop(value).read_at = len(order)
                 pieces = part_rows(step, region, each) if each.along else []
                 for part in pieces:
                     parts[len(order)] = part
@@ -102,10 +177,15 @@ def _sequence(
                     order += region.carried[each.target]
             elif each.action == Action.FREE:
                 freed_after_row.append((each.target, latest))
+            elif each.action == Action.TO_HOST:
+                copies.append(_HostCopy(each.target, False, latest, phase))
+            else:
+                copies.append(_HostCopy(each.target, True, len(order), phase))
+                coming[each.target] = copies[-1]
         order += then
     found = np.arange(len(order), dtype=np.int32)
     found[list(first)] = list(first.values())
-    return np.asarray(order, np.int32), found, freed_after_row, parts
+    return np.asarray(order, np.int32), found, freed_after_row, parts, copies
 
 
 def _storages(
@@ -116,9 +196,10 @@ def _storages(
     where: tuple[I32, I32],
     freed_after_row: list[tuple[int, int]],
     parts: dict[int, PartRow],
+    copies: Sequence[_HostCopy],
 ) -> tuple[dict[str, Any], dict[int, dict[int, int]]]:
-    """Return the storage columns, with a new storage for each recomputed value, and (new row → storage →
-    replacement).
+    """Return the storage columns, with a new storage for each recomputed or reloaded value, and (new row →
+    storage → replacement).
     """
     # `where`: (n,) first and last new row of each old row's first run.
     begins, position = where
@@ -137,7 +218,14 @@ def _storages(
         frees.setdefault(row, []).append(int(region.storages[value]))
     end: dict[int, int] = {}
     pieces, part_bytes = PartStorages(step, region, parts), {}
+    leave, back = dict[int, list[_HostCopy]](), dict[int, list[_HostCopy]]()
+    for copy in copies:
+        (back if copy.back else leave).setdefault(copy.row, []).append(copy)
     for new, row in enumerate(order.tolist()):
+        for copy in back.get(new, ()):
+            storage, copy.storage = int(region.storages[copy.value]), step.storages.n + len(more)
+            now[storage] = copy.storage
+            more.append((storage, new))  # the copy's own row is its producer, once that is there
         if new in parts:
             if parts[new].role is Role.EMPTY and again[new]:
                 now[made_by[row][0]] = step.storages.n + len(more)
@@ -145,17 +233,18 @@ def _storages(
             if pieces.enter(new, now, step.storages.n + len(more)):
                 part_bytes[step.storages.n + len(more)] = parts[new].bytes
                 more.append((made_by[row][0], new))
-            for storage in frees.get(new, ()):
-                end[now.get(storage, storage)] = new
-            continue
-        changed = {s: now[s] for s in region.reads_of_row.get(row, ()) if s in now}
-        if changed:
-            patches[new] = changed
-        if again[new]:
-            for storage in made_by.get(row, ()):
-                now[storage] = step.storages.n + len(more)
-                more.append((storage, new))
-                patches.setdefault(new, {})[storage] = now[storage]
+        else:
+            changed = {s: now[s] for s in region.reads_of_row.get(row, ()) if s in now}
+            if changed:
+                patches[new] = changed
+            if again[new]:
+                for storage in made_by.get(row, ()):
+                    now[storage] = step.storages.n + len(more)
+                    more.append((storage, new))
+                    patches.setdefault(new, {})[storage] = now[storage]
+        for copy in leave.get(new, ()):
+            storage = int(region.storages[copy.value])
+            copy.storage = now.get(storage, storage)
         for storage in frees.get(new, ()):
             end[now.get(storage, storage)] = new
     columns = _extended(step, position, more)

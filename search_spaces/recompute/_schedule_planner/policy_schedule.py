@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
-from memtune.activations.eviction import Policy, PolicySchedule, Trace, freeze, region_trace
+from memtune.activations.eviction import HostLink, Policy, PolicySchedule, Trace, freeze, region_trace
 from memtune.activations.schedules import ScheduledRegion, elements_of, region_of
 from memtune.hardware import Hardware, op_class, op_costs
 from memtune.parallel.ranks import require_whole_parameters
@@ -42,8 +42,24 @@ def solve_policy(
     def accepts(policy: Policy) -> bool:
         return fits_online is None or len(options) == 1 or fits_online(place, policy, budget_bytes)
 
+    hardware = place.hardware
+    link = HostLink(
+        1 / hardware.device_to_host_bytes_per_s,
+        1 / hardware.host_to_device_bytes_per_s,
+        hardware.launch_s,
+        hides_copies=hardware.device != "cpu",
+    )
+    # Decisions while the model runs do not swap, so the schedule that predicts them does not either.
+    hopeless = () if link.hides_copies else ("hidden",)
     return freeze(
-        place.region_after_passes, traces, options, budget_bytes, place.peak_bytes, accepts, below_s
+        place.region_after_passes,
+        traces,
+        [each for each in options if each.swap == "never" or not (online or each.swap in hopeless)],
+        budget_bytes,
+        place.peak_bytes,
+        accepts,
+        below_s,
+        None if online else link,
     )
 
 

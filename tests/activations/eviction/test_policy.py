@@ -14,8 +14,11 @@ from memtune.activations.eviction.policy import (
     CONSTANT,
     EVICT,
     OVERWRITE,
+    RELOAD,
     REPLAY,
     RUN,
+    SWAP,
+    HostLink,
     Policy,
     Trace,
     TraceWriter,
@@ -45,6 +48,9 @@ POLICIES = {
     "megtaichi": MEGTAICHI,
     "foresight": replace(MEGTAICHI, foresight=True),
     "coop": COOP,
+    "swaps": replace(MEGTAICHI, swap="exposed"),
+    "swaps_at_a_cost": replace(MEGTAICHI, forget=True, swap="exposed", link=HostLink(0.5, 0.25, 0.5)),
+    "swaps_and_banishes": replace(DTR, release="banish", swap="hidden", link=HostLink(0.5, 9.0)),
     "groups": replace(COOP, groups=2, small_bytes=2, small_share=0.2),
 }
 
@@ -113,6 +119,7 @@ class Machine:
         self.outs: list[list[int]] = []
         self.present: set[int] = set()  # tensors
         self.resident: set[int] = set()  # storages
+        self.on_host: dict[int, set[int]] = {}  # storage -> tensors
         self.live_bytes, self.runs = 0, [0] * len(trace.op_cost)
 
     def make(self) -> int:
@@ -132,6 +139,17 @@ class Machine:
         self.live_bytes -= int(self.trace.tensor_bytes[self.storage.index(storage)])
         self.present -= {tensor for tensor in self.present if self.storage[tensor] == storage}
 
+    def swap(self, storage: int) -> None:
+        self.on_host[storage] = {tensor for tensor in self.present if self.storage[tensor] == storage}
+        self.evict(storage)
+
+    def reload(self, storage: int) -> None:
+        assert storage not in self.resident
+        self.resident.add(storage)
+        self.live_bytes += int(self.trace.tensor_bytes[self.storage.index(storage)])
+        assert self.live_bytes <= self.limit_bytes
+        self.present |= self.on_host.pop(storage)
+
     def run(self, op: int, over: bool) -> None:
         trace = self.trace
         args = trace.op_args[trace.op_args_at[op] : trace.op_args_at[op + 1]].tolist()
@@ -143,6 +161,7 @@ class Machine:
             self.evict(self.storage[int(trace.op_takes_over[op])])
         for out in self.outs[op]:
             self.grow(out)
+            self.on_host.pop(self.storage[out], None)
         assert self.live_bytes + second <= self.limit_bytes
         self.runs[op] += 1
 
@@ -184,6 +203,10 @@ def check(trace: Trace, policy: Policy, budget_bytes: int) -> bool:
     for act, index in journal:
         if act == EVICT:
             machine.evict(index)
+        elif act == SWAP:
+            machine.swap(index)
+        elif act == RELOAD:
+            machine.reload(index)
         elif act == OVERWRITE:
             over = True
         elif act == ALONG:
@@ -200,7 +223,10 @@ def check(trace: Trace, policy: Policy, budget_bytes: int) -> bool:
             machine.run(index, over)
             over = False
     ran = sum(count * cost for count, cost in zip(machine.runs, trace.op_cost.tolist(), strict=True))
-    assert ran == done.first_cost + done.replay_cost
+    copied = done.swaps * 2 * policy.link.copy_cost + done.swapped_bytes * (
+        policy.link.to_host_per_byte + policy.link.from_host_per_byte
+    )
+    assert ran <= done.first_cost + done.replay_cost <= ran + copied
     if done.outcome == "done":
         assert all(machine.runs)
         references = [0] * len(machine.storage)
@@ -340,6 +366,38 @@ def test_foresight_evicts_the_tensor_used_last() -> None:
         done = replay(trace.done(), replace(base, foresight=foresight), 6, journal=True)
         first[foresight] = next(index for act, index in done.journal if act == EVICT)
     assert first == {False: 1, True: 2}
+
+
+@pytest.mark.parametrize(("per_byte", "copied"), [(0.5, [SWAP, RELOAD]), (50.0, []), (0.0, [SWAP, RELOAD])])
+def test_megtaichi_swaps_where_that_costs_less_than_to_recompute(per_byte: float, copied: list[int]) -> None:
+    trace = TraceWriter()
+    start = trace.constant(1)
+    (saved,) = trace.call(10, [start], [(4, -1)])
+    (other,) = trace.call(3, [start], [(4, -1)])
+    trace.release(other)
+    trace.call(1, [saved], [(1, -1)])
+    link = HostLink(per_byte, per_byte)
+    policy = Policy(rule="megtaichi", neighbours="closure", addressed=True, swap="exposed", link=link)
+    done = replay(trace.done(), policy, 6, journal=True)
+    assert [act for act, _ in done.journal if act in (SWAP, RELOAD)] == copied
+    # The copy to the host waits, since the value is needed until it is evicted; so does the reload.
+    assert done.replay_cost == (8 * per_byte if copied else 10)
+    assert replay(trace.done(), replace(policy, swap="never"), 6).replay_cost == 10
+
+
+def test_copy_to_the_host_is_hidden_behind_ops_since_the_last_use() -> None:
+    trace = TraceWriter()
+    start = trace.constant(1)
+    (saved,) = trace.call(10, [start], [(4, -1)])
+    trace.call(5, [start], [(1, -1)])
+    (other,) = trace.call(3, [start], [(4, -1)])
+    trace.release(other)
+    trace.call(1, [saved], [(1, -1)])
+    link = HostLink(1.0, 0.5)
+    policy = Policy(rule="megtaichi", neighbours="closure", addressed=True, swap="exposed", link=link)
+    assert replay(trace.done(), policy, 7).replay_cost == 2
+    shared = replace(policy, link=replace(link, hides_copies=False))
+    assert replay(trace.done(), shared, 7).replay_cost == 6
 
 
 def test_policy_refuses_unknown_names() -> None:

@@ -124,20 +124,28 @@ def test_random_recomputation_is_bitwise(made: tuple[OpGraph, Schedule]) -> None
     assert frozen.runs.frozen == 1
 
 
-def test_offloaded_value_is_bitwise() -> None:
+@pytest.mark.parametrize("ops_between", [0, 2])
+def test_offloaded_value_is_bitwise(ops_between: int) -> None:
+    """Also if ops run between the beginning of its reload and the op that reads it."""
+
     def moved(graph: OpGraph) -> Schedule:
-        plain = plain_schedule(graph)
-        value = graph.makes[graph.n_forward - 3][0]
-        leave, fetch = (
-            (ScheduleStep(Action.TO_HOST, value), ScheduleStep(Action.FREE, value)),
-            ScheduleStep(Action.FROM_HOST, value),
-        )
-        return Schedule(plain.graph, plain.forward + leave, (fetch, *plain.backward))
+        def first_read(value: int) -> int:
+            later = range(graph.n_forward, graph.n_ops)
+            return next((op for op in later if value in graph.reads[op]), graph.n_forward) - graph.n_forward
+
+        value = max((made for each in graph.makes[: graph.n_forward] for made in each), key=first_read)
+        assert first_read(value) > ops_between
+        leave = ScheduleStep(Action.TO_HOST, value), ScheduleStep(Action.FREE, value)
+        backward = list(graph.runs[graph.n_forward :])
+        backward.insert(first_read(value) - ops_between, ScheduleStep(Action.FROM_HOST, value))
+        return build_schedule(graph, (*graph.runs[: graph.n_forward], *leave), backward)
 
     net, frozen = frozen_net(moved)
     x = torch.randn(5, 6)
     assert same(gradients(net, x), gradients(twin(), x))
     assert frozen.runs.frozen == 1
+    (captured,) = next(iter(frozen._captured.values()))
+    assert ("with prefetching" in captured.first._code.source) == (ops_between > 0)  # type: ignore[union-attr]
 
 
 def test_gradient_layouts_may_change() -> None:
