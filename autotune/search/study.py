@@ -26,7 +26,7 @@ from memtune.autotune.search.study_store import (
 )
 from memtune.autotune.search.trials import make_executor
 from memtune.autotune.space import DAMAGE, Sampler, SearchOptions, baselines
-from memtune.errors import EnvironmentFault, UsageError
+from memtune.errors import UsageError
 from memtune.executors import Executor
 from memtune.ssd import allowed_dirs
 from memtune.workload import split_target
@@ -111,7 +111,7 @@ def _opened_sampler(
     aside, is_new = folder.check_database(), not folder.database.exists()
     try:
         sampler = Sampler(folder.database, setup.space, options.seed)
-    except (EnvironmentFault, *DAMAGE):
+    except DAMAGE:
         if is_new:
             raise
     else:

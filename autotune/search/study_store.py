@@ -21,6 +21,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from memtune.autotune.space import is_unreached
 from memtune.config import TunedConfig, file_texts, save, save_text
 from memtune.errors import EnvironmentFault, UsageError, existing_file
 
@@ -88,7 +89,7 @@ class StudyFolder:
             for each in (self.path.parent, self.path):
                 each.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock.acquire(timeout=0)
-            for partial in self.path.glob(".*.tmp"):  # of a search that was killed while it wrote
+            for partial in self.path.glob(".*.tmp*"):  # of a search that was killed while it wrote
                 partial.unlink(missing_ok=True)
             save_text(
                 self.path / "owner.json",
@@ -200,8 +201,8 @@ class StudyFolder:
         try:
             with contextlib.closing(sqlite3.connect(self.database)) as connection:
                 sound = connection.execute("PRAGMA quick_check").fetchone() == ("ok",)
-        except sqlite3.DatabaseError:
-            sound = False
+        except sqlite3.DatabaseError as error:
+            sound = is_unreached(error)  # whoever opens it next says so
         return None if sound else self.set_database_aside()
 
     def set_database_aside(self) -> Path:

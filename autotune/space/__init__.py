@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         DAMAGE as DAMAGE,
         Sampler as Sampler,
         StoredTrial as StoredTrial,
+        is_unreached as is_unreached,
     )
     from memtune.autotune.space.scoring import (
         Goal as Goal,

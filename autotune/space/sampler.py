@@ -32,7 +32,26 @@ from memtune.executors import TrialResult
 from memtune.technique import Technique
 
 TrialOutcome = Literal["complete", "pruned", "running", "failed"]
-DAMAGE = (KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError)
+_LOCKED_S = 30
+"""Seconds to wait for another process that has the file locked."""
+_UNREACHED = (
+    "SQLITE_BUSY",
+    "SQLITE_LOCKED",
+    "SQLITE_FULL",
+    "SQLITE_CANTOPEN",
+    "SQLITE_READONLY",
+    "SQLITE_PERM",
+)
+
+
+class DamagedStudy(EnvironmentFault):
+    """Error of SQLite or Optuna that the content of the study causes."""
+
+
+DAMAGE = (
+    *(KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError),
+    DamagedStudy,
+)
 """Errors by which Optuna and the validation of results notice a damaged study."""
 _OUTCOMES: dict[TrialState, TrialOutcome] = {
     TrialState.COMPLETE: "complete",
@@ -66,7 +85,7 @@ class Sampler:
         seed: Of the sampler; the same seed and results give the same choices.
 
     Raises:
-        EnvironmentFault: The file cannot be written or is no study.
+        EnvironmentFault: The file cannot be written; `DamagedStudy`, it is no study.
     """
 
     def __init__(self, path: Path, space: Space, seed: int) -> None:
@@ -82,13 +101,9 @@ class Sampler:
             # not.
             tpe = optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True)
         with self._storage_errors():
-            with contextlib.suppress(OSError):  # SQLite reports it
-                os.close(os.open(path, os.O_CREAT | os.O_CLOEXEC, 0o600))  # it would be readable by all
-            storage = optuna.storages.RDBStorage(
-                f"sqlite:///{path}", engine_kwargs={"connect_args": {"timeout": 30}}
-            )
-            event.listen(storage.engine, "connect", _without_fsync)
-            storage.engine.dispose()  # the connection that made the tables
+            if not path.exists():
+                _create(path)
+            storage = _storage(path)
             self._study = optuna.create_study(
                 storage=storage, sampler=tpe, study_name="memtune", direction="minimize", load_if_exists=True
             )
@@ -186,9 +201,12 @@ class Sampler:
         try:
             kept = [each for each in self.trials() if each.outcome != "pruned"]
             found = {each.number: (each.settings, each.result) for each in kept}
-        except (EnvironmentFault, *DAMAGE):
+        except DAMAGE:
             return False
-        return all(found.get(number) == _stored_form(*each) for number, each in results.items())
+        # As text: a loss that is not a number differs from itself.
+        return all(
+            number in found and _text(*found[number]) == _text(*each) for number, each in results.items()
+        )
 
     def close(self) -> None:
         """Release the file."""
@@ -240,6 +258,34 @@ class Sampler:
         return _StorageErrors(self._path)
 
 
+def _create(path: Path) -> None:
+    """Make an empty study at `path`, whole or not at all.
+
+    Optuna makes its tables and their indexes one by one. A process that died between them would leave a table
+    whose names need not be unique, and which later ones take for complete.
+    """
+    partial = path.with_name(f".{path.name}.tmp")
+    with contextlib.suppress(OSError):  # SQLite reports it
+        for rest in path.parent.glob(
+            f"{partial.name}*"
+        ):  # SQLite would play a journal back into the new file
+            rest.unlink()
+        os.close(
+            os.open(partial, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        )  # it would be readable by all
+    _storage(partial).engine.dispose()
+    partial.rename(path)
+
+
+def _storage(path: Path) -> optuna.storages.RDBStorage:
+    storage = optuna.storages.RDBStorage(
+        f"sqlite:///{path}", engine_kwargs={"connect_args": {"timeout": _LOCKED_S}}
+    )
+    event.listen(storage.engine, "connect", _without_fsync)
+    storage.engine.dispose()  # the connection that made the tables
+    return storage
+
+
 def _without_fsync(connection: sqlite3.Connection, _: object) -> None:
     """Commit without waiting for the disk."""
     # Commits survive the death of this process; after a power cut the event log restores the study. Optuna
@@ -257,10 +303,9 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else json.dumps(value)
 
 
-def _stored_form(settings: dict[str, Any], result: TrialResult) -> tuple[dict[str, Any], TrialResult]:
-    """Return settings and result as they are after storing them."""
-    document = json.dumps(result.model_dump(mode="json"))
-    return json.loads(json.dumps(settings)), TrialResult.model_validate_json(document)
+def _text(settings: dict[str, Any] | None, result: TrialResult | None) -> str:
+    """Return settings and result as they are stored."""
+    return json.dumps([settings, result and result.model_dump(mode="json")], sort_keys=True)
 
 
 def _number(trial: FrozenTrial) -> int:
@@ -279,6 +324,16 @@ def _stored(trial: FrozenTrial) -> StoredTrial:
         result=TrialResult.model_validate_json(notes["result"]) if "result" in notes else None,
         reason=notes.get("reason", ""),
     )
+
+
+def is_unreached(error: BaseException | None) -> bool:
+    """Return whether SQLite failed before the content: locked, no space, no permission."""
+    while error is not None:
+        # SQLAlchemy's errors hold SQLite's.
+        if getattr(getattr(error, "orig", error), "sqlite_errorname", "").startswith(_UNREACHED):
+            return True
+        error = error.__cause__
+    return False
 
 
 class _StorageErrors:
@@ -303,7 +358,8 @@ class _StorageErrors:
             error, optuna.exceptions.StorageInternalError | SQLAlchemyError | sqlite3.Error | AssertionError
         ):
             cause = error.__cause__ or error
-            raise EnvironmentFault(
+            kind = EnvironmentFault if is_unreached(error) else DamagedStudy
+            raise kind(
                 f"The study {self._path} cannot be read or written.",
                 evidence=str(cause).strip().split("\n")[0],
                 fix="free space in that folder and continue with --resume, or start a new study with --study",

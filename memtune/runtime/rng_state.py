@@ -3,18 +3,21 @@
 States of Python's and numpy's generators are included on request (`python`).
 
 The user's own generators (`y.bernoulli_(p, generator=mine)`) are included as far as they are known:
-attributes of the region's modules, and arguments of ops of its first run.
+attributes of the region's modules, also those of Python and numpy, and arguments of ops of its first run.
 
 `kept` is for states that passes count. No op makes them, so a recorder is notified (`observe_kept`).
 """
 
 from __future__ import annotations
 
+import _random
+import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -33,7 +36,7 @@ class RandomState:
     cpu: Tensor  # uint8, on the host tier
     on_device: Tensor | None
     device: torch.device | None
-    own: tuple[tuple[Generator, Tensor], ...] = ()
+    own: tuple[tuple[Any, Any], ...] = ()
     """States of the user's own generators."""
     counted: bool = False
     """A pass counts it, and then also the state that `restored` saves."""
@@ -41,7 +44,7 @@ class RandomState:
 
     @classmethod
     def capture(
-        cls, module: nn.Module, generators: Iterable[Generator] = (), *, python: bool = False
+        cls, module: nn.Module, generators: Iterable[Any] = (), *, python: bool = False
     ) -> RandomState:
         """Return the current state, also of `generators` and, if `python`, of Python and numpy."""
         # Without a context no parameter is on a device, and the walk to the first one takes longer than an
@@ -53,14 +56,12 @@ class RandomState:
                 torch.get_rng_state(),
                 _state_on(device),
                 device,
-                tuple((each, each.get_state()) for each in generators),
+                tuple((each, _state_of(each)) for each in generators),
                 python=PythonRandomState.now() if python else None,
             )
 
     @classmethod
-    def kept(
-        cls, module: nn.Module, generators: Iterable[Generator] = (), *, python: bool = False
-    ) -> RandomState:
+    def kept(cls, module: nn.Module, generators: Iterable[Any] = (), *, python: bool = False) -> RandomState:
         """Return the same as `capture`, counted: for a state held until a region has run again."""
         return replace(cls.capture(module, generators, python=python), counted=True)._notify()
 
@@ -72,10 +73,12 @@ class RandomState:
             return True
         now = self.capture(module, [each for each, _ in self.own])
         # Compared by state, not counted by draws: the user's ops draw without telling anyone.
-        pairs = [
-            (self.cpu, now.cpu),
-            *((then, state) for (_, then), (_, state) in zip(self.own, now.own, strict=True)),
-        ]
+        own = [(then, state) for (_, then), (_, state) in zip(self.own, now.own, strict=True)]
+        pairs = [(self.cpu, now.cpu), *(each for each in own if isinstance(each[0], Tensor))]
+        if any(
+            pickle.dumps(then) != pickle.dumps(state) for then, state in own if not isinstance(then, Tensor)
+        ):
+            return False
         if self.on_device is not None and now.on_device is not None:
             pairs.append((self.on_device, now.on_device))
         with without_modes():
@@ -101,7 +104,7 @@ class RandomState:
 
     def _now(self) -> RandomState:
         with tier(HOST):
-            own = tuple((each, each.get_state()) for each, _ in self.own)
+            own = tuple((each, _state_of(each)) for each, _ in self.own)
             python = None if self.python is None else PythonRandomState.now()
             on_device = _state_on(self.device)
             state = RandomState(torch.get_rng_state(), on_device, self.device, own, self.counted, python)
@@ -118,9 +121,30 @@ class RandomState:
         if self.on_device is not None and self.device is not None:
             accelerator.set_rng_state(self.device, self.on_device)
         for generator, state in self.own:
-            generator.set_state(state)
+            _set_state(generator, state)
         if self.python is not None:
             self.python.continue_from()
+
+
+_IN_PYTHON = (_random.Random, np.random.Generator, np.random.RandomState)
+"""Generators of Python and numpy that a module may have beside torch's."""
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, _random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, _random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
 
 
 def _state_on(device: torch.device | None) -> Tensor | None:
@@ -150,12 +174,15 @@ def observe_kept(note: Callable[[Tensor], None]) -> Iterator[None]:
 _notes: list[Callable[[Tensor], None]] = []
 
 
-def generators_of(module: nn.Module) -> list[Generator]:
-    """Return the generators that `module` and its submodules have as attributes."""
+def generators_of(module: nn.Module) -> list[Any]:
+    """Return the generators that `module` and its submodules have as attributes, of any library."""
     found = (
-        value for each in module.modules() for value in vars(each).values() if isinstance(value, Generator)
+        value
+        for each in module.modules()
+        for value in vars(each).values()
+        if isinstance(value, (Generator, *_IN_PYTHON))
     )
-    return list(dict.fromkeys(found))
+    return list({id(each): each for each in found}.values())
 
 
 def generator_of(kwargs: Any) -> Generator | None:
@@ -172,7 +199,7 @@ class NoteGenerators(OpVisitor):
         draws: True if an op has drawn.
     """
 
-    def __init__(self, known: list[Generator]) -> None:
+    def __init__(self, known: list[Any]) -> None:
         self._known, self.found = known, list[tuple[Generator, Tensor]]()
         self.draws = False
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.training_runs import same
@@ -111,6 +113,32 @@ def test_blocks_that_draw_from_a_later_run_on_repeat_their_draws(is_mine: bool) 
             net(torch.randn(32, 16)).square().sum().backward()
             found += [p.grad.clone() for p in net.parameters() if p.grad is not None]
         assert table is None or all(region.contract.draws for region in table.regions)
+        return found
+
+    assert same(gradients(True), gradients(False))
+
+
+@pytest.mark.parametrize(
+    "mine", [lambda: random.Random(3), lambda: np.random.default_rng(3), lambda: np.random.RandomState(3)]
+)
+def test_blocks_repeat_draws_from_their_generators_of_python_and_numpy(mine: Callable[[], Any]) -> None:
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.mine = nn.Linear(16, 16), mine()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.tanh(self.up(x * (1 + 0.01 * self.mine.random())))
+
+    def gradients(recompute: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(*(Scales() for _ in range(3)))
+        if recompute:
+            blocks(None)(net)
+        found = []
+        for _ in range(2):
+            net(torch.ones(4, 16)).square().sum().backward()
+            found += [p.grad.clone() for p in net.parameters() if p.grad is not None]
         return found
 
     assert same(gradients(True), gradients(False))

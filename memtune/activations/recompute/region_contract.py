@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from memtune import refusals
@@ -36,12 +37,10 @@ class RegionContract:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.generators: list[Generator] = []
+        self.generators: list[Any] = []
         """The user's generators from which its forward may draw; known after its first run."""
         self.draws = False
         """An op of its first run drew random numbers, or a later run did."""
-        self.draws_in_python = False
-        """Its first run drew from the generators of Python or numpy."""
         self.reads_back: frozenset[str] | None = None
         """Buffers that its forward has changed and may read so far; None before the first run."""
         self._walk()
@@ -121,8 +120,7 @@ class RegionRun:
             contract.generators = generators_of(contract.module)
         # A pass counts the state as host memory if the region draws.
         random = RandomState.kept if contract.draws else RandomState.capture
-        python = is_first or contract.draws_in_python
-        self._random: RandomState | None = random(contract.module, contract.generators, python=python)
+        self._random: RandomState | None = random(contract.module, contract.generators, python=True)
         self.autocast = autocast_now()
         self.noted = NoteGenerators(contract.generators) if is_first else None
         """Mode of the first and second run: composite ops such as reshape take another path under a mode."""
@@ -148,11 +146,9 @@ class RegionRun:
         # An op may draw and restore the generator's state (`fork_rng`). The generators do not show that, but
         # the noted ops of the first run do.
         drew = self.noted is not None and self.noted.draws
-        if self.noted is not None and random.python is not None:
-            contract.draws_in_python = not random.python.is_now()
-            random = random if contract.draws_in_python else replace(random, python=None)
-            drew = drew or contract.draws_in_python
         contract.draws = contract.draws or drew or not random.is_now(contract.module)
+        if random.python is not None and random.python.is_now():  # it takes time to restore
+            random = replace(random, python=None)
         self._random = random if contract.draws else None
         inputs, self._inputs = self._inputs, []
         if any(tensor._version != version for tensor, version in inputs):

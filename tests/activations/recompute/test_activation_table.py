@@ -179,19 +179,25 @@ def test_identical_inputs_are_identical_in_the_second_run(claim: Any) -> None:
     assert all(torch.equal(one, two) for one, two in zip(gradients(model, x), wanted, strict=True))
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+@pytest.mark.parametrize("begins", [0, 2], ids=["first", "later"])
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, np.random.randn])
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
-def test_draws_of_python_and_numpy_are_repeated(claim: Any, draw: Callable[[], float]) -> None:
+def test_draws_of_python_and_numpy_are_repeated(claim: Any, draw: Callable[[], float], begins: int) -> None:
     """Both in the second run and by the training that follows, as without recomputation."""
+    step = [0]
 
     class Scaled(Block):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x * draw())
+            return super().forward(x * (1 + 0.01 * draw()) if step[0] >= begins else x)
 
     def two_steps(model: nn.Module) -> list[Tensor]:
         random.seed(0)
         np.random.seed(0)
-        return [grad for _ in range(2) for grad in gradients(model, torch.ones(4, 16))]
+        np.random.randn()  # one more is in stock
+        found = []
+        for step[0] in range(begins + 2):
+            found += gradients(model, torch.ones(4, 16))
+        return found
 
     wanted, model = two_steps(make(Scaled)), make(Scaled)
     table_on(model, claim)

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import os
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
 from support.search.prepared_search import AXES, rewriter
 
 from memtune.autotune.space.candidates import Choice
-from memtune.autotune.space.sampler import Sampler
+from memtune.autotune.space.sampler import DAMAGE, Sampler
 from memtune.autotune.space.search_space import Space, build_space
 from memtune.errors import EnvironmentFault, UsageError
 from memtune.executors.base import TrialResult
@@ -136,7 +141,7 @@ import resource, signal, sys
 sys.path[:0] = {sys.path!r}
 from pathlib import Path
 from support.search.prepared_search import AXES, rewriter
-from memtune.autotune.space.sampler import Sampler
+from memtune.autotune.space.sampler import DAMAGE, Sampler
 from memtune.autotune.space.search_space import build_space
 from memtune.errors import EnvironmentFault, UsageError
 from memtune.executors.base import TrialResult
@@ -177,3 +182,58 @@ def test_pruned_suggestion_gives_its_number_back(space: Space, tmp_path: Path):
     assert [each.number for each in again.trials() if each.outcome == "complete"] == [0, 1]
     assert again.ask()[0] == 2
     again.close()
+
+
+def test_sampler_killed_at_any_statement_of_its_first_start_is_continued(space: Space, tmp_path: Path):
+    """Optuna makes its tables statement by statement: one that lacks an index is never completed."""
+
+    def start(path: Path, last: int) -> int:
+        """Open the study in a fork that dies before statement `last`; return its exit code."""
+        pid = os.fork()
+        if pid:
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        count = 0
+
+        def counted(connection: object, cursor: object, statement: str, *_: object) -> None:
+            nonlocal count
+            count += not statement.startswith(("SELECT", "PRAGMA"))
+            if count == last:
+                os._exit(9)
+
+        event.listen(Engine, "before_cursor_execute", counted)
+        Sampler(path, space, 0)
+        os._exit(0)
+
+    deaths = 0
+    while start(tmp_path / f"{deaths}.db", deaths + 1) == 9:
+        deaths += 1
+    assert deaths > 15
+    for each in range(deaths):
+        for _ in range(2):
+            Sampler(tmp_path / f"{each}.db", space, 0).close()
+    rest = {each.name for each in tmp_path.iterdir()} - {f"{each}.db" for each in range(deaths + 1)}
+    assert rest <= {each.name for each in tmp_path.glob(".*.tmp*")}  # which `StudyFolder` removes
+
+
+def test_sampler_holds_results_whose_loss_is_not_a_number(space: Space, tmp_path: Path):
+    sampler, choice = Sampler(tmp_path / "s.db", space, 0), next(iter(space))
+    number, _ = sampler.ask(choice)
+    result = ok(number).model_copy(update={"losses": [1.0, math.nan]})
+    sampler.tell(number, result, 1.0)
+    assert sampler.holds({number: (choice.dump(), result)})
+    assert not sampler.holds({number: (choice.dump(), ok(number))})
+
+
+def test_sampler_whose_database_is_locked_is_not_damaged(
+    space: Space, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    sampler = Sampler(tmp_path / "s.db", space, 0)
+    number, _ = sampler.ask()
+    sampler.tell(number, ok(number), 1.0)
+    sampler.close()
+    monkeypatch.setattr("memtune.autotune.space.sampler._LOCKED_S", 0)
+    with contextlib.closing(sqlite3.connect(tmp_path / "s.db", isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(EnvironmentFault, match="cannot be read or written") as caught:
+            Sampler(tmp_path / "s.db", space, 0)
+    assert not isinstance(caught.value, DAMAGE)
