@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune._replaced import replaced
 from memtune.activations.capture import MOST_ELEMENTS, SIZED_BY_VALUES, ConstantTensors, fakes_look_real
+from memtune.autotune.record.packed_sequences import packing_by_known_lengths
 from memtune.runtime import READ_OUTS, EagerRecorder, OpVisitor, tensors_in
 
 _NUMBER = torch.ops.aten._local_scalar_dense.default
@@ -27,8 +28,8 @@ _ONE_SEQUENCE = (
 
 _SAME_MASKS = "assumed that every batch has masks like those recorded with: the code decides by them"
 _SAME_COUNTS = (
-    "sizes depend on the data (a mask selects, nonzero): they are those of the batches drawn, between which"
-    " sizes of other micro-batches are extrapolated linearly"
+    "sizes depend on the data (a mask selects, nonzero, lengths of packed sequences): they are those of the"
+    " batches drawn, between which sizes of other micro-batches are extrapolated linearly"
 )
 _EVEN_CHOICES = (
     "assumed that choices by computed values (a router's topk or argmax, sort) are spread evenly, that"
@@ -109,6 +110,7 @@ class BatchValues:
         with (
             replaced(Tensor, numpy=numpy),
             replaced(torch.utils, swap_tensors=swap_tensors),
+            packing_by_known_lengths(self.known, self.mode, reads.assume_counts),
             EagerRecorder(reads),
         ):
             yield
@@ -126,7 +128,7 @@ class _KnownValueReads(OpVisitor):
         if func in SIZED_BY_VALUES:
             out = self._known.sized(func, args, kwargs, self._values.mode)
             if out is not None:
-                self._assume(_SAME_COUNTS)
+                self.assume_counts()
                 return out
         if self._values.chooses and func in READ_OUTS:
             self._assume(_EVEN_CHOICES)
@@ -143,6 +145,10 @@ class _KnownValueReads(OpVisitor):
             with _disable_current_modes():
                 value = torch.arange(tensor.numel()).remainder(_CYCLE).to(tensor.dtype).view(tensor.shape)
         return value
+
+    def assume_counts(self) -> None:
+        """Note that sizes depend on values of the batch."""
+        self._assume(_SAME_COUNTS)
 
     def _assume(self, note: str) -> None:
         if note not in self._assumed:

@@ -223,6 +223,59 @@ def test_record_sizes_selections_by_values_of_the_batch(
     assert fake.at(7).peak_bytes() == pytest.approx(real.at(7).peak_bytes(), rel=0.2)  # extrapolated there
 
 
+PACKED = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(40, 64)
+        self.layers = nn.{kind}
+
+    def forward(self, tokens, lengths):
+        hidden = self.embedding(tokens)
+        first = self.layers.batch_first
+        hidden = hidden if first else hidden.transpose(0, 1)
+        packed = pack_padded_sequence(hidden, lengths, batch_first=first, enforce_sorted=False)
+        out, _ = pad_packed_sequence(self.layers(packed)[0], batch_first=first, total_length={total})
+        return out
+
+def model():
+    return Reader()
+
+def batch(size):
+    return torch.randint(40, (size, 48)), 40 - 3 * (torch.arange(size) % 5)
+
+def loss(model, batch):
+    return model(*batch).pow(2).mean()
+"""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["LSTM(64, 96, 2, batch_first=True)", "GRU(64, 48, 2, bidirectional=True, dropout=0.1)", "RNN(64, 128)"],
+)
+def test_record_runs_recurrent_layers_on_packed_sequences(
+    kind: str, tmp_path: Path, table: WorkspaceTable
+) -> None:
+    """Torch reads their lengths in C++; each size runs other ops and is recorded by itself."""
+    path = tmp_path / "reader.py"
+    path.write_text(PACKED.format(kind=kind, total=48 if "GRU" in kind else None))
+    recording = record(Workload.load(path), sizes=(9,), workspace=table)
+    assert recording.rung == "fake"
+    cpu_allocator.install()
+    gc.collect()
+    base = cpu_allocator.live_bytes()
+    real = Real(path)
+    real.step(9)
+    cpu_allocator.reset_peak()
+    real.step(9)
+    assert recording.at(9).peak_bytes() == pytest.approx(cpu_allocator.peak_bytes() - base, rel=0.005)
+
+
 CHOOSING = """
 import torch
 from torch import nn
@@ -520,10 +573,10 @@ class Real:
         self.model: nn.Module = prepare_model(self.workload.build_model()).train()
         self.optimizer = self.workload.make_optimizer(self.model)
 
-    def step(self) -> None:
+    def step(self, size: int = 2) -> None:
         torch.manual_seed(SEED)
         with tier(HOST):
-            batch = self.workload.make_batch(2)
+            batch = self.workload.make_batch(size)
         train_step(self.model, self.optimizer, self.workload.loss, [batch], CPU)
 
 
