@@ -87,12 +87,11 @@ from memtune.activations.recompute.saved_outputs import (
     SkippedCalls,
 )
 from memtune.activations.recompute.second_forward import (
+    CallArguments,
     Replay,
     StopReplay,
     as_input,
     is_plain,
-    leaves_of,
-    mapped,
     once_each,
     refuse_unpack,
 )
@@ -342,12 +341,14 @@ class _Frame:
 
     def __init__(self, table: ActivationTable, region: Region, forward: Any, args: Any, kwargs: Any) -> None:
         self.table, self.region, self._forward = table, region, forward
-        self._args: Any = (args, kwargs)
-        self._foreign = table.own.others(self._args) if table.own is not None else frozenset[int]()
+        self._call: Any = (args, kwargs)
+        self._arguments: CallArguments | None = CallArguments(args, kwargs)
+        leaves = self._arguments.leaves
+        self._foreign = table.own.others(leaves) if table.own is not None else frozenset[int]()
         # FSDP2 registers unsharded parameters for compute, so storages change between calls.
         region.contract.refresh()
         self.fixed = region.contract.names()
-        self.inputs = {id_of(t): t for t in leaves_of(self._args) if is_plain(t)}
+        self.inputs = {id_of(t): t for t in leaves if is_plain(t)}
         self.kept = KeptByStorage()
         self.skipped = SkippedCalls()
         self._named = None if region.only is None else NamedOutputs(region.only)
@@ -389,7 +390,7 @@ class _Frame:
         if region.compared is not None and region.compared.is_here():
             compared, region.compared = region.compared, None
             compared.check()
-        args, kwargs = self._args
+        (args, kwargs), self._call = self._call, None
         self._checks_values = region.policy.is_exact and (
             not region.watched or region.checks_values(self.inputs.values())
         )
@@ -407,7 +408,7 @@ class _Frame:
         if first is not None:
             self._settle()
         else:
-            self._args = None
+            self._arguments = None
         # Exactly the claimed share: the last storage that was kept may have to be cut (Rule 10).
         rest = self._share.partial_tensor()
         if rest is not None:
@@ -445,11 +446,11 @@ class _Frame:
         needed = self.region.last_unpacked = max(self.wanted, default=-1)
         self.skipped.settle(needed, all_kept=self.kept.settle(needed))
         if not self.wanted:  # nothing to recompute, so the inputs are not needed either
-            self._args, self._first = None, None
+            self._arguments, self._first = None, None
             return
-        if self.region.move:
+        if self.region.move and self._arguments is not None:
             claimed = once_each(lambda t: self.claim(t) if is_plain(t) and id_of(t) not in self.fixed else t)
-            self._args = mapped(claimed, self._args)
+            self._arguments.convert(claimed)
         for each in self.kept.calls.values():
             each.settle(self.claim if self.region.move else None)
         self.table.traffic.recomputed_regions.add(self.region.name)
@@ -526,8 +527,9 @@ class _Frame:
 
     def _run_again(self) -> None:
         # Leaves of a new graph: backward must not reach the first run's graph through the second's.
-        args, kwargs = mapped(once_each(as_input), self._args)
-        replay = Replay(self, {id_of(t) for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)})
+        assert self._arguments is not None
+        args, kwargs, leaves = self._arguments.made(once_each(as_input))
+        replay = Replay(self, {id_of(t) for t in leaves if isinstance(t, Tensor)})
         # Fingerprints read `grad_fn`, so the second run records a graph; its hooks refuse any backward
         # through it.
         with torch.enable_grad(), saved_tensors_hooks(replay.pack, refuse_unpack), ExitStack() as stack:

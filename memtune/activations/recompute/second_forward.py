@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memtune.activations.offload import OffloadedTensor, id_of
 from memtune.activations.recompute.fingerprint import Compared, difference, magnitude
@@ -112,23 +112,33 @@ def refuse_unpack(packed: int) -> Tensor:
     )
 
 
-def leaves_of(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
-    """Return the leaves of a call's arguments; plain ones, as of most blocks, without a walk."""
-    args, kwargs = arguments
-    if all(isinstance(each, _LEAVES) for each in (*args, *kwargs.values())):
-        return [*args, *kwargs.values()]
-    return tree_leaves(arguments)
+class CallArguments:
+    """Arguments of a call as the call began, taken apart.
+
+    Containers are made again only for another call: those of the user check what they hold (PackedSequence),
+    and the call may change them.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.leaves: list[Any] = [*args, *kwargs.values()]
+        self._count, self._names, self._spec = len(args), tuple(kwargs), None
+        if not all(isinstance(each, _LEAVES) for each in self.leaves):  # those of most blocks need no walk
+            self.leaves, self._spec = tree_flatten((args, kwargs))
+
+    def convert(self, convert: Callable[[Any], Any]) -> None:
+        """Put `convert(leaf)` in the place of each leaf."""
+        self.leaves = [convert(each) for each in self.leaves]
+
+    def made(self, convert: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
+        """Return args and kwargs of converted leaves, and these."""
+        leaves = [convert(each) for each in self.leaves]
+        if self._spec is None:
+            named = dict(zip(self._names, leaves[self._count :], strict=True))
+            return tuple(leaves[: self._count]), named, leaves
+        return *tree_unflatten(leaves, self._spec), leaves
 
 
-def mapped(convert: Callable[[Any], Any], arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-    """Return the arguments of a call with each leaf converted."""
-    args, kwargs = arguments
-    if all(isinstance(each, _LEAVES) for each in (*args, *kwargs.values())):
-        return tuple(map(convert, args)), {name: convert(each) for name, each in kwargs.items()}
-    return tree_map(convert, arguments)
-
-
-_LEAVES = (Tensor, OffloadedTensor, type(None), bool, int, float, str)
+_LEAVES = (Tensor, type(None), bool, int, float, str)
 
 
 def once_each(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:

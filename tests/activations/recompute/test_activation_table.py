@@ -122,6 +122,64 @@ def test_copied_model_runs_its_own_weights(claim: Any) -> None:
             assert torch.equal(other.eval()(x), plain.eval()(x))
 
 
+class Packed(nn.Module):
+    """The layer's argument is a PackedSequence, which looks into its tensors when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.layer, self.down = nn.Linear(16, 16), nn.LSTM(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(self.up(x)[:, None].expand(-1, 3, -1), [4, 4, 2])
+        return x + self.down(nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0])[0].sum(1))
+
+
+@pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
+def test_packed_sequences_are_arguments(claim: Any) -> None:
+    x, wanted = torch.randn(4, 16), []
+    for is_claimed in (False, True):
+        torch.manual_seed(0)
+        model = Packed()
+        if is_claimed:
+            table_on(model, claim)
+        wanted.append(gradients(model, x))
+    assert all(map(torch.equal, *wanted))
+
+
+def test_arguments_are_repeated_as_the_first_run_found_them() -> None:
+    """Which may have changed the container they came in."""
+
+    class Appends(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.total([x, x.sin()]))
+
+        def total(self, values: list[Tensor]) -> Tensor:
+            return self.inner(values)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Sums()
+
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, values: list[Tensor]) -> Tensor:
+            values.append(values[0].cos())
+            return torch.tanh(self.linear(torch.stack(values).sum(0))).sin()
+
+    x, found = torch.randn(4, 16), []
+    for is_claimed in (False, True):
+        model = make(Appends, 1)
+        if is_claimed:
+            table = ActivationTable(model, ["0.inner"])
+            table.claim_recompute(0)
+            table.install()
+        found.append(gradients(model, x))
+    assert all(map(torch.equal, *found))
+
+
 class Conjugates(Block):
     def forward(self, x: Tensor) -> Tensor:
         both = torch.view_as_complex(self.up(x).view(-1, 32, 2))
