@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ _SAME_COUNTS = (
     "sizes depend on the data (a mask selects, nonzero, lengths of packed sequences): they are those of the"
     " batches drawn, between which sizes of other micro-batches are extrapolated linearly"
 )
+_VALID = "assumed that the arguments of torch.distributions are valid"
 _EVEN_CHOICES = (
     "assumed that choices by computed values (a router's topk or argmax, sort) are spread evenly, that"
     " these values are finite and other conditions on them false: sizes that depend on them differ in"
@@ -94,12 +95,19 @@ class BatchValues:
         """Answer reads of values computed from known ones as in training; note assumptions in `assumed`."""
         reads = _KnownValueReads(self, assumed)
         convert = Tensor.numpy
-        swap: Any = torch.utils.swap_tensors
+        checked, swap = torch._is_all_true, cast(Any, torch.utils.swap_tensors)
 
         def numpy(tensor: Tensor, *, force: bool = False) -> Any:
             values = reads.array(tensor) if isinstance(tensor, FakeTensor) else None
             with _disable_current_modes():
                 return convert(tensor if values is None else values, force=force)
+
+        def is_all_true(valid: Tensor) -> Any:
+            out = checked(valid)
+            if isinstance(out, FakeTensor):
+                reads.assume(_VALID)
+                return True
+            return out
 
         def swap_tensors(one: Tensor, other: Tensor) -> None:
             # `model.bfloat16()` swaps its weights, and torch swaps no tensor that is weakly referenced.
@@ -110,7 +118,8 @@ class BatchValues:
         with (
             replaced(Tensor, numpy=numpy),
             replaced(torch.utils, swap_tensors=swap_tensors),
-            packing_by_known_lengths(self.known, self.mode, reads.assume_counts),
+            replaced(torch, _is_all_true=is_all_true),  # of torch.distributions' validation
+            packing_by_known_lengths(self.known, self.mode, lambda: reads.assume(_SAME_COUNTS)),
             EagerRecorder(reads),
         ):
             yield
@@ -123,15 +132,15 @@ class _KnownValueReads(OpVisitor):
     def before(self, func: Any, args: Any, kwargs: Any) -> Any:
         number = self._known.read_constant(func, args)
         if number is not None:
-            self._assume(_SAME_MASKS)
+            self.assume(_SAME_MASKS)
             return number
         if func in SIZED_BY_VALUES:
             out = self._known.sized(func, args, kwargs, self._values.mode)
             if out is not None:
-                self.assume_counts()
+                self.assume(_SAME_COUNTS)
                 return out
         if self._values.chooses and func in READ_OUTS:
-            self._assume(_EVEN_CHOICES)
+            self.assume(_EVEN_CHOICES)
             is_number = func is _NUMBER and args[0].dtype is not torch.bool
             # A loop until an error is small ends.
             return (_SMALL if args[0].dtype.is_floating_point else 1) if is_number else False
@@ -141,27 +150,24 @@ class _KnownValueReads(OpVisitor):
         """Return values for code that leaves torch (scipy's assignment); None where none may be assumed."""
         value = self._known.value(tensor)
         if value is None and self._values.chooses and tensor.numel() <= MOST_ELEMENTS:
-            self._assume(_EVEN_CHOICES)
+            self.assume(_EVEN_CHOICES)
             with _disable_current_modes():
                 value = torch.arange(tensor.numel()).remainder(_CYCLE).to(tensor.dtype).view(tensor.shape)
         return value
 
-    def assume_counts(self) -> None:
-        """Note that sizes depend on values of the batch."""
-        self._assume(_SAME_COUNTS)
-
-    def _assume(self, note: str) -> None:
+    def assume(self, note: str) -> None:
+        """Note an assumption, once."""
         if note not in self._assumed:
             self._assumed.append(note)
 
     def after(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         inputs = tensors_in([*args, *kwargs.values()])
         if self._values.chooses and func in _CHOOSES and not self._known.are_known(inputs):
-            self._assume(_EVEN_CHOICES)
+            self.assume(_EVEN_CHOICES)
             chosen = out if isinstance(out, Tensor) else out[-1]
             self._known.register(chosen, _spread_evenly(func, args, kwargs, chosen))
         elif self._values.chooses and (finite := _of_finite(func, args)) is not None:
-            self._assume(_EVEN_CHOICES)
+            self.assume(_EVEN_CHOICES)
             with _disable_current_modes():
                 self._known.register(out, torch.full(out.shape, finite))
         else:

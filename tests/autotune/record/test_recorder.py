@@ -276,6 +276,48 @@ def test_record_runs_recurrent_layers_on_packed_sequences(
     assert recording.at(9).peak_bytes() == pytest.approx(cpu_allocator.peak_bytes() - base, rel=0.005)
 
 
+ACTING = """
+import torch
+from torch import nn
+from torch.distributions import Categorical, Dirichlet, Normal
+
+class Policy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.log_std = nn.Linear(8, 36), nn.Parameter(torch.zeros(4))
+
+    def forward(self, seen):
+        choice, mean, share = torch.tanh(self.body(seen)).split((16, 4, 16), -1)
+        return Categorical(logits=choice), Normal(mean, self.log_std.exp()), Dirichlet(share.exp())
+
+def model():
+    return Policy()
+
+def batch(size):
+    return torch.randn(size, 8), torch.randint(16, (size,)), torch.randn(size, 4)
+
+def loss(model, batch):
+    seen, chosen, moved = batch
+    choice, move, share = model(seen)
+    gain = choice.log_prob(chosen) + move.log_prob(moved).sum(-1) + share.entropy()
+    return -(gain + move.rsample().sum(-1)).mean()
+"""
+
+
+def test_record_of_distributions_that_validate_needs_no_real_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "acting.py"
+    path.write_text(ACTING)
+    fake = record(Workload.load(path))
+    assert fake.rung == "fake"
+    assert "assumed that the arguments of torch.distributions are valid" in fake.notes
+    monkeypatch.setattr(recording_session, "RUNGS", {"real-step": recording_session.RUNGS["real-step"]})
+    real = record(Workload.load(path))
+    assert fake.at(4).peak_bytes() == real.at(4).peak_bytes()
+    assert np.array_equal(fake.at(4).storages.bytes, real.at(4).storages.bytes)
+
+
 CHOOSING = """
 import torch
 from torch import nn
