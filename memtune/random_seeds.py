@@ -32,7 +32,7 @@ class PythonRandomState:
         global _last
         words = _words()
         if words is not None and words == _last[0]:
-            return _last[1]
+            return _last[1]  # type: ignore[no-any-return]
         found = cls(random.getstate(), np.random.get_state(legacy=False))
         # A normal number that numpy has in stock is drawn without any change of the words.
         if not found.numpy["has_gauss"]:
@@ -50,7 +50,7 @@ class PythonRandomState:
         np.random.set_state(self.numpy)
 
 
-_last: tuple[Any, Any] = (None, None)
+_last: tuple[Any, Any] = None, None
 """Words of the state that was read last, and it."""
 _PYTHON = random.getstate.__self__  # type: ignore[attr-defined]
 _PYTHON_AT = id(_PYTHON) + object.__basicsize__, _random.Random.__basicsize__ - object.__basicsize__
@@ -59,7 +59,7 @@ _PYTHON_AT = id(_PYTHON) + object.__basicsize__, _random.Random.__basicsize__ - 
 
 def _words() -> tuple[bytes, Any, bytes] | None:
     """Return the words of both generators, None if numpy's is another one than it began with."""
-    generator = np.random.get_bit_generator()
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(generator) is not np.random.MT19937:
         return None
     address = generator.ctypes.state_address  # of its 624 words and index

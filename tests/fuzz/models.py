@@ -70,9 +70,28 @@ PIECES: dict[str, tuple[str, str]] = {
         "self.register_buffer('{n}', torch.zeros(4, W))",
         "self.{n}.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)\n        x = x + self.{n}.mean(0)",
     ),
+    "packed": (
+        "self.{n} = nn.LSTM(W, W, batch_first=True)",
+        "lengths = [x.shape[1], *[x.shape[1] - 1] * (x.shape[0] - 1)]\n"
+        "        y, _ = self.{n}(nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True))\n"
+        "        x = x + nn.utils.rnn.pad_packed_sequence(y, batch_first=True)[0]",
+    ),
+    "sampled": (
+        "self.{n} = nn.Linear(W, W)",
+        "x = x + 0.1 * torch.distributions.Normal(self.{n}(x), 1.0).rsample()",
+    ),
+    "draw": ("pass", "x = x * (1 + 0.1 * random.random())"),
+    "late_draw": (
+        "pass",
+        "if torch.initial_seed() > 7: x = x * (1 + 0.1 * numpy.random.rand())  # from the second step on",
+    ),
+    "own_generator": ("self.{n} = random.Random(3)", "x = x * (1 + 0.1 * self.{n}.random())"),
 }
 """Name → the line of `__init__` and the lines of `forward`; `{n}` is the attribute."""
-STATISTICS = ("dropout", "batch_norm", "branch", "bank", "autocast")
+STATISTICS = (
+    *("dropout", "batch_norm", "branch", "bank", "autocast"),
+    *("sampled", "draw", "late_draw", "own_generator"),
+)
 """Pieces whose result depends on the split of the batch or on random numbers, or is rounded to few bits."""
 LOSSES = {
     "mean": "return (out - y).pow(2).mean()",
@@ -131,7 +150,10 @@ class ModelSpec:
             else ""
         )
         tie = "self.blocks[-1].load_state_dict(self.blocks[0].state_dict()); self.blocks[-1] = self.blocks[0]"
-        return f"""import torch
+        return f"""import random
+
+import numpy
+import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn

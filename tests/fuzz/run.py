@@ -39,6 +39,7 @@ from memtune.device import accelerator, streams
 from memtune.errors import MemtuneError, WorkloadError
 from memtune.offload.gradients import uncleared
 from memtune.program import Recording
+from memtune.random_seeds import seed_all
 from memtune.runtime import DEVICE, HOST, tier
 from memtune.ssd import offload_dir
 from memtune.technique import Exactness, Reason, Target
@@ -305,7 +306,7 @@ def trained(case: Case, path: Path, config: dict[str, Any] | None) -> dict[str, 
             batches = [of.make_batch(size) for _ in range(case.accumulate * case.ranks)]
         if is_rank:
             batches = batches[rank * case.accumulate : (rank + 1) * case.accumulate]
-        torch.manual_seed(7 + step)
+        seed_all(7 + step)
         loss = loop.step(step, batches)
         if is_rank:
             dist.all_reduce(loss)
