@@ -1,7 +1,7 @@
 """Packed sequences on fake tensors, where the lengths are known.
 
 Torch's functions for them read lengths and batch sizes in C++, where a fake tensor has no data. Here they get
-the real ones, and ops that the caller sees take the place of those that write lengths.
+the real ones, and visible ops replace those that write lengths.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def packing_by_known_lengths(
 
 
 class _Pack(torch.autograd.Function):
-    """What torch's kernels do: copies of the rows alive, put one after the other; the reverse in backward."""
+    """Copies of the rows alive, one after the other, and the reverse in backward, as torch's kernels."""
 
     @staticmethod
     def forward(context: Any, input: Tensor, sizes: Tensor, batch_first: bool) -> Tensor:

@@ -202,7 +202,7 @@ class StudyFolder:
             with contextlib.closing(sqlite3.connect(self.database)) as connection:
                 sound = connection.execute("PRAGMA quick_check").fetchone() == ("ok",)
         except sqlite3.DatabaseError as error:
-            sound = is_unreached(error)  # whoever opens it next says so
+            sound = is_unreached(error)  # the next open raises it
         return None if sound else self.set_database_aside()
 
     def set_database_aside(self) -> Path:

@@ -127,7 +127,7 @@ class RandomState:
 
 
 _IN_PYTHON = (_random.Random, np.random.Generator, np.random.RandomState)
-"""Generators of Python and numpy that a module may have beside torch's."""
+"""Generators of other libraries that a module may have."""
 
 
 def _state_of(generator: Any) -> Any:

@@ -126,7 +126,7 @@ class CallArguments:
             self.leaves, self._spec = tree_flatten((args, kwargs))
 
     def convert(self, convert: Callable[[Any], Any]) -> None:
-        """Put `convert(leaf)` in the place of each leaf."""
+        """Replace each leaf by `convert(leaf)`."""
         self.leaves = [convert(each) for each in self.leaves]
 
     def made(self, convert: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:

@@ -147,7 +147,7 @@ def test_packed_sequences_are_arguments(claim: Any) -> None:
 
 
 def test_arguments_are_repeated_as_the_first_run_found_them() -> None:
-    """Which may have changed the container they came in."""
+    """The run may have changed the container they came in."""
 
     class Appends(Block):
         def forward(self, x: Tensor) -> Tensor:
