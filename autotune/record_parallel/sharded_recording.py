@@ -43,9 +43,11 @@ from memtune.errors import MemtuneError, WorkloadError
 from memtune.parallel.model import (
     FIX,
     HEAD_CONTEXT,
+    NO_REPLICAS,
     AttentionCall,
     Load,
     Place,
+    ReplicaRule,
     SequenceLayout,
     Split,
     cut_layers,
@@ -110,7 +112,7 @@ class ShardedRecordings:
         if what in ROTATED:
             return self._rotated(degree, ROTATED[what], ranks)
         if what.startswith(EXPERTS):
-            return self._dispatched(degree, int(what.removeprefix(EXPERTS) or degree), ranks)
+            return self._dispatched(degree, *expert_mode(what, degree), ranks)
         if what.startswith(HEAD_CONTEXT):
             return self._head_context(Split.named(what.removeprefix(HEAD_CONTEXT)), ranks)
         step, sequence = self._plain.step, what == "sequence"
@@ -148,7 +150,9 @@ class ShardedRecordings:
             return fields
         return ShardedRecording(self._translate(recording), fields)
 
-    def _dispatched(self, degree: int, inner_degree: int, ranks: int) -> ShardedRecording | Reason:
+    def _dispatched(
+        self, degree: int, inner_degree: int, rule: ReplicaRule, ranks: int
+    ) -> ShardedRecording | Reason:
         layers, refused, divided, loads = dict[str, int](), list[str](), list[str](), list[Load]()
         change = partial(
             dispatch_session,
@@ -158,6 +162,7 @@ class ShardedRecordings:
             refused=refused,
             divided=divided,
             loads=loads,
+            rule=rule,
         )
         recording = self._recorded(change, ranks)
         if isinstance(recording, Reason):
@@ -169,7 +174,8 @@ class ShardedRecordings:
             return fields
         rows = sum(load.routed for load in loads)
         busiest = sum(load.arriving for load in loads) / rows if rows else 1.0
-        return ShardedRecording(self._translate(recording), {**fields, "busiest": busiest})
+        more = {"busiest": busiest} | ({"worth_rows": rule.worth_rows} if rule.most else {})
+        return ShardedRecording(self._translate(recording), {**fields, **more})
 
     def _divided_fields(
         self, recording: Recording, layers: Collection[str], degree: int, parameters: Sequence[str]
@@ -445,7 +451,16 @@ def rotate_session(
 
 
 EXPERTS = "experts"
-"""Mode of `ShardedRecordings` with divided experts; then the ranks of a node, if rows go there first."""
+"""Mode of `ShardedRecordings` with divided experts; then the ranks of a node, if rows go there first, and the
+replicas of a rank and the rows that each is worth, if there are some.
+"""
+
+
+def expert_mode(what: str, degree: int) -> tuple[int, ReplicaRule]:
+    """Return the ranks of a node and the replicas of a mode with divided experts: `experts4+1:900`."""
+    inner, _, replicas = what.removeprefix(EXPERTS).partition("+")
+    most, _, worth_rows = replicas.partition(":")
+    return int(inner or degree), ReplicaRule(int(most), int(worth_rows)) if most else NO_REPLICAS
 
 
 def dispatch_session(
@@ -457,6 +472,7 @@ def dispatch_session(
     refused: list[str],
     divided: list[str],
     loads: list[Load],
+    rule: ReplicaRule = NO_REPLICAS,
 ) -> None:
     """Divide the experts of `session`'s model; their weights remain plain tensors.
 
@@ -468,6 +484,7 @@ def dispatch_session(
         refused: Receives a line about each module that is not divided.
         divided: Receives the names of the weights that are.
         loads: Receives the rows of every call.
+        rule: Replicas of hot experts.
     """
     found, lines = divisible_experts(session.model, degree)
     layers.update(found)
@@ -476,7 +493,7 @@ def dispatch_session(
     place = Place(meshes("cpu", degree)[1].get_group().group_name, degree, 0)
     owners = owners_of("cpu", degree, inner_degree)
     with session.entered():
-        pieces, owner_of = divide_layers(session.model, found, place, owners, loads)
+        pieces, owner_of, _ = divide_layers(session.model, found, place, owners, loads, rule)
         absent = put_placeholders(session.model, {name for name, owner in owner_of.items() if owner})
         for placeholder in absent.values():
             placeholder.requires_grad_(False)  # is trained by its owner

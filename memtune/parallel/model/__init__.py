@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         divisible_experts as divisible_experts,
         owners_of as owners_of,
     )
+    from memtune.parallel.model.expert_replicas import NO_REPLICAS as NO_REPLICAS, ReplicaRule as ReplicaRule
     from memtune.parallel.model.rotated_experts import order_experts as order_experts
     from memtune.parallel.model.sequence_parallel_layers import (
         divide as divide,

@@ -15,6 +15,7 @@ Five rules:
 4. Gradients of experts are complete on their owner (`expert_dispatch`); all other parameters are replicated,
   and their gradients averaged as with rotating weights, in buckets during the last backward.
 5. All ranks of a group call the same modules in the same order.
+6. Hot experts of a module may have replicas on other ranks (`expert_replicas`).
 
 Sources: Lepikhin et al. 2020, GShard (arXiv:2006.16668); Shen et al. 2022, SE-MoE (arXiv:2205.10034), the
 MoE training system of MoESys.
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.distributed.tensor import DTensor
 
 from memtune import refusals
@@ -37,6 +39,12 @@ from memtune.deferred_init import Piece, keep_only
 from memtune.errors import ApplyError
 from memtune.parallel.model.expert_dispatch import Load, Owners, Route, combined, dispatched, unused
 from memtune.parallel.model.expert_lists import ExpertList, list_refusal
+from memtune.parallel.model.expert_replicas import (
+    NO_REPLICAS,
+    Boundaries,
+    ReplicaRule,
+    ReplicatedLayer,
+)
 from memtune.parallel.model.tensor_parallel import (
     LastBackward,
     Place,
@@ -46,7 +54,7 @@ from memtune.parallel.model.tensor_parallel import (
 )
 from memtune.parallel.ranks import SharedNorms, keep_own, require_groups, require_ranks
 from memtune.parallel.sharding import meshes, rebind
-from memtune.runtime import Context, ForwardWrapper, local, node_topology
+from memtune.runtime import Context, ForwardWrapper, after_step, local, node_topology
 
 
 class Experts:
@@ -58,11 +66,19 @@ class Experts:
         experts: Number of experts over all ranks.
         owners: The ranks that own them.
         seen: Receives the load of each call while a step is recorded.
+        replicas: Its replicas on other ranks; None: there are none.
     """
 
     def __init__(
-        self, module: nn.Module, name: str, experts: int, owners: Owners, seen: list[Load] | None = None
+        self,
+        module: nn.Module,
+        name: str,
+        experts: int,
+        owners: Owners,
+        seen: list[Load] | None = None,
+        replicas: ReplicatedLayer | None = None,
     ) -> None:
+        self.replicas = replicas
         self.module, self.name, self.experts, self.owners = module, name, experts, owners
         self._seen, self._forward = seen, module.forward
         self._names = tuple(inspect.signature(module.forward).parameters)
@@ -77,9 +93,10 @@ class Experts:
         if index.shape != weights.shape or index.dim() != 2 or x.shape[:-1] != index.shape[:1]:
             raise self._other_tensors(x, index, weights)
         route = self._route(index.flatten())
+        held = self._weights()
         rows, row_weights = dispatched(x, weights, route)
         assert row_weights is not None
-        made = self._at_owner(rows, route.experts.unsqueeze(1), row_weights.unsqueeze(1))
+        made = self._at_hosts(held, rows, route.experts, row_weights)
         # The rows are not needed while their outputs travel.
         del rows, row_weights
         return combined(made, index.shape[1], route)
@@ -91,27 +108,73 @@ class Experts:
         torch._assert_async(counts.sum() == len(x))
         experts = torch.arange(self.experts, device=x.device)
         route = self._route(torch.repeat_interleave(experts, counts.to(torch.int64), output_size=len(x)))
+        held = self._weights()
         rows, _ = dispatched(x, None, route)
-        # Rows arrive sorted by rank, then expert.
-        order = torch.argsort(route.experts, stable=True)
-        mine = torch.zeros(self.experts // self.owners.ranks, dtype=torch.int64, device=x.device)
-        mine = mine.scatter_add(0, route.experts, torch.ones_like(route.experts)).to(counts.dtype)
-        made = self._at_owner(rows.index_select(0, order), mine)
-        return combined(made.index_select(0, torch.argsort(order)), 1, route)
+        return combined(self._at_hosts(held, rows, route.experts, counts.dtype), 1, route)
 
     def _route(self, index: Tensor) -> Route:
-        route = Route.from_index(index, self.experts, self.owners)
+        experts = self.experts
+        if self.replicas is not None:
+            index, experts = self.replicas.slots_of(index), self.replicas.slots * self.owners.ranks
+        route = Route.from_index(index, experts, self.owners)
         if self._seen is not None:
             self._seen.append(Load(len(index), len(route.experts)))
         return route
 
-    def _at_owner(self, rows: Tensor, *others: Tensor) -> Tensor:
-        """Return the outputs of the rows that have arrived."""
-        with self._owned() as mine:
+    def _weights(self) -> list[dict[str, Tensor]]:
+        """Return the weights of this rank's own experts by name, then those of its guests."""
+        own = {name: local(each) for name, each in self.module._parameters.items() if each is not None}
+        if self.replicas is None:
+            return [own]
+        return [own, dict(zip(own, self.replicas.weights(list(own.values())), strict=True))]
+
+    def _at_hosts(
+        self, held: list[dict[str, Tensor]], rows: Tensor, experts: Tensor, other: Tensor | torch.dtype
+    ) -> Tensor:
+        """Return the outputs of the rows that have arrived for `experts`: own ones, then guests.
+
+        `other` has the weight of each row, or the type of the numbers of rows.
+        """
+        mine = self.experts // self.owners.ranks
+        if self.replicas is None:
+            return self._at_host(held[0], mine, rows, experts, other)
+        is_guest, n_guests = experts >= mine, self.replicas.n_guests
+        # Two runs, so that no weight is copied.
+        order = torch.argsort(is_guest.to(torch.uint8), stable=True)
+        n_own = len(rows) - _number(is_guest, len(rows) * n_guests // (mine + n_guests))
+        made = []
+        for weights, n_experts, first, at in zip(
+            held, (mine, n_guests), (0, mine), (order[:n_own], order[n_own:]), strict=True
+        ):
+            given = other.index_select(0, at) if isinstance(other, Tensor) else other
+            part = rows.index_select(0, at), experts.index_select(0, at) - first
+            made.append(self._at_host(weights, n_experts, *part, given))
+        return torch.cat(made).index_select(0, torch.argsort(order))
+
+    def _at_host(
+        self,
+        weights: dict[str, Tensor],
+        n_experts: int,
+        rows: Tensor,
+        experts: Tensor,
+        other: Tensor | torch.dtype,
+    ) -> Tensor:
+        """Return the outputs of rows of `n_experts` experts, whose weights are given."""
+        if isinstance(other, Tensor):
+            return self._run_with(weights, n_experts, rows, experts.unsqueeze(1), other.unsqueeze(1))
+        # Rows arrive sorted by rank, then expert.
+        order = torch.argsort(experts, stable=True)
+        counts = torch.zeros(n_experts, dtype=torch.int64, device=rows.device)
+        counts = counts.scatter_add(0, experts, torch.ones_like(experts)).to(other)
+        made = self._run_with(weights, n_experts, rows.index_select(0, order), counts)
+        return made.index_select(0, torch.argsort(order))
+
+    def _run_with(self, weights: dict[str, Tensor], n_experts: int, rows: Tensor, *others: Tensor) -> Tensor:
+        with self._holding(weights, n_experts):
             if len(rows):
                 made: Tensor = self._forward(rows, *others)
             else:
-                inputs = [each for each in (rows, *others, *mine) if each.is_floating_point()]
+                inputs = [each for each in (rows, *others, *weights.values()) if each.is_floating_point()]
                 made = unused(*inputs)
         return made
 
@@ -126,18 +189,25 @@ class Experts:
         )
 
     @contextmanager
-    def _owned(self) -> Iterator[list[Tensor]]:
-        """Give the module its local weights, and their number where it has a number of experts."""
+    def _holding(self, weights: dict[str, Tensor], n_experts: int) -> Iterator[None]:
+        """Give the module these weights, and their number where it has a number of experts."""
         whole = {name: weight for name, weight in self.module._parameters.items() if weight is not None}
         numbers = _numbers(self.module, self.experts)
-        mine = {name: local(weight) for name, weight in whole.items()}
-        self.module._parameters.update(mine)  # type: ignore[arg-type]
-        vars(self.module).update(dict.fromkeys(numbers, self.experts // self.owners.ranks))
+        self.module._parameters.update(weights)  # type: ignore[arg-type]
+        vars(self.module).update(dict.fromkeys(numbers, n_experts))
         try:
-            yield list(mine.values())
+            yield
         finally:
             self.module._parameters.update(whole)
             vars(self.module).update(dict.fromkeys(numbers, self.experts))
+
+
+def _number(is_guest: Tensor, assumed: int) -> int:
+    """Return the number of rows of guests; `assumed` in a recording without values."""
+    try:
+        return int(is_guest.sum())
+    except DataDependentOutputException:
+        return assumed
 
 
 def _numbers(module: nn.Module, experts: int) -> list[str]:
@@ -203,13 +273,20 @@ def _takes_tokens(forward: Callable[..., Any]) -> bool:
 
 
 def divide_layers(
-    model: nn.Module, layers: dict[str, int], place: Place, owners: Owners, seen: list[Load] | None = None
-) -> tuple[dict[str, Piece], dict[str, int]]:
+    model: nn.Module,
+    layers: dict[str, int],
+    place: Place,
+    owners: Owners,
+    seen: list[Load] | None = None,
+    rule: ReplicaRule = NO_REPLICAS,
+) -> tuple[dict[str, Piece], dict[str, int], list[ReplicatedLayer]]:
     """Divide `layers`: replace the weights of modules by this rank's, and the forwards of modules and lists.
 
     Returns:
-        The piece of each weight of modules, and the owner of each weight of lists, which all remain here.
+        The piece of each weight of modules, the owner of each weight of lists, which all remain here, and the
+        modules' replicas, if there may be some.
     """
+    replicas: list[ReplicatedLayer] = []
     piece, pieces, owner_of = Piece(0, place.ranks, place.rank), dict[str, Piece](), dict[str, int]()
     for name, experts in layers.items():
         module = model.get_submodule(name)
@@ -224,8 +301,12 @@ def divide_layers(
             if whole is not None:
                 module._parameters[each] = part(whole, piece, place.mesh)
                 pieces[f"{name}.{each}"] = piece
-        Experts(module, name, experts, owners, seen)
-    return pieces, owner_of
+        if rule.most:
+            replicas.append(
+                ReplicatedLayer(experts, place.group, place.ranks, place.rank, rule, seen is not None)
+            )
+        Experts(module, name, experts, owners, seen, replicas[-1] if rule.most else None)
+    return pieces, owner_of, replicas
 
 
 def owners_of(device_type: str, degree: int, inner_degree: int | None) -> Owners:
@@ -236,7 +317,13 @@ def owners_of(device_type: str, degree: int, inner_degree: int | None) -> Owners
     return Owners(((nodes.inside.group_name, nodes.local), (nodes.between.group_name, nodes.nodes)))
 
 
-def divide_experts(context: Context, layers: Sequence[str], degree: int, inner_degree: int | None) -> None:
+def divide_experts(
+    context: Context,
+    layers: Sequence[str],
+    degree: int,
+    inner_degree: int | None,
+    rule: ReplicaRule = NO_REPLICAS,
+) -> None:
     """Divide the experts of `layers` over groups of `degree` ranks and rebind the optimizer.
 
     Args:
@@ -244,6 +331,7 @@ def divide_experts(context: Context, layers: Sequence[str], degree: int, inner_d
         layers: Modules of experts, by name.
         degree: Ranks of a group; divides the number of ranks and of experts.
         inner_degree: Ranks of a node, among which rows are sent first; None sends them at once.
+        rule: Replicas of hot experts.
 
     Raises:
         ApplyError: There is no process group, `degree` does not divide it, the ranks' weights differ, or a
@@ -261,7 +349,8 @@ def divide_experts(context: Context, layers: Sequence[str], degree: int, inner_d
     before = dict(context.model.named_parameters())
     owners = owners_of(context.device.type, degree, inner_degree)
     place = Place(mesh.get_group().group_name, degree, mesh.get_local_rank(), mesh)
-    pieces, owner_of = divide_layers(context.model, {name: found[name] for name in layers}, place, owners)
+    own = {name: found[name] for name in layers}
+    pieces, owner_of, replicas = divide_layers(context.model, own, place, owners, rule=rule)
     keep_only(context.model, pieces)
     rebind(context.optimizer, before, dict(context.model.named_parameters()))
     mix_plain_and_sharded()
@@ -271,7 +360,12 @@ def divide_experts(context: Context, layers: Sequence[str], degree: int, inner_d
     context.events.states_sharded.subscribe(lambda: average_whole(context, divided, mesh, copies))
     if owner_of:
         _keep_own(context, owner_of, place, mesh.get_group())
-    context.checks["sharding.parallel"] = lambda: _check(context, layers, divided, degree)
+    if replicas:
+        after_step(context.optimizer, Boundaries(replicas).step)
+    context.checks["sharding.parallel"] = lambda: (
+        _check(context, layers, divided, degree)
+        | ({"replicas": sum(len(mine) for layer in replicas for mine in layer.guests)} if replicas else {})
+    )
 
 
 def _keep_own(context: Context, owner_of: dict[str, int], place: Place, group: dist.ProcessGroup) -> None:

@@ -296,6 +296,25 @@ def test_two_ranks_train_as_one_with_clipping_as_predicted() -> None:
         assert max(rank[""][0] for rank, _ in found) == pytest.approx(predicted, rel=0.02)
 
 
+EXPERT_BYTES = 4 * (4 * DIM * DIM + 2 * DIM * DIM)
+REPLICATED_EXPERTS: dict[str, Any] = {"replicas": 1, "worth_rows": 0, "replica_steps": 1}
+
+
+def test_hot_experts_have_replicas_and_train_as_one_as_predicted() -> None:
+    """An expert of the busiest rank is copied to the other: 1.25 instead of 1.75 times the mean."""
+    made = candidate(KIND, HASHED, **REPLICATED_EXPERTS)
+    assert made.plans["sharding.parallel"].document()["busiest"] == 1.25
+    found = run_ranks(both, 2, config(KIND, path=HASHED, **REPLICATED_EXPERTS), HASHED)
+    assert_trained_as_one([run for _, run in found], trained(2, None, True, path=HASHED))
+    assert [run["audit"]["sharding.parallel"]["replicas"] for _, run in found] == [LAYERS, LAYERS]
+    # Weights of an expert go to its host, gradients to the owner; numbers of rows, and the sum of all counts.
+    more = LAYERS * (EXPERT_BYTES + 8 + 8 * EXPERTS)
+    assert [rank[""][1:] for rank, _ in found] == [(exchanged(2, r) + REPLICATED + more, 0) for r in range(2)]
+    if cpu_allocator.available() is None:
+        predicted = simulate(made.program, hardware.detect("cpu")).peak_allocated_bytes
+        assert max(rank[""][0] for rank, _ in found) == pytest.approx(predicted, rel=0.02)
+
+
 def test_list_of_experts_trains_as_one_with_clipping_as_predicted() -> None:
     """Also buffers of the router, which runs twice, and an expert to which no row is sent."""
     made = candidate(KIND, LISTED)
@@ -416,6 +435,26 @@ def test_four_ranks_train_as_one(path: Path, knobs: dict[str, Any]) -> None:
     document = config(KIND, 4, path=path, **knobs)
     found = run_ranks(trained, 4, 4, document, True, accumulate, False, path)
     assert_trained_as_one(found, trained(4, None, True, accumulate, path=path), atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "knobs", [{"replicas": 1}, {"replicas": 2, "inner_degree": 2}, {"replicas": 1, "accumulate": 2}], ids=str
+)
+@pytest.mark.parametrize("path", [STACKED, HASHED, SORTED, MIXTRAL], ids=lambda path: path.stem)
+def test_replicas_on_four_ranks_train_as_one(path: Path, knobs: dict[str, Any]) -> None:
+    """Also blocks that run again in backward, between whose runs the replicas do not change."""
+    accumulate = knobs.get("accumulate", 1)
+    slots = {"recompute": {"kind": "full"}}
+    document = config(KIND, 4, slots, path, **REPLICATED_EXPERTS | knobs)
+    found = run_ranks(trained, 4, 4, document, True, accumulate, False, path)
+    assert_trained_as_one(found, trained(4, None, True, accumulate, path=path), atol=1e-5)
+    if path == HASHED:
+        assert found[0]["audit"]["sharding.parallel"]["replicas"] > 0
+
+
+def test_experts_of_a_list_have_no_replicas() -> None:
+    assert "no replicas" in refusal(KIND, LISTED, replicas=1)
 
 
 class TestExpertParallel(ShardedSuite):
