@@ -58,7 +58,7 @@ class GradientPlaces:
             if self._block_of[each] == block
         }
         if mine:
-            self._gradients.finish_copies()
+            self._gradients.offloaded.finish_copies()
             # Freed before the reload, because a resident chunk would not be loaded again.
             self._units.free(sorted(mine))
 

@@ -9,6 +9,7 @@ from memtune._door import open_door
 if TYPE_CHECKING:
     from memtune.offload.gradients.block_grad_ready_pass import (
         BlockGradients as BlockGradients,
+        Rows as Rows,
         average_on_device as average_on_device,
         averaged as averaged,
         bytes_in_copies as bytes_in_copies,
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from memtune.offload.gradients.grad_clipping import clip_everywhere as clip_everywhere
     from memtune.offload.gradients.grad_ready_pass import (
         ReadyGradients as ReadyGradients,
-        Rows as Rows,
         average_ready as average_ready,
         end_of_backward as end_of_backward,
         own_storage as own_storage,
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
         reduced_among as reduced_among,
     )
     from memtune.offload.gradients.grad_scaler import unscale_everywhere as unscale_everywhere
+    from memtune.offload.gradients.offloaded_gradients import (
+        OffloadedGradients as OffloadedGradients,
+        Sums as Sums,
+    )
     from memtune.offload.gradients.uncleared import warn_uncleared as warn_uncleared
     from memtune.offload.gradients.version_checks import (
         ExternalWrites as ExternalWrites,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from memtune.program import (
     FOREVER,
@@ -28,6 +29,8 @@ from memtune.program import (
     raw_gradients,
     rows_of_gradients,
 )
+
+Rows = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,23 +54,12 @@ class BlockGradients:
             rows = rows_of_gradients(step)
             moment = (2 * len(step.blocks) - 1 - columns.block[rows.parameter]).astype(np.int32)
             return cls(rows.parameter, rows.raw, rows.sums, rows.after, moment, rows.n_bytes)
-        raw = raw_gradients(step)
-        parameter_of = np.full(step.storages.n, -1, np.int32)
-        trained = np.flatnonzero((columns.gradient >= 0) & (columns.block >= 0) & (raw >= 0)).astype(np.int32)
-        parameter_of[columns.gradient[trained]] = trained
-        parameter = parameter_of[step.grad_order]
-        # In the order in which autograd accumulates them; gradients outside of the blocks drop out.
-        parameter = parameter[parameter >= 0]
-        gradient = columns.gradient[parameter]
-        summed = step.storages.producer[gradient] < 0
-        after = complete_after(step, gradient, raw[parameter])
-        # Stable: several gradients of one op keep autograd's order.
-        order = np.argsort(after, kind="stable")
+        trained = (columns.gradient >= 0) & (columns.block >= 0) & (raw_gradients(step) >= 0)
+        parameters = np.flatnonzero(trained)
+        index, raw, sums, after = in_ready_order(step, parameters)
+        parameter = parameters[index].astype(np.int32)
         moment = 2 * len(step.blocks) - 1 - columns.block[parameter]
-        sums = np.where(summed, gradient, -1).astype(np.int32)
-        parts = (parameter, raw[parameter], sums, after, moment.astype(np.int32))
-        parameter, made, sums, after, moment = (column[order] for column in parts)
-        return cls(parameter, made, sums, after, moment, step.storages.bytes[made])
+        return cls(parameter, raw, sums, after, moment.astype(np.int32), step.storages.bytes[raw])
 
     def free_in(self, edit: Edit) -> None:
         """Let gradients be freed after their last use; buckets of an average already are."""
@@ -75,6 +67,26 @@ class BlockGradients:
         trained = self.raw[self.raw < len(edit.storages.held_until)]
         edit.storages.held_until[trained] = -1
         edit.storages.kind[trained] = Kind.TEMPORARY
+
+
+def in_ready_order(step: Step, parameters: Rows) -> tuple[I32, I32, I32, I32]:
+    """Return the gradients of `parameters` as autograd accumulates them.
+
+    Returns:
+        (gradients,) indices into `parameters`; what a micro-batch produces; its sum, -1 in the only or first
+        micro-batch; and the op after which each is ready.
+    """
+    columns, raw = columns_of(step.parameters), raw_gradients(step)
+    index_of = np.full(step.storages.n, -1, np.int32)
+    index_of[columns.gradient[parameters]] = np.arange(len(parameters), dtype=np.int32)
+    index = index_of[step.grad_order]
+    index = index[index >= 0]
+    gradient, made = columns.gradient[parameters][index], raw[parameters][index]
+    sums = np.where(step.storages.producer[gradient] < 0, gradient, -1).astype(np.int32)
+    after = complete_after(step, gradient, made)
+    # Stable: gradients of one op are ready in the order in which autograd returns them.
+    order = np.argsort(after, kind="stable")
+    return index[order], made[order], sums[order], after[order]
 
 
 @functools.lru_cache(maxsize=8)

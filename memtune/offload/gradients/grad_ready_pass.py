@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from memtune.offload.core import bucket_ends
-from memtune.offload.gradients.block_grad_ready_pass import average_in_buckets
+from memtune.offload.gradients.block_grad_ready_pass import Rows, average_in_buckets, in_ready_order
 from memtune.program import (
     FOREVER,
     I32,
@@ -45,26 +44,15 @@ class ReadyGradients:
     """Ops that sum micro-batches on the device; under offload the host sums."""
 
 
-Rows = npt.NDArray[np.intp]
-
-
 def ready_gradients(step: Step, parameters: Rows, watched: int, bucket_bytes: int) -> ReadyGradients:
     """Return the grad-ready order of `parameters`, without `parameters[watched]`."""
-    columns, raw = columns_of(step.parameters), raw_gradients(step)[parameters]
-    index_of = np.full(step.storages.n, -1, np.int32)
-    index_of[columns.gradient[parameters]] = np.arange(len(parameters), dtype=np.int32)
-    index = index_of[step.grad_order]
-    index = index[(index >= 0) & (index != watched)]
-    gradient = columns.gradient[parameters][index]
-    summed, after = step.storages.producer[gradient] < 0, complete_after(step, gradient, raw[index])
-    order = np.argsort(after, kind="stable")
-    # Stable: gradients of one op are ready in the order in which autograd returns them.
-    index, after, sums = index[order], after[order], np.where(summed, gradient, -1)[order].astype(np.int32)
+    ready = in_ready_order(step, parameters)
+    index, raw, sums, after = (column[ready[0] != watched] for column in ready)
     full = np.zeros(len(index), np.int32)
-    full[bucket_ends(step.storages.bytes[raw[index]].tolist(), bucket_bytes)] = 1
+    full[bucket_ends(step.storages.bytes[raw].tolist(), bucket_bytes)] = 1
     bucket, adds = (np.cumsum(full) - full).astype(np.int32), after[sums >= 0]
-    resident = int(columns.gradient[parameters][watched]) if len(parameters) else -1
-    return ReadyGradients(index, raw[index], sums, after, bucket, full.astype(bool), resident, adds)
+    resident = int(columns_of(step.parameters).gradient[parameters][watched]) if len(parameters) else -1
+    return ReadyGradients(index, raw, sums, after, bucket, full.astype(bool), resident, adds)
 
 
 def average_ready(edit: Edit, step: Step, offloaded: Rows, ranks: int) -> None:

@@ -57,7 +57,7 @@ class PackOffloader:
         self.gradients = BlockGradients(context, self._blocks, averages=averages, room_bytes=room_bytes)
         # Gradients of packs that ran first are used and freed before the step ends, so the user cannot see
         # all.
-        self.gradients.shows = False
+        self.gradients.offloaded.shows = False
         self._updates = BlockUpdates(
             context, optimizer, self._blocks, self.gradients, Overlap(deferred), self.units
         )
@@ -149,13 +149,13 @@ class PackOffloader:
                 if not self._load_parts:
                     units.fill_finished()
         for number in self._gradient_parts.pop() if self._gradient_parts else ():
-            self.gradients.start_copy(*self._kept_gradients[number])
+            self.gradients.offloaded.add(*self._kept_gradients[number])
             if number == len(self._kept_gradients) - 1:
                 self._kept_gradients = []
 
     def end(self, pack: Span, *, update: bool, resident: bool = False) -> None:
         """End a pack: wait for its D2H copies, free it unless `resident`, start complete updates."""
-        self.gradients.finish_copies()
+        self.gradients.offloaded.finish_copies()
         # After the copies: they read the gradients of these blocks' memory.
         if not resident:
             self.units.free(range(*pack))
@@ -198,7 +198,8 @@ class PackOffloader:
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._updates.early.step_goes_on()
         self.units.step_begins()
-        self.gradients.step_begins()
+        self.gradients.offloaded.require_unchanged()
+        self.gradients.offloaded.forget()
         self._updates.early.forget()
 
     def check(self) -> dict[str, Any]:

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from memtune.offload.optimizer.host_optimizer import (
         HostOptimizer as HostOptimizer,
         Update as Update,
-        add_gradient as add_gradient,
         refuse_added_parameters as refuse_added_parameters,
         write_during_update_error as write_during_update_error,
     )

@@ -10,14 +10,15 @@ step.
 
 Invariants:
 
-- The device holds two buckets at most: the one being filled and the one in D2H copies.
+- The device holds two buckets at most: the one being filled and the one in D2H copies
+  (`offload.gradients.OffloadedGradients`).
 - Updates inside backward run on one thread. Gradients that wait for them are bounded by `PendingUpdates`.
 - The smallest gradient is the sentinel: it is resident until the step. Where gradients cannot be shown
   (`runtime.shown_grad`) or some are used inside backward, code of the user's that scales gradients after
   backward changes either the sentinel or only the host sums, and both raise MT364; torch's functions that
   clip change all (`offload.gradients.grad_clipping`).
-- A backward that raises drops the gradients that have not reached the host sum. If it had begun updates, the
-  step cannot be undone and is refused until a state dict is loaded.
+- A backward that raises after it has begun updates is a step that cannot be undone: it is refused until a
+  state dict is loaded.
 
 Source: Ren et al. 2021, ZeRO-Offload (arXiv:2101.06840).
 """
@@ -33,25 +34,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune import refusals
 from memtune.errors import ApplyError
 from memtune.offload.core import Trigger, own_grad, resident_count, sentinel_index
-from memtune.offload.gradients import SentinelGradient, WatchedGradients
-from memtune.offload.optimizer.host_optimizer import add_gradient
+from memtune.offload.gradients import OffloadedGradients, SentinelGradient
 from memtune.runtime import (
     BackwardEnd,
     Context,
     EarlyUpdates,
     UncopiedHook,
     before_step,
-    hide_grad_of,
     hide_spent,
     local,
     show_as_spent,
-    show_grad_of,
-    to_host_together,
-    transfer,
     weakly,
 )
 
@@ -97,8 +92,7 @@ class GradientOffload:
         expect: Callable[[list[nn.Parameter]], None] | None = None,
     ) -> None:
         placement = context.placement
-        self._check, self._updates, self._expect = check, updates, expect
-        self._bucket_bytes, self._trigger = bucket_bytes, trigger
+        self._check, self._updates, self._expect, self._trigger = check, updates, expect, trigger
         self._before_grad_use = context.events.before_grad_use
         trained = _trained(context)
         # Bytes are those of the largest rank's rows, so that all ranks choose the same sentinel.
@@ -129,17 +123,23 @@ class GradientOffload:
         ]
         self._missing: dict[int, set[nn.Parameter]] = {}  # by block: not on the host in this micro-batch
         self._offloaded_ids = {id(each) for each in self._hosts}
-        self._bucket: list[tuple[nn.Parameter, Tensor]] = []  # (parameter, its gradient on the device)
-        self._held_bytes = 0  # of the bucket
-        self._in_flight: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # (parameter, source, host copy)
         self._is_last = False  # inside the last micro-batch, whose gradients may be used for updates
         self._backward_end = BackwardEnd(self._backward_ends, self._backward_raised)
         self._early_updates = EarlyUpdates(context, "parameter")
         resident = [parameter for parameter in trained if parameter not in self._hosts]
-        self._version_check = WatchedGradients(context, resident, self._hosts.values(), _OTHER)
         # ZeRO's ranks have rows of a gradient whose weight is whole: there is none to show.
-        self._shows = all(local(p).shape == local(host).shape for p, host in self._hosts.items())
-        self._divided = [] if self._shows else [p for p in offloaded if p is not self._sentinel.parameter]
+        shows = all(local(p).shape == local(host).shape for p, host in self._hosts.items())
+        self._gradients = OffloadedGradients(
+            context,
+            self._hosts,
+            resident,
+            _OTHER,
+            bucket_bytes=bucket_bytes,
+            shows=shows,
+            before_copies=self._expect_updates,
+            arrived=self._arrived,
+        )
+        self._divided = [] if shows else [p for p in offloaded if p is not self._sentinel.parameter]
         self._sentinel_missing = self._is_shown = False
         context.events.grads_cleared.subscribe(self._on_grads_cleared)
         # Weakly, and not copied: the model must not keep the offloader, and a deep copy must not offload into
@@ -147,7 +147,6 @@ class GradientOffload:
         context.undo.callback(
             context.model.register_forward_pre_hook(UncopiedHook(weakly(self._forward_begins))).remove
         )
-        self.buckets = self.sent_bytes = 0
         self._register_grad_hooks(context)
         # A context that was there, such as DDP's `no_sync`, runs inside this one.
         self._outer_sync, context.loop.sync = context.loop.sync, self.sync
@@ -178,10 +177,8 @@ class GradientOffload:
                 code="MT315",
             )
         else:
-            for parameter in (*self._hosts, self._sentinel.parameter):
-                context.undo.callback(
-                    parameter.register_post_accumulate_grad_hook(weakly(self._on_grad_ready)).remove
-                )
+            watched = (*self._hosts, self._sentinel.parameter)
+            self._gradients.call_when_ready(context, watched, weakly(self._on_grad_ready))
 
     @contextmanager
     def sync(self, last: bool) -> Iterator[None]:
@@ -207,11 +204,12 @@ class GradientOffload:
             self._is_last = False
 
     def _on_grad_ready(self, parameter: Tensor) -> None:
-        """Put a ready gradient in the bucket, and send the bucket when it is full; grad-ready hook."""
+        """Offload a ready gradient; the sentinel's stays; grad-ready hook."""
         gradient = parameter.grad
-        assert gradient is not None
         # Queued by the first gradient: autograd accepts a callback only while a backward runs.
         self._backward_end.expect()
+        if gradient is None:
+            return  # the user's hook has used and freed it
         if id(parameter) not in self._offloaded_ids:
             if parameter is self._sentinel.parameter:
                 self._sentinel.on_grad_ready()
@@ -221,48 +219,22 @@ class GradientOffload:
             return
         assert isinstance(parameter, nn.Parameter)
         self._early_updates.require_first(parameter)
-        here = local(gradient)
-        self._bucket.append((parameter, here))
-        self._held_bytes += here.nbytes
-        # The bucket has the only reference: autograd starts the next micro-batch with a new gradient.
+        # Autograd starts the next micro-batch with a new gradient.
         parameter.grad = None
-        if self._held_bytes >= self._bucket_bytes:
-            del gradient, here
-            self._send()
+        self._gradients.add(parameter, gradient)
 
-    @torch.no_grad()
-    def _send(self) -> None:
-        """Start the D2H copies of the bucket, after those of the previous one have finished."""
-        # Before any copy starts: at most two buckets are on the device.
-        self._finish_copies()
+    def _expect_updates(self, parameters: list[nn.Parameter]) -> None:
         if self._is_last and self._expect is not None:
             # An optimizer on SSD reads its records while the gradients are copied.
-            self._expect([self._device_rows[parameter] for parameter, _ in self._bucket])
-        hosts = to_host_together([gradient for _, gradient in self._bucket])
-        self._in_flight += [(*entry, host) for entry, host in zip(self._bucket, hosts, strict=True)]
-        self.sent_bytes += self._held_bytes
-        self.buckets += 1
-        self._bucket, self._held_bytes = [], 0
+            self._expect([self._device_rows[parameter] for parameter in parameters])
 
-    def _finish_copies(self) -> None:
-        """Wait for the copies, add them to the sums of earlier micro-batches, and update at the trigger."""
-        arrived = [(entry[0], entry[2]) for entry in self._in_flight]
-        for entry in arrived:
-            transfer.finish(entry[1])
-        # Frees the bucket on the device, and only now: the copy engine reads it until `finish`.
-        self._in_flight = []
-        parameters = [parameter for parameter, _ in arrived]
-        arrived.reverse()
-        while arrived:
-            # One by one, so that each host copy is freed as soon as it is in the sum.
-            parameter, host = arrived.pop()
-            add_gradient(self._hosts[parameter], host)
-            del host
+    def _arrived(self, parameters: list[nn.Parameter]) -> None:
+        """Update what the trigger says, now that these gradients are in their sums."""
         # In earlier micro-batches the sums are not complete, and nothing may use them.
-        if self._is_last:
-            self._emit_grad_use(parameters)
-        ready = self._ready_to_update(parameters) if self._is_last else []
-        if ready:
+        if not self._is_last:
+            return
+        self._emit_grad_use(parameters)
+        if ready := self._ready_to_update(parameters):
             assert self._updates is not None, "the trigger is in backward"
             for parameter in ready:  # a part may have been ready while an earlier one was in flight
                 self._early_updates.require_first(parameter)
@@ -292,33 +264,24 @@ class GradientOffload:
     @torch.no_grad()
     def _backward_ends(self) -> None:
         """Offload the last, partly filled bucket and note the versions of all gradients."""
-        if self._bucket:
-            self._send()
+        self._gradients.send()
         # For the bucket just sent: after backward all sums are complete, and the user may clip them.
-        self._finish_copies()
+        self._gradients.finish_copies()
         self._sentinel.record_version()
+        self._gradients.show()
         self._is_shown = True
-        for parameter, host in self._hosts.items() if self._shows else ():
-            show_grad_of(parameter, host)
         for parameter in self._divided:
             show_as_spent(parameter, partial(_divided_error, parameter.shape))
-        # Shown gradients may be changed, unless an update has used some.
-        if not self._shows or self._version_check.are_used:
-            self._version_check.record_versions()
         self._sentinel_missing = self._sentinel.parameter.grad is None
         self._early_updates.backward_ends()
 
     def _backward_raised(self) -> None:
         """Drop the gradients of a backward that raised; refuse the step if it has updated parameters."""
         # Gradients accumulated before the error are the user's to clear (`zero_grad`), as in any loop.
-        for _, _, host in self._in_flight:
-            # Waits for the copy engine without raising: the pinned memory is reused afterwards.
-            transfer.abandon(host)
+        self._gradients.abandon()
         self._early_updates.raised()
-        self._version_check.forget()
         self._hide_gradients()
-        self._bucket, self._held_bytes = [], 0
-        self._in_flight, self._sentinel_missing = [], False
+        self._sentinel_missing = False
 
     def _forward_begins(self) -> None:
         """Refuse gradients that were changed since the last backward, before this forward's are added."""
@@ -326,17 +289,14 @@ class GradientOffload:
             self._backward_end.settle()
             # Recompute calls the model's forward inside backward; gradients are changing then anyway.
             if not self._backward_end.is_near:
-                self._version_check.require_unchanged()
+                self._gradients.forward_begins()
                 self._hide_gradients()
 
     def _hide_gradients(self) -> None:
-        if not self._is_shown:  # hidden by the step, in the forward after it
-            return
-        self._is_shown = False
-        for parameter in self._hosts if self._shows else ():
-            hide_grad_of(parameter)
-        for parameter in self._divided:
+        self._gradients.hide()
+        for parameter in self._divided if self._is_shown else ():
             hide_spent(parameter)
+        self._is_shown = False
 
     def _on_grads_cleared(self, parameters: Iterable[nn.Parameter]) -> None:
         self._sentinel_missing = self._sentinel_missing and self._sentinel.parameter not in set(parameters)
@@ -345,7 +305,7 @@ class GradientOffload:
         """Refuse the step if only some gradients were changed since backward; pre-step hook."""
         self._backward_end.settle()
         self._early_updates.step_goes_on()
-        self._version_check.require_unchanged()
+        self._gradients.require_unchanged()
         self._hide_gradients()
         self._sentinel.remove_placeholder()
         # Without a sentinel no scaling of gradients could be found, so the step is refused rather than
@@ -357,7 +317,7 @@ class GradientOffload:
                 " are offloaded.",
             )
         self._early_updates.forget()
-        self._version_check.forget()
+        self._gradients.forget()
 
     def check(self) -> dict[str, Any]:
         """Return the number of buckets and bytes offloaded, and the trigger.
@@ -373,8 +333,8 @@ class GradientOffload:
             )
         return self._check() | {
             "trigger": self._trigger,
-            "buckets": self.buckets,
-            "gradient_bytes_down": self.sent_bytes,
+            "buckets": self._gradients.buckets,
+            "gradient_bytes_down": self._gradients.sent_bytes,
         }
 
 

@@ -634,13 +634,3 @@ def write_during_update_error(n_written: int) -> ApplyError:
         fix="write weights by load_state_dict; or updates at the end of the step, not deferred or delayed",
         code="MT318",
     )
-
-
-def add_gradient(held: nn.Parameter, arrived: Tensor) -> None:
-    """Add a micro-batch's gradient on the host to the sum of those before it."""
-    earlier = own_grad(held)
-    if earlier is None:
-        set_own_grad(held, arrived)
-    else:
-        with tier(HOST):
-            earlier.add_(arrived)

@@ -319,7 +319,7 @@ class ParameterOffloader:
         self._backward_end.expect()
         if self.units.moment == self._end:
             # Of an earlier backward through the same forward (`retain_graph`).
-            self._gradients.hide_from_user()
+            self._gradients.offloaded.hide()
         self._begin_moment(moment)
 
     def _on_outside_grad_ready(self, parameter: Tensor) -> None:
@@ -340,16 +340,17 @@ class ParameterOffloader:
         self._backward_end.settle()
         # Inside backward (recompute of the first block) gradients are changing anyway.
         if not self._backward_end.is_near:
-            gradients.hide_from_user()
+            gradients.offloaded.hide()
             if moment == 0:
-                gradients.forward_begins()
+                gradients.offloaded.forward_begins()
         if moment == units.moment:
             # The same block again. If the forward that began this moment has raised, its units are freed.
             self._load_used(moment)
             return
         before, units.moment = units.moment, moment
         # Gradients first, then weights, then loads: each frees memory that the next one may reuse.
-        gradients.finish_moment(overlaps=updates is not None and updates.overlaps and moment < self._end)
+        overlaps = updates is not None and updates.overlaps and moment < self._end
+        gradients.offloaded.finish_moment(overlaps=overlaps)
         # An unexpected order of calls frees everything, so the residency holds again from here.
         units.free(units.resident if before + 1 != moment else self._residency.drops[moment])
         # The compute stream reads the units that were prefetched on the copy stream.
@@ -387,9 +388,10 @@ class ParameterOffloader:
         self._backward_end.settle()
         if self._updates is not None:
             self._updates.early.step_goes_on()
-        self._gradients.hide_from_user()
+        self._gradients.offloaded.hide()
         self.units.step_begins()
-        self._gradients.step_begins()
+        self._gradients.offloaded.require_unchanged()
+        self._gradients.offloaded.forget()
         if self._updates is not None:
             self._updates.early.forget()
 

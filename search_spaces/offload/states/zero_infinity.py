@@ -291,7 +291,13 @@ class ZeroInfinity(NativelyUpdated):
         optimizer.write_weights_to(blocks.hosts)
         host_of = blocks.hosts.__getitem__ if values is None else lambda p: values.tiled(blocks.hosts[p])
         tiles = sharded_tiles(context, tiled) if tiled and gathered else None
-        install(context, tiled, self.tiles, TileStore(context.device, host_of, gradients.offload_rows), tiles)
+        install(
+            context,
+            tiled,
+            self.tiles,
+            TileStore(context.device, host_of, gradients.offloaded.add_rows),
+            tiles,
+        )
         return partial(_check, store, self.parameters, values, sums)
 
     def _move_optimizer(self, context: Context) -> SsdOptimizer:

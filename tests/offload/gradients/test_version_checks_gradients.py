@@ -390,7 +390,7 @@ def test_changes_of_offloaded_gradients_train_as_the_plain_model(
     assert_equal(*runs)
 
 
-@pytest.mark.parametrize("name", STORES)
+@pytest.mark.parametrize("name", ALL)
 def test_gradient_hooks_after_apply_read_and_change_gradients(name: str) -> None:
     """Both kinds of hooks, and one that ends the backward of the second step."""
     model, optimizer, _ = made(name)
@@ -414,6 +414,28 @@ def test_gradient_hooks_after_apply_read_and_change_gradients(name: str) -> None
                 own.step()
             own.zero_grad()
         runs.append(weights(net) | seen)
+    assert_equal(*runs)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_gradient_that_a_hook_uses_and_frees_is_not_offloaded(name: str) -> None:
+    """The user's own update of one weight, inside backward."""
+    model, optimizer, _ = made(name)
+    runs = []
+    for net, own in ((model, optimizer), build()):
+        seen: list[Tensor] = []
+
+        def uses(parameter: Tensor, seen: list[Tensor] = seen) -> None:
+            assert parameter.grad is not None
+            seen.append(parameter.grad.clone())
+            parameter.grad = None
+
+        _weight(net).register_post_accumulate_grad_hook(uses)
+        for index in range(3):
+            own.zero_grad()
+            loss(net, batch(index)).backward()  # type: ignore[no-untyped-call]
+            own.step()
+        runs.append(weights(net) | {str(index): each for index, each in enumerate(seen)})
     assert_equal(*runs)
 
 
