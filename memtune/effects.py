@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Averages = Literal["none", "experts", "blocks", "all"]
+Averages = Literal["none", "blocks", "all"]
 Calls = Literal["plain", "grad_hooks", "block_hooks", "expert_hooks", "parts", "schedule"]
 Moves = Literal["none", "block", "chunk", "page", "tile", "expert"]
 Activations = Literal["none", "uniform", "stage", "block", "model", "tensor", "graph"]

@@ -157,7 +157,7 @@ class Pair:
 
 def _offloads_blocks(effects: Effects) -> bool:
     """Return True if parameters of blocks or experts are reloaded for their calls."""
-    return effects.averages in ("blocks", "experts")
+    return effects.averages == "blocks" or effects.moves == "expert"
 
 
 def _not_sharded_alike(effects: Effects) -> bool:
@@ -342,6 +342,18 @@ RULES = (
             ("sharding.communication",),
             "sharded blocks that are offloaded are all-gathered in one message, not as {kind} does",
             "plain",
+            only=_on_ranks,
+            code="MT364",
+        ),
+    ),
+    *_rules_of(
+        "offload.states",
+        lambda e: e.moves == "expert",
+        Excluded(
+            ("sharding.states",),
+            "each replica would have all experts on SSD, where FSDP2 divides them over ranks",
+            "sharding: {{states: {{kind: fsdp}}}}",
+            having=lambda e: e.shards == "replicas",
             only=_on_ranks,
             code="MT364",
         ),

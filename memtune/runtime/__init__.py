@@ -122,10 +122,10 @@ if TYPE_CHECKING:
         UncopiedHook as UncopiedHook,
         after_step as after_step,
         before_step as before_step,
+        call_when_grad_ready as call_when_grad_ready,
         is_own_step as is_own_step,
         keep_groups as keep_groups,
         replace_step as replace_step,
-        run_last as run_last,
         weakly as weakly,
         with_hooks as with_hooks,
     )

@@ -74,8 +74,19 @@ def after_step(optimizer: Optimizer, hook: Callable[[Optimizer, Any, Any], None]
     return handle
 
 
-def run_last(handles: Iterable[RemovableHandle]) -> None:
-    """Have these post-accumulate-grad hooks run after the user's, which read or change the gradient."""
+def call_when_grad_ready(
+    context: Context, parameters: Iterable[nn.Parameter], call: Callable[[Any], None]
+) -> None:
+    """Call `call` with each of `parameters` whose gradient is accumulated, after the user's hooks of it."""
+    handles = [each.register_post_accumulate_grad_hook(call) for each in parameters]
+    for handle in handles:
+        context.undo.callback(handle.remove)
+    # The user registers hooks at any time, so the order is restored when a forward begins.
+    hook = UncopiedHook(partial(_run_last, handles))
+    context.undo.callback(context.model.register_forward_pre_hook(hook).remove)
+
+
+def _run_last(handles: Iterable[RemovableHandle]) -> None:
     for handle in handles:
         hooks = handle.hooks_dict_ref()
         if hooks is not None and handle.id in hooks and next(reversed(hooks)) != handle.id:

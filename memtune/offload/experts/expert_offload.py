@@ -18,10 +18,7 @@ Rule 4. A dense optimizer also updates an expert whose gradient is zeros. Here s
   gradient an optimizer does nothing, and neither does this one.
 Rule 5. Gradients are offloaded when ready. In the last micro-batch of `Tuned.step` a block's experts are
   updated after its backward; in any other loop `optimizer.step()` updates all.
-Rule 6. Each replica has all experts, with its own copy on SSD. Before a block's experts are updated, replicas
-  exchange flags: which experts have a gradient, or zeros, on any rank. Gradients are averaged where any rank
-  has one; ranks without one contribute zeros.
-Rule 7. Under FSDP2 a rank has its rows of each expert on SSD; they are gathered and reduced with the rest of
+Rule 6. Under FSDP2 a rank has its rows of each expert on SSD; they are gathered and reduced with the rest of
   their block (`offload.core.fsdp_shards`), and all experts are used. Reduced gradients of a block are views
   of one buffer, so those of resident parameters are copied out of it; otherwise they would keep the experts'
   gradients in memory.
@@ -33,7 +30,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.utils.stateless import _reparametrize_module
@@ -46,7 +42,6 @@ from memtune.offload.core import (
     allocate_together,
     free_together,
     is_gathered,
-    set_own_grad,
     sharded_like,
     to_host_now,
 )
@@ -54,8 +49,7 @@ from memtune.offload.experts.host_cache import HostCache, experts_to_read, momen
 from memtune.offload.parameters import Mappings, OffloadedBlocks, Prefetched, bytes_of, piece_of
 from memtune.offload.ssd_states import SsdOptimizer
 from memtune.program import Rule
-from memtune.runtime import HOST, Context, before_step, local, mark, tier, transfer
-from memtune.ssd import Piece
+from memtune.runtime import HOST, Context, before_step, local, tier, transfer
 from memtune.workload import Expert
 
 
@@ -85,11 +79,6 @@ class ExpertOptimizer:
         parameters = list(context.model.parameters())
         expert_params = {parameters[index] for expert in experts for index in expert.parameters}
         gathered = is_gathered(context.model)
-        averages = context.placement.world_size > 1 and not gathered
-        # A group of its own: DDP's collectives on the default one run in another order.
-        self._group = dist.new_group() if averages else None
-        if self._group is not None:
-            context.undo.callback(dist.destroy_process_group, self._group)
         self._on_ssd = on_ssd = SsdOptimizer(context, master=False, read_ahead=0, chosen=expert_params)
         on_ssd.settle = self._settle
         context.events.weights_loaded.subscribe(self._reload)
@@ -118,7 +107,6 @@ class ExpertOptimizer:
         self.caught_up = 0
         self.before_reload: Callable[[], None] = lambda: None
         self.before_state_dict: Callable[[], None] = lambda: None
-        self._compute_device = context.device
         # Before the optimizer's own step, which would skip experts: their device gradients are None.
         before_step(on_ssd.optimizer, lambda *_: self._update_rest())
 
@@ -228,46 +216,8 @@ class ExpertOptimizer:
         self._zero.add(parameter)
 
     @torch.no_grad()
-    def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average the gradients of `parameters` among replicas, before they are updated (Rule 6)."""
-        if self._group is None:
-            return
-        pieces = [piece for expert in self._numbers_of(parameters) for piece in self.pieces[expert]]
-        if not pieces:
-            return
-        there = [piece.held.grad is not None for piece in pieces] + [
-            piece.device in self._zero for piece in pieces
-        ]
-        # One small message decides for all: ranks must agree on which gradients follow, or their messages
-        # would not match.
-        flags = torch.tensor(there, dtype=torch.float32, device=self._compute_device)
-        torch.ops.memtune.all_reduce_(flags, self._group.group_name, self._group.size(), "avg")
-        given, zeros = (part.tolist() for part in flags.chunk(2))
-        for piece, has, note_zero_gradient in zip(pieces, given, zeros, strict=True):
-            if has:
-                self._average(piece, self._group)
-            elif note_zero_gradient:
-                self._zero.add(piece.device)
-
-    def _average(self, piece: Piece, group: dist.ProcessGroup) -> None:
-        """Average a gradient on the device; one at a time, without its host copy, which bounds memory."""
-        expert_params, piece.held.grad = piece.held.grad, None
-        device = self._compute_device
-        whole = (
-            torch.zeros(piece.held.shape, dtype=piece.held.dtype, device=device)
-            if expert_params is None
-            else torch.ops.memtune.to_device(expert_params, device)
-        )
-        del expert_params
-        torch.ops.memtune.all_reduce_(whole, group.group_name, group.size(), "avg")
-        host = torch.ops.memtune.to_host(whole)
-        mark(host, HOST)
-        transfer.finish(host)
-        set_own_grad(piece.held, host)
-
-    @torch.no_grad()
     def update(self, parameters: Iterable[nn.Parameter], *, at_once: bool = True) -> None:
-        """Update those of `parameters` that have a gradient, which replicas have averaged; at once."""
+        """Update those of `parameters` that have a gradient; at once."""
         for expert in self._numbers_of(parameters):
             if all(piece.held.grad is None for piece in self.pieces[expert]):
                 continue
@@ -284,7 +234,6 @@ class ExpertOptimizer:
 
     def _update_rest(self) -> None:
         """Update experts that backward has not, and note missed updates of zero gradients (Rules 4 and 5)."""
-        self.average_gradients(self.expert_of)
         self.update(self.expert_of)
         settings: dict[int, dict[str, Any]] = {}
         for parameter in self._zero:
@@ -359,7 +308,7 @@ class ExpertUnits:
         context.undo.callback(self._load_all)
         optimizer.before_reload, optimizer.before_state_dict = self._mappings.adopt, self._mappings.write
         blocks.load_before_gathers(self.load_block, self._memory)
-        if blocks.gathered is not None:  # Rule 7: a gather reads all experts' rows
+        if blocks.gathered is not None:  # Rule 6: a gather reads all experts' rows
             # One list for both: it never changes.
             self._last = self._used = [set(expert_params) for expert_params in self._members]
             self._separate_resident_gradients(context)
@@ -505,7 +454,7 @@ class ExpertUnits:
 
 @torch.no_grad()
 def _copy_out_gradient(parameter: Tensor) -> None:
-    """Copy a reduced gradient out of the buffer that it shares with others (Rule 7); grad-ready hook."""
+    """Copy a reduced gradient out of the buffer that it shares with others (Rule 6); grad-ready hook."""
     assert isinstance(parameter, nn.Parameter)
     gradient = parameter.grad
     if gradient is not None and (rows := local(gradient)).untyped_storage().nbytes() > rows.nbytes:

@@ -102,7 +102,7 @@ def _without_memory(step: Step, idle: npt.NDArray[np.intp]) -> Step:
 
 
 def experts_on_ssd(
-    step: Step, experts: tuple[Expert, ...], spec: ExpertOffloadSpec, used: tuple[Expert, ...], ranks: int = 1
+    step: Step, experts: tuple[Expert, ...], spec: ExpertOffloadSpec, used: tuple[Expert, ...]
 ) -> Step:
     """Return `step` with its experts on SSD.
 
@@ -112,7 +112,6 @@ def experts_on_ssd(
         experts: Of the step.
         spec: The knobs.
         used: The experts that get rows.
-        ranks: Replicas that average gradients before updates.
     """
     blocks, before = len(step.blocks), columns_of(step.parameters)
     idle = _parameters(tuple(expert for expert in experts if expert not in set(used)))
@@ -147,8 +146,6 @@ def experts_on_ssd(
             [max(int(pieces[list(expert.parameters[-WRITES_IN_FLIGHT:])].sum()) for expert in experts)]
         )
         edit.add_persistent(held, Kind.BUFFER, Tier.HOST)
-    if ranks > 1:
-        _gradient_averages(edit, streamed, expert_rows, ranks)
     # Parameters that are no experts belong to their blocks again.
     edit.parameters = replace(columns_of(streamed.parameters), block=before.block)
     return edit.done()
@@ -232,68 +229,6 @@ def _transfers(
         phase=phase.astype(np.uint8),
         traffic_bytes=n_bytes[expert],
     )
-
-
-def _gradient_averages(edit: Edit, step: Step, expert_rows: npt.NDArray[np.intp], ranks: int) -> None:
-    """Add flags before blocks' updates, averages of gradients on the device, flags in the step."""
-    columns = columns_of(step.parameters)
-    updates, parameter = _updates(step)
-    of_block = np.bincount(columns.block[parameter], minlength=len(step.blocks))
-    _, first = np.unique(columns.block[parameter], return_index=True)
-    last = np.flatnonzero(step.ops.phase == Phase.OPTIMIZER)[:1].astype(np.int32)
-    before = np.concatenate([updates[first], last])
-    _flags(
-        edit,
-        before,
-        # Two float32 flags per parameter: it has a gradient, or zeros.
-        8 * np.append(of_block[columns.block[parameter[first]]], len(expert_rows)).astype(np.int64),
-        ranks,
-    )
-    n_bytes = columns.n_bytes[parameter]
-    kinds = (
-        ("memtune.to_device.default", Resource.HOST_TO_DEVICE),
-        ("memtune.all_reduce_.default", Resource.INTRA_LINK),
-        ("memtune.to_host.default", Resource.DEVICE_TO_HOST),
-    )
-    rows = edit.add_kinds(
-        kinds,
-        np.tile(np.arange(3), len(updates)),
-        before=np.repeat(updates, 3),
-        phase=Phase.BOUNDARY,
-        traffic_bytes=np.repeat(n_bytes, 3),
-        group=np.tile(np.asarray([0, ranks, 0], np.int32), len(updates)),
-    ).reshape(-1, 3)
-    # Gradients are in host memory by then, and collectives work on the device.
-    there = edit.add_storages(n_bytes, producer=rows[:, 0], kind=Kind.TEMPORARY)
-    edit.add_uses(rows[:, 1], writes=there)
-    edit.add_uses(rows[:, 2], there)
-
-
-def _updates(step: Step) -> tuple[I32, I32]:
-    """Return the updates on the host, and the parameter of each."""
-    updates = np.flatnonzero(step.ops.name == step.names.index("memtune.host_update_.default")).astype(
-        np.int32
-    )
-    weights, reads = np.isin(step.uses.op, updates), step.storages.kind[step.uses.storage] == Kind.PARAMETER
-    owner = np.full(step.ops.n, -1, np.int32)
-    owner[step.uses.op[weights & reads]] = step.storages.owner[step.uses.storage[weights & reads]]
-    return updates, owner[updates]
-
-
-def _flags(edit: Edit, before: I32, n_bytes: I64, ranks: int) -> I32:
-    """Add an all-reduce of `n_bytes` before each op `before`; return its row."""
-    make, reduce = (
-        edit.add_ops(
-            name, before=before, phase=Phase.BOUNDARY, resource=resource, traffic_bytes=traffic, group=group
-        )
-        for name, resource, traffic, group in (
-            ("aten.new_empty.default", Resource.NOTHING, 0, 0),
-            ("memtune.all_reduce_.default", Resource.INTRA_LINK, n_bytes, ranks),
-        )
-    )
-    flags = edit.add_storages(n_bytes, producer=make, kind=Kind.COMMUNICATION)
-    edit.add_uses(reduce, writes=flags)
-    return reduce
 
 
 def with_separate_gradients(step: Step, resident: Mask) -> Step:

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
-from memtune.errors import ApplyError
 from memtune.offload.gradients.grad_scaler import Gradients
 from memtune.runtime import Context, local, spent_as_none
 
@@ -82,17 +81,11 @@ class ClippedGradients:
         """Return the parameters whose gradients the step uses for those of `given`.
 
         Raises:
-            ApplyError: A gradient was used in backward, or is not averaged yet.
+            ApplyError: A gradient was used in backward.
         """
         chains = [self.chains.get(each, [each]) for each in given]
         self._gradients.require_unused([chain[0] for chain in chains], "clip")
         self._before.emit()
-        if self._ranks > 1 and self._effects.averages == "experts":
-            raise ApplyError(
-                "clipping needs averaged gradients; ranks average those of experts in the step.",
-                fix="no clipping, or offload: {states: {kind: zero_offload}}",
-                code="MT364",
-            )
         return [
             next((each for each in reversed(chain) if each.grad is not None), chain[0]) for chain in chains
         ]

@@ -14,12 +14,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune.offload.core import PendingUpdates, own_grad, set_own_grad
@@ -31,7 +30,6 @@ from memtune.runtime import (
     host_like,
     local,
     mark,
-    run_last,
     show_grad_of,
     tier,
     to_host_together,
@@ -131,28 +129,10 @@ class OffloadedGradients:
         )
         self._rows: tuple[Tensor, Tensor] | None = None  # in a copy, and the host gradient they are part of
         self._shown: dict[int, nn.Parameter] = {}
-        self._grad_hooks: list[RemovableHandle] = []
         self._version_check = WatchedGradients(context, resident, held.values(), fix)
         self.buckets = self.sent_bytes = self._before_moment = 0
 
     # -- ready -----------------------------------------------------------------------------------------------
-
-    def call_when_ready(
-        self, context: Context, parameters: Iterable[nn.Parameter], call: Callable[[Any], None]
-    ) -> None:
-        """Call `call` with each of `parameters` whose gradient is ready, after the user's hooks of it."""
-
-        def ready(parameter: Any) -> None:
-            if torch.is_grad_enabled():  # backward with `create_graph`
-                with torch.no_grad():
-                    call(parameter)
-            else:
-                call(parameter)
-
-        for each in parameters:
-            handle = each.register_post_accumulate_grad_hook(ready)
-            context.undo.callback(handle.remove)
-            self._grad_hooks.append(handle)
 
     def add(self, parameter: nn.Parameter, source: Tensor) -> None:
         """Put the gradient `source` of `parameter` into the bucket, of which no one else has a reference."""
@@ -289,13 +269,8 @@ class OffloadedGradients:
             self._sums.flush()
         show_grad_of(parameter, self.held[parameter])
 
-    def forward_begins(self) -> None:
-        """Check, before a step's first forward, that the gradients so far are those of its backwards."""
-        run_last(self._grad_hooks)
-        self.require_unchanged()
-
     def require_unchanged(self) -> None:
-        """Check that the gradients are those of the step's backwards; see `WatchedGradients`."""
+        """Check, before a forward or the step, that the gradients are those of the backwards so far."""
         self._version_check.require_unchanged()
 
     def forget(self) -> None:

@@ -30,7 +30,16 @@ from memtune import refusals
 from memtune.errors import ApplyError
 from memtune.offload.core import not_one_by_one, sentinel_index
 from memtune.offload.gradients import SentinelGradient
-from memtune.runtime import BackwardEnd, Context, EarlyUpdates, after_step, before_step, spent_as_none, weakly
+from memtune.runtime import (
+    BackwardEnd,
+    Context,
+    EarlyUpdates,
+    after_step,
+    before_step,
+    call_when_grad_ready,
+    spent_as_none,
+    weakly,
+)
 
 _PLAIN = "execution: {order: {kind: program}}"
 
@@ -64,11 +73,12 @@ class FusedBackward:
         self._backward_end = BackwardEnd(self._backward_ends, self._early_updates.raised)
         self._updated: set[Tensor] = set()  # in the last backward
         self.n_early = 0
-        for parameter in trained:
-            # All but one: with every gradient freed inside backward, a later clip would find nothing and
-            # change nothing.
-            hook = self._on_sentinel_ready if parameter is self._sentinel.parameter else self._complete
-            context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(hook)).remove)
+        # All but one: with every gradient freed inside backward, a later clip would find nothing and change
+        # nothing.
+        sentinel = self._sentinel.parameter
+        others = [parameter for parameter in trained if parameter is not sentinel]
+        call_when_grad_ready(context, others, weakly(self._complete))
+        call_when_grad_ready(context, [sentinel], weakly(self._on_sentinel_ready))
         context.loop.sync = self.sync
         context.events.weights_loaded.subscribe(self._sentinel.forget)
         before_step(context.optimizer, self._step_begins)
@@ -99,14 +109,13 @@ class FusedBackward:
     def _complete(self, parameter: Tensor) -> None:
         """Update `parameter` with its group's current settings and free its gradient; grad-ready hook."""
         group = self._groups.get(parameter) if self._is_last else None
-        if group is None:
-            return
+        if group is None or parameter.grad is None:
+            return  # not the last micro-batch, or the user's hook has used and freed the gradient
         assert isinstance(parameter, nn.Parameter)
         self._early_updates.require_first(parameter)
         self._backward_end.expect()
         self._updated.add(parameter)
         self._early_updates.add([parameter], [parameter])
-        assert parameter.grad is not None
         self._before_grad_use.emit(parameter, parameter.grad)
         # The optimizer's own step over a group of one parameter, with the settings that its group has now.
         # A foreach optimizer would otherwise update all parameters that have a gradient by now.

@@ -44,6 +44,7 @@ from memtune.runtime import (
     EarlyUpdates,
     UncopiedHook,
     before_step,
+    call_when_grad_ready,
     hide_spent,
     local,
     show_as_spent,
@@ -178,7 +179,7 @@ class GradientOffload:
             )
         else:
             watched = (*self._hosts, self._sentinel.parameter)
-            self._gradients.call_when_ready(context, watched, weakly(self._on_grad_ready))
+            call_when_grad_ready(context, watched, weakly(self._on_grad_ready))
 
     @contextmanager
     def sync(self, last: bool) -> Iterator[None]:
@@ -289,7 +290,7 @@ class GradientOffload:
             self._backward_end.settle()
             # Recompute calls the model's forward inside backward; gradients are changing then anyway.
             if not self._backward_end.is_near:
-                self._gradients.forward_begins()
+                self._gradients.require_unchanged()
                 self._hide_gradients()
 
     def _hide_gradients(self) -> None:

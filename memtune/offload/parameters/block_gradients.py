@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -18,7 +19,7 @@ from memtune.errors import ApplyError
 from memtune.offload.gradients import OffloadedGradients, Sums
 from memtune.offload.parameters.block_units import OffloadedBlocks
 from memtune.parallel.replicas import GradientReducer
-from memtune.runtime import Context, EarlyUpdates, weakly, without_grad
+from memtune.runtime import Context, EarlyUpdates, call_when_grad_ready, weakly, without_grad
 
 
 class BlockGradients:
@@ -33,7 +34,6 @@ class BlockGradients:
         room_bytes: Bound of gradients in D2H copies at once; 0: one gradient.
         sums: Of a step's micro-batches; None: in host memory.
         tiled: Parameters whose gradients are offloaded by rows (`add_rows`), averaged already.
-        before_use: Called with parameters whose gradients are about to be used inside backward.
 
     Raises:
         ApplyError: Ranks are replicas and no component averages their gradients.
@@ -57,7 +57,6 @@ class BlockGradients:
         room_bytes: int = 0,
         sums: Sums | None = None,
         tiled: Collection[nn.Parameter] = (),
-        before_use: Callable[[list[nn.Parameter]], None] | None = None,
     ) -> None:
         placement, ranks = context.placement, context.placement.world_size
         if averages is None:
@@ -70,13 +69,11 @@ class BlockGradients:
                     code="MT364",
                 )
         self._blocks, self._trained, self.when_ready = blocks, blocks.trained, when_ready
-        self._before_use, self._before_grad_use = before_use, context.events.before_grad_use
+        self._before_grad_use = context.events.before_grad_use
         self.early: EarlyUpdates | None = None
         self.place: Callable[[nn.Parameter, Tensor], Tensor | None] | None = None
         self.is_taken = True
         self.held: list[tuple[nn.Parameter, Tensor]] | None = None
-        # Experts' gradients are averaged in the step only.
-        by_experts = placement.offload.averages == "experts" and ranks > 1 and blocks.gathered is None
         self.offloaded = OffloadedGradients(
             context,
             blocks.trained if when_ready else {},
@@ -84,14 +81,14 @@ class BlockGradients:
             "offload: {states: {kind: optimizer_cpu}}, or no clipping",
             room_bytes=room_bytes,
             sums=sums,
-            shows=when_ready and not by_experts,
+            shows=when_ready,
         )
         tiled = set(tiled)
         ready = [[each for each in block if each not in tiled] for block in blocks.of_block]
         self.reducer = self._reducer_of(context, ready) if averages and when_ready else None
         if when_ready:
             trained = [each for block in ready for each in block if each.requires_grad]
-            self.offloaded.call_when_ready(context, trained, weakly(self._on_grad_ready))
+            call_when_grad_ready(context, trained, weakly(self._on_grad_ready))
 
     def _reducer_of(self, context: Context, ready: list[list[nn.Parameter]]) -> GradientReducer | None:
         """Return the reducer of the blocks' gradients; None on one rank."""
@@ -111,8 +108,7 @@ class BlockGradients:
         buckets = [[each for each in block if each in self._trained] for block in reversed(ready)]
         buckets += [[each] for each in resident]
         reducer = GradientReducer(group, buckets, self._on_averaged, context.device)
-        for parameter in resident:
-            context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(self._average)).remove)
+        call_when_grad_ready(context, resident, weakly(self._average))
         return reducer
 
     def _on_grad_ready(self, parameter: Any) -> None:
@@ -121,7 +117,10 @@ class BlockGradients:
             return
         if self.early is not None:
             self.early.require_first(parameter)
-        if self.offloaded.is_shown(parameter):
+        if torch.is_grad_enabled():  # backward with `create_graph`
+            with torch.no_grad():
+                self._on_grad_ready(parameter)
+        elif self.offloaded.is_shown(parameter):
             self.offloaded.add_to_shown(parameter)
         elif parameter.grad is None:
             pass  # the user's hook has used and freed it
@@ -169,8 +168,6 @@ class BlockGradients:
     def use_in_backward(self, blocks: Iterable[int]) -> list[nn.Parameter]:
         """Notify listeners of gradients of `blocks` that are used and freed in backward; return those."""
         every = [each for block in blocks for each in self._blocks.of_block[block] if each in self._trained]
-        if self._before_use is not None:
-            self._before_use(every)
         used = []
         for parameter in every:
             if (gradient := self._trained[parameter].grad) is not None:

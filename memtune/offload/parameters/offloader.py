@@ -342,7 +342,7 @@ class ParameterOffloader:
         if not self._backward_end.is_near:
             gradients.offloaded.hide()
             if moment == 0:
-                gradients.offloaded.forward_begins()
+                gradients.offloaded.require_unchanged()
         if moment == units.moment:
             # The same block again. If the forward that began this moment has raised, its units are freed.
             self._load_used(moment)

@@ -18,7 +18,6 @@ from memtune.errors import ApplyError
 from memtune.parallel.ranks import require_ranks
 from memtune.parallel.replicas.broadcast_buffers import BroadcastBuffers
 from memtune.runtime import Context, count_collective
-from memtune.workload import experts_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -170,8 +169,6 @@ class Replicas:
 
 def _not_reduced_by_ddp(context: Context) -> list[str]:
     """Return the modules whose parameters' gradients another component averages."""
-    if context.placement.offload.averages == "experts":
-        return [expert.name for expert in experts_of(context.model, context.blocks)]
     return context.blocks if context.placement.offload.averages == "blocks" else []
 
 

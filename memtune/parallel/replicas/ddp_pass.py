@@ -35,7 +35,6 @@ from memtune.program import (
     columns_of,
     memoized,
 )
-from memtune.workload import experts_in
 
 BUCKET_CAP_MB = 25
 """Size of the buckets that torch fills by default, in MiB."""
@@ -52,8 +51,6 @@ class Replication:
     find_unused: bool = False
     of_blocks: bool = True
     """True if gradients of the blocks are included; else another component averages them."""
-    of_experts: bool = True
-    """The same for the blocks' experts."""
     at_end: bool = False
     """True if buckets are filled when a pipeline's last backward has ended, not as gradients get ready."""
     unbucketed: bool = False
@@ -126,15 +123,12 @@ def _others(step: Step, replication: Replication) -> frozenset[int]:
     """Return the parameters whose gradients another component averages."""
     columns = columns_of(step.parameters)
     blocks = () if replication.of_blocks else np.flatnonzero(columns.block >= 0).tolist()
-    experts = (
-        () if replication.of_experts else [index for each in experts_in(step) for index in each.parameters]
-    )
     layers = (
         np.flatnonzero(np.isin(columns.names, list(replication.without))).tolist()
         if replication.without
         else ()
     )
-    return frozenset((*blocks, *experts, *layers))
+    return frozenset((*blocks, *layers))
 
 
 @memoized

@@ -25,7 +25,7 @@ from memtune import refusals
 from memtune.parallel.ranks import require_ranks
 from memtune.parallel.replicas.broadcast_buffers import BroadcastBuffers
 from memtune.parallel.replicas.gradient_reducer import GradientReducer
-from memtune.runtime import BackwardEnd, Context, weakly
+from memtune.runtime import BackwardEnd, Context, call_when_grad_ready, weakly
 
 
 class AllReduceGrads:
@@ -47,8 +47,7 @@ class AllReduceGrads:
         self._reducer = GradientReducer(group, alone, self._averaged, context.device)
         self._at_end, self._grad_ready = BackwardEnd(self._ends), context.events.grad_ready
         self._buffers = BroadcastBuffers(context, group)
-        for parameter in self._parameters:
-            context.undo.callback(parameter.register_post_accumulate_grad_hook(weakly(self._arrived)).remove)
+        call_when_grad_ready(context, self._parameters, weakly(self._arrived))
         self._grad_ready.emit_from(lambda: None)  # the hooks above emit with or without subscribers
         context.loop.sync, context.placement.states_average_grads = self._sync, True
         context.checks["sharding.states"] = self._check
@@ -65,7 +64,8 @@ class AllReduceGrads:
         if self._at_end.expect():
             # The first gradient of a backward: `expect` is True once per backward. The last may have raised.
             self._reducer.abandon()
-        self._reducer.add(parameter)
+        if parameter.grad is not None:  # a hook of the user's may have used and freed it
+            self._reducer.add(parameter)
 
     def _averaged(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         parameter.grad = gradient

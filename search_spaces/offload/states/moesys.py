@@ -26,7 +26,6 @@ from memtune.search_spaces.offload.states import state_settings
 from memtune.search_spaces.offload.states._common.layer_offload import (
     EAGER_ONLY,
     cannot_run_on_ranks,
-    replicas,
 )
 from memtune.ssd import offload_dir
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
@@ -60,9 +59,8 @@ class Moesys(Technique):
     Under `fsdp` or `zero3` dense parameters are sharded on the device and experts on SSD: each rank reads,
     caches, updates and writes its rows of every expert, a part of all bytes, and FSDP2 gathers dense
     parameters and experts of a block in one message. So all experts are used there, and get the zero
-    gradients of plain FSDP2. With `ddp` each rank has all experts on its own SSD, and gradients of an expert
-    that any rank has used are averaged before its update. Not implemented: expert parallelism, with tokens
-    sent to the owners of experts.
+    gradients of plain FSDP2. Replicas, each with all experts on its own SSD, are refused. Not implemented:
+    expert parallelism, with tokens sent to the owners of experts.
 
     The prediction is for a step with the experts of the recorded one, if its routing cannot be an accident
     and there is one micro-batch on one rank; else for a step with all experts, an upper bound. `memtune
@@ -94,13 +92,11 @@ class Moesys(Technique):
         """Return the setting as one clause."""
         return f"keeps experts and their optimizer state on SSD, {self.cache} of them in host memory"
 
-    effects: ClassVar[Effects] = Effects(
-        averages="experts", calls="expert_hooks", moves="expert", eager_only=EAGER_ONLY
-    )
+    effects: ClassVar[Effects] = Effects(calls="expert_hooks", moves="expert", eager_only=EAGER_ONLY)
     """Only experts are offloaded."""
 
     def fits(self, program: Program, target: Target) -> Reason | None:
-        """Require experts, a drive, and a chain of blocks, in float32; on ranks `fsdp` or replicas."""
+        """Require experts, a drive, and a chain of blocks, in float32; on ranks `fsdp`."""
         if target.compiled:
             return Reason(EAGER_ONLY, "execution.compile: false")
         if not (experts := experts_in(program.step)):
@@ -130,7 +126,7 @@ class Moesys(Technique):
     def _on_ssd(self, program: Program, used: tuple[Expert, ...]) -> Program:
         step = program.step
         spec = ExpertOffloadSpec(self.cache, self.eviction, self.read_prefetch, self.on_device)
-        return program.with_step(experts_on_ssd(step, experts_in(step), spec, used, replicas(program)))
+        return program.with_step(experts_on_ssd(step, experts_in(step), spec, used))
 
     def explain(self, plan: MoesysPlan) -> tuple[str, ...]:
         experts = plan.experts
@@ -158,7 +154,7 @@ class Moesys(Technique):
         residency = window_residency(blocks, min(self.on_device, blocks), gathered=is_gathered(context.model))
         members = blocks_of_experts(context, optimizer)
         units = ExpertUnits(context, experts, members, optimizer, self.read_prefetch)
-        gradients = BlockGradients(context, members, before_use=optimizer.average_gradients)
+        gradients = BlockGradients(context, members)
         updates = BlockUpdates(context, optimizer, members, gradients)
         store = ParameterOffloader(context, residency, members, units, gradients, updates, optimizer.check)
         context.checks["offload.states"] = store.check

@@ -69,7 +69,7 @@ class Ddp(Technique):
         offload = target.chosen.get("offload.states")
         effects = NO_EFFECTS if offload is None else offload.effects
         # Gradients that the offload technique averages itself are in no bucket.
-        of_blocks, of_experts = effects.averages != "blocks", effects.averages != "experts"
+        of_blocks = effects.averages != "blocks"
         bucket_bytes, at_end = self.bucket_cap_mb << 20, program.unrolled > 1
         per_gradient = effects.calls == "grad_hooks"
         replication = Replication(
@@ -78,7 +78,6 @@ class Ddp(Technique):
             program.accumulate,
             self.find_unused_parameters,
             of_blocks,
-            of_experts,
             at_end,
             per_gradient,
         )

@@ -1,6 +1,4 @@
-"""Experts on replicas that use different ones, and their rows under FSDP2: weights, bytes on links, peaks,
-checkpoints.
-"""
+"""Rows of experts on SSD under FSDP2: weights, bytes on links, peaks; replicas are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ from memtune.technique import Target, Technique
 from memtune.testing.drift_check import plain_program, recording_of, target_of
 from memtune.testing.training import build, settings_of
 
-RANKS, STEPS, REPLICAS, DIVIDED = 2, 3, Ddp(kind="ddp"), Fsdp(kind="fsdp")
+RANKS, STEPS, DIVIDED = 2, 3, Fsdp(kind="fsdp")
 FEW = Moesys(kind="moesys", cache=6, on_device=1)
 SSD = {"ssd_read": Resource.SSD_READ, "ssd_write": Resource.SSD_WRITE}
 HASHED = ZOO["moe"].parent / "experts" / "hashed.py"
@@ -48,13 +46,6 @@ LINKS = {
     "device_to_host": Resource.DEVICE_TO_HOST,
     "intra_link": Resource.INTRA_LINK,
 }
-SPARE = """
-
-def model():
-    net = whole()
-    net.spare = torch.nn.Linear(2, 2)
-    return net
-"""
 pytestmark = [pytest.mark.usefixtures("one_thread", "ssd")]
 
 
@@ -69,21 +60,14 @@ def trained(directory: str, path: str, config: dict[str, Any], parts: int, ranks
     """Return weights after five steps and the bytes of the last one."""
     os.environ[offload_dir.VARIABLE] = directory
     workload, tuned = started(path, config)
-    names = {parameter: name for name, parameter in tuned.model.named_parameters()}
-    shown: dict[str, torch.Tensor] = {}
-    tuned._context.events.before_grad_use.subscribe(
-        lambda parameter, gradient: shown.update({names[parameter]: gradient.clone()})
-    )
     for step in range(STEPS):
         mine = share_of(workload, step, parts, ranks)
-        shown.clear()
         COUNTERS.take()
         tuned.step(mine)
     moved = COUNTERS.take()
     return {
         "moved": {link: moved.get(link, 0) for link in LINKS | SSD},
         "weights": weights_of(tuned),
-        "shown": shown,
         "audit": tuned.audit().get("offload.states", {}) if dist.is_initialized() else {},
     }
 
@@ -93,9 +77,7 @@ def on_rank(
 ) -> dict[str, Any]:
     """Run the checks of this rank."""
     found = trained(directory, path, config, parts, dist.get_world_size())
-    found["wanted"] = (
-        trained(directory, path, reference, parts, dist.get_world_size())["weights"] if reference else {}
-    )
+    found["wanted"] = trained(directory, path, reference, parts, dist.get_world_size())["weights"]
     if ledger:
         found["peaks"] = peaks(path, {"": config["settings"]}, parts, {"": config["plan"]})[""][1]
         found["host_peak"] = host_peak(Path(path), config, parts)
@@ -103,7 +85,7 @@ def on_rank(
 
 
 def candidate(
-    path: Path, directory: Path, parts: int, techniques: tuple[Technique, ...] = (REPLICAS, FEW)
+    path: Path, directory: Path, parts: int, techniques: tuple[Technique, ...] = (DIVIDED, FEW)
 ) -> Candidate:
     rewriter = Rewriter(recording_of(path), Target(hardware.detect("cpu"), RANKS, offload_dir=str(directory)))
     execution = {"micro_batch": 2, "accumulate": parts}
@@ -116,7 +98,7 @@ def check(
     path: Path,
     directory: Path,
     parts: int,
-    states: Technique = REPLICAS,
+    states: Technique = DIVIDED,
     other_slots: tuple[Technique, ...] = (),
     experts: Moesys = FEW,
 ) -> list[dict[str, Any]]:
@@ -126,14 +108,14 @@ def check(
         path: The model.
         directory: Directory for tensors on SSD.
         parts: Micro-batches of a rank's step.
-        states: Sharding of states; if it is not `ddp`, weights are bitwise those of the sharding alone.
+        states: Sharding of states; weights are bitwise those of the sharding alone.
         other_slots: Techniques of other slots.
         experts: Expert offload.
     """
     techniques = (states, experts, *other_slots)
-    found, divided = candidate(path, directory, parts, techniques), states.kind != "ddp"
+    found = candidate(path, directory, parts, techniques)
     config, ledger = config_of(found, techniques), cpu_allocator.available() is None
-    reference = {"settings": settings_of(states)} if divided else {}
+    reference = {"settings": settings_of(states)}
     ranks = run_ranks(
         on_rank, RANKS, str(directory), str(path), config, reference, parts, ledger, deadline_s=300
     )
@@ -149,40 +131,29 @@ def check(
     kept = (step.ops.resource == Resource.DEVICE_TO_HOST) & (step.ops.phase == Phase.OPTIMIZER)
     predicted["device_to_host"] -= int(step.ops.traffic_bytes[kept].sum()) // 3
     for rank in ranks:
-        if not divided:  # gradients that hooks can read are averages
-            assert rank["shown"]
-            assert all(torch.equal(value, ranks[0]["shown"][name]) for name, value in rank["shown"].items())
         for name, weight in alone.items():
             assert torch.equal(rank["weights"][name], ranks[0]["weights"][name]), name
             assert torch.allclose(rank["weights"][name], weight, rtol=0, atol=1e-6), name
-            assert not divided or torch.equal(rank["weights"][name], rank["wanted"][name]), name
-        if path != HASHED or divided:  # all experts are used, as in the step that is predicted
-            moved = divided_by(rank["moved"], divided)
-            assert all(moved[link] == predicted[link] for link in LINKS), (moved, predicted)
-            for (
-                link
-            ) in SSD:  # of several micro-batches only the last one changes experts, so that is an upper end
-                assert moved[link] == predicted[link] if parts == 1 else 0 < moved[link] <= predicted[link], (
-                    moved,
-                    predicted,
-                )
-            if ledger:
-                wanted = step.peak_bytes()
-                assert max(rank["peaks"]) == pytest.approx(wanted, rel=0.02, abs=SPARE_BYTES), (
-                    rank["peaks"],
-                    wanted,
-                )
-                wanted_host = step.peak_bytes(Tier.HOST)
-                assert rank["host_peak"] == pytest.approx(wanted_host, rel=0.02), (
-                    rank["host_peak"],
-                    wanted_host,
-                )
+            assert torch.equal(rank["weights"][name], rank["wanted"][name]), name
+        moved = gathered_by_one(rank["moved"])
+        assert all(moved[link] == predicted[link] for link in LINKS), (moved, predicted)
+        for link in SSD:
+            # Of several micro-batches only the last one changes experts, so that is an upper end.
+            exact = moved[link] == predicted[link] if parts == 1 else 0 < moved[link] <= predicted[link]
+            assert exact, (moved, predicted)
+        if ledger:
+            wanted = step.peak_bytes()
+            assert max(rank["peaks"]) == pytest.approx(wanted, rel=0.02, abs=SPARE_BYTES), (
+                rank["peaks"],
+                wanted,
+            )
+            assert rank["host_peak"] == pytest.approx(step.peak_bytes(Tier.HOST), rel=0.02)
     return ranks
 
 
-def divided_by(moved: dict[str, int], gathered: bool) -> dict[str, int]:
+def gathered_by_one(moved: dict[str, int]) -> dict[str, int]:
     """Return gathered and scattered bytes of a rank: all but its own part."""
-    return moved | ({"intra_link": moved["intra_link"] * RANKS // (RANKS - 1)} if gathered else {})
+    return moved | {"intra_link": moved["intra_link"] * RANKS // (RANKS - 1)}
 
 
 def np_times(phase: Any, parts: int) -> Any:
@@ -190,28 +161,12 @@ def np_times(phase: Any, parts: int) -> Any:
     return 1 + (parts - 1) * (phase < Phase.BOUNDARY)
 
 
-def test_replicas_train_as_one_rank(ssd: Path) -> None:
-    """The mechanism: an expert's gradients are averaged, even if only one rank used it, before each rank's
-    update.
-    """
-    check(ZOO["moe"], ssd, 1)
-
-
-@pytest.mark.slow
-def test_replicas_that_use_different_experts(ssd: Path) -> None:
-    """Without the averages, or without zeros from ranks that did not use an expert, weights differ from rank
-    to rank.
-    """
-    for rank in check(HASHED, ssd, 3):
-        assert rank["audit"]["caught_up"] > 0
-
-
 def test_sharded_experts_train_as_fsdp(ssd: Path) -> None:
     """The mechanism: a rank reads, updates and writes its rows of each expert, and their gradients are never
     resident.
     """
-    ranks = check(ZOO["moe"], ssd, 1, DIVIDED)
-    whole, step = (candidate(ZOO["moe"], ssd, 1, (each, FEW)).program.step for each in (REPLICAS, DIVIDED))
+    ranks = check(ZOO["moe"], ssd, 1)
+    step = candidate(ZOO["moe"], ssd, 1).program.step
     expert = 12 * (48 * 96 + 96 + 96 * 48 + 48)  # weight and two moments of two linear layers
     moved = expert_traffic(
         [0] * 4 + [1] * 4, 2, FEW.cache, FEW.eviction, FEW.read_prefetch, FEW.on_device, gathered=True
@@ -219,7 +174,7 @@ def test_sharded_experts_train_as_fsdp(ssd: Path) -> None:
     assert on_link(step, Resource.SSD_READ) == sum(len(each.read) for each in moved) * expert // RANKS
     assert on_link(step, Resource.SSD_WRITE) == sum(len(each.written) for each in moved) * expert // RANKS > 0
     assert on_link(step, Resource.DEVICE_TO_HOST) == 8 * (expert // 3) // RANKS
-    assert RANKS * step.peak_bytes(Tier.SSD) == whole.peak_bytes(Tier.SSD) == 8 * expert
+    assert RANKS * step.peak_bytes(Tier.SSD) == 8 * expert
     assert 3 * ranks[0]["audit"]["ssd_bytes"] == 2 * step.peak_bytes(Tier.SSD)  # trained with SGD
 
 
@@ -240,26 +195,26 @@ def test_sharded_experts_in_other_steps(
 
 
 @pytest.mark.slow
-def test_replicas_with_unused_parameters(ssd: Path, tmp_path: Path) -> None:
-    """DDP searches its own parameters without gradient; ranks ask each other about experts."""
-    path = tmp_path / "spare.py"
-    path.write_text(ZOO["moe"].read_text().replace("def model()", "def whole()") + SPARE)
-    check(path, ssd, 1, Ddp(kind="ddp", find_unused_parameters=True))
-
-
-@pytest.mark.slow
 def test_sharded_experts_without_tokens(ssd: Path) -> None:
     """They are gathered as well, and get zeros from all ranks as under FSDP2 alone."""
-    check(HASHED, ssd, 3, DIVIDED)
+    check(HASHED, ssd, 3)
 
 
-def test_fits_refuses_by_name(ssd: Path) -> None:
-    program = plain_program(ZOO["moe"])
-    why = FEW.fits(program, replace(target_of(Zero1(kind="zero1")), ranks=RANKS, offload_dir=str(ssd)))
-    assert "whole on each, or gathered from all" in str(why)
+REFUSED = {
+    "whole on each, or gathered from all": Zero1(kind="zero1"),
+    "each replica would have all experts on SSD": Ddp(kind="ddp"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_fits_refuses_by_name(ssd: Path, why: str) -> None:
+    target = replace(target_of(REFUSED[why]), ranks=RANKS, offload_dir=str(ssd))
+    assert why in str(FEW.fits(plain_program(ZOO["moe"]), target))
+
+
+def test_fits_refuses_blocks_of_replicas_that_lack_gradients(ssd: Path) -> None:
     asks = replace(target_of(Ddp(kind="ddp", find_unused_parameters=True)), ranks=RANKS, offload_dir=str(ssd))
-    assert FEW.fits(program, asks) is None
-    assert "block by block when they are ready" in str(L2L(kind="l2l").fits(program, asks))
+    assert "block by block when they are ready" in str(L2L(kind="l2l").fits(plain_program(ZOO["moe"]), asks))
 
 
 def refusal(directory: str, path: str, config: dict[str, Any]) -> str:
@@ -272,9 +227,7 @@ def refusal(directory: str, path: str, config: dict[str, Any]) -> str:
 
 
 @pytest.mark.slow
-def test_apply_refuses_by_name(ssd: Path) -> None:
-    config = {"settings": settings_of(Zero1(kind="zero1"), FEW)}
-    assert all(
-        "whole on each, or gathered from all" in said
-        for said in run_ranks(refusal, RANKS, str(ssd), str(ZOO["moe"]), config)
-    )
+@pytest.mark.parametrize("why", REFUSED)
+def test_apply_refuses_by_name(ssd: Path, why: str) -> None:
+    config = {"settings": settings_of(REFUSED[why], FEW)}
+    assert all(why in said for said in run_ranks(refusal, RANKS, str(ssd), str(ZOO["moe"]), config))
