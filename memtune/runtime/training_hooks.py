@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -74,13 +74,13 @@ def after_step(optimizer: Optimizer, hook: Callable[[Optimizer, Any, Any], None]
     return handle
 
 
-def call_when_grad_ready(
-    context: Context, parameters: Iterable[nn.Parameter], call: Callable[[Any], None]
-) -> None:
-    """Call `call` with each of `parameters` whose gradient is accumulated, after the user's hooks of it."""
-    handles = [each.register_post_accumulate_grad_hook(call) for each in parameters]
-    for handle in handles:
-        context.undo.callback(handle.remove)
+def call_when_grad_ready(context: Context, calls: Mapping[nn.Parameter, Callable[[Any], None]]) -> None:
+    """Call the value of each parameter when its gradient is accumulated, after the user's hooks of it."""
+    handles = []
+    for parameter, call in calls.items():
+        # One by one: if the next registration fails, this one is undone.
+        handles.append(parameter.register_post_accumulate_grad_hook(call))
+        context.undo.callback(handles[-1].remove)
     # The user registers hooks at any time, so the order is restored when a forward begins.
     hook = UncopiedHook(partial(_run_last, handles))
     context.undo.callback(context.model.register_forward_pre_hook(hook).remove)

@@ -75,10 +75,9 @@ class FusedBackward:
         self.n_early = 0
         # All but one: with every gradient freed inside backward, a later clip would find nothing and change
         # nothing.
-        sentinel = self._sentinel.parameter
-        others = [parameter for parameter in trained if parameter is not sentinel]
-        call_when_grad_ready(context, others, weakly(self._complete))
-        call_when_grad_ready(context, [sentinel], weakly(self._on_sentinel_ready))
+        calls = dict.fromkeys(trained, weakly(self._complete))
+        calls[self._sentinel.parameter] = weakly(self._on_sentinel_ready)
+        call_when_grad_ready(context, calls)
         context.loop.sync = self.sync
         context.events.weights_loaded.subscribe(self._sentinel.forget)
         before_step(context.optimizer, self._step_begins)

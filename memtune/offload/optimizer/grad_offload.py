@@ -179,7 +179,7 @@ class GradientOffload:
             )
         else:
             watched = (*self._hosts, self._sentinel.parameter)
-            call_when_grad_ready(context, watched, weakly(self._on_grad_ready))
+            call_when_grad_ready(context, dict.fromkeys(watched, weakly(self._on_grad_ready)))
 
     @contextmanager
     def sync(self, last: bool) -> Iterator[None]:

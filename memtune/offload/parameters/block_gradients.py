@@ -88,7 +88,7 @@ class BlockGradients:
         self.reducer = self._reducer_of(context, ready) if averages and when_ready else None
         if when_ready:
             trained = [each for block in ready for each in block if each.requires_grad]
-            call_when_grad_ready(context, trained, weakly(self._on_grad_ready))
+            call_when_grad_ready(context, dict.fromkeys(trained, weakly(self._on_grad_ready)))
 
     def _reducer_of(self, context: Context, ready: list[list[nn.Parameter]]) -> GradientReducer | None:
         """Return the reducer of the blocks' gradients; None on one rank."""
@@ -108,7 +108,7 @@ class BlockGradients:
         buckets = [[each for each in block if each in self._trained] for block in reversed(ready)]
         buckets += [[each] for each in resident]
         reducer = GradientReducer(group, buckets, self._on_averaged, context.device)
-        call_when_grad_ready(context, resident, weakly(self._average))
+        call_when_grad_ready(context, dict.fromkeys(resident, weakly(self._average)))
         return reducer
 
     def _on_grad_ready(self, parameter: Any) -> None:

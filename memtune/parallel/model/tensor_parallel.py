@@ -40,7 +40,7 @@ from memtune.errors import ApplyError
 from memtune.parallel.ranks import MicroBatchRotation, require_groups, require_ranks
 from memtune.parallel.replicas import GradBuckets, average_now
 from memtune.parallel.sharding import meshes, rebind
-from memtune.runtime import BackwardEnd, Context, local
+from memtune.runtime import BackwardEnd, Context, call_when_grad_ready, local
 from memtune.workload import Pair, tensors_of
 
 _SCALE = torch.ops.aten.mul_.Tensor
@@ -334,8 +334,7 @@ class LastBackward:
         # Averages of equal values do not change, so sums stay correct.
         self._last, self._at_end = True, BackwardEnd(ends, is_last=is_last)
         self._exchange = outer or (lambda last: nullcontext())
-        for parameter in parameters:
-            context.undo.callback(parameter.register_post_accumulate_grad_hook(self._arrived).remove)
+        call_when_grad_ready(context, dict.fromkeys(parameters, self._arrived))
 
     @contextmanager
     def sync(self, last: bool) -> Iterator[None]:

@@ -47,7 +47,7 @@ class AllReduceGrads:
         self._reducer = GradientReducer(group, alone, self._averaged, context.device)
         self._at_end, self._grad_ready = BackwardEnd(self._ends), context.events.grad_ready
         self._buffers = BroadcastBuffers(context, group)
-        call_when_grad_ready(context, self._parameters, weakly(self._arrived))
+        call_when_grad_ready(context, dict.fromkeys(self._parameters, weakly(self._arrived)))
         self._grad_ready.emit_from(lambda: None)  # the hooks above emit with or without subscribers
         context.loop.sync, context.placement.states_average_grads = self._sync, True
         context.checks["sharding.states"] = self._check

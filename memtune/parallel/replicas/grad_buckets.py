@@ -34,7 +34,16 @@ from memtune import refusals
 from memtune.parallel.ranks import message_device, missing_here, require_ranks, rows_like, same_part_group
 from memtune.parallel.replicas.broadcast_buffers import BroadcastBuffers
 from memtune.parallel.replicas.ddp_pass import BUCKET_CAP_MB
-from memtune.runtime import HOST, BackwardEnd, Context, SyncContext, count_collective, local, tier
+from memtune.runtime import (
+    HOST,
+    BackwardEnd,
+    Context,
+    SyncContext,
+    call_when_grad_ready,
+    count_collective,
+    local,
+    tier,
+)
 
 
 @dataclass(eq=False)
@@ -81,8 +90,8 @@ class GradBuckets:
         self._last, self._next = True, 0
         self._at_end = BackwardEnd(self.finish, self._give_up)
         self.averaged_bytes = 0
-        for parameter in self._parameters if in_backward else ():
-            context.undo.callback(parameter.register_post_accumulate_grad_hook(self._arrived).remove)
+        if in_backward:
+            call_when_grad_ready(context, dict.fromkeys(self._parameters, self._arrived))
 
     @contextmanager
     def sync(self, last: bool) -> Iterator[None]:

@@ -72,6 +72,7 @@ from memtune.runtime import (
     Context,
     UncopiedHook,
     all_gather_single,
+    call_when_grad_ready,
     is_own_step,
     local,
     reduce_scatter_single,
@@ -425,11 +426,8 @@ def _average_copies(context: Context, copies: DeviceMesh, two_hop: bool) -> None
 
 def _emit_grad_ready(context: Context) -> None:
     """Emit `grad_ready` from FSDP2's hooks, which run when a shard's gradient is reduced and accumulated."""
-    for parameter in context.model.parameters():
-        if parameter.requires_grad:
-            context.undo.callback(
-                parameter.register_post_accumulate_grad_hook(context.events.grad_ready.emit).remove
-            )
+    trained = [parameter for parameter in context.model.parameters() if parameter.requires_grad]
+    call_when_grad_ready(context, dict.fromkeys(trained, context.events.grad_ready.emit))
 
 
 def units_of(model: nn.Module) -> Iterator[tuple[FSDPModule, tuple[nn.Parameter, ...]]]:

@@ -8,11 +8,12 @@ ready: full ones during backward, the others when it ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from memtune.parallel.sharding.sharded_buckets import Bucket, Part, ShardAxes, ShardedBuckets
-from memtune.runtime import BackwardEnd, Context
+from memtune.runtime import BackwardEnd, Context, call_when_grad_ready
 
 
 class Partition(ShardedBuckets):
@@ -43,12 +44,12 @@ class Partition(ShardedBuckets):
         self._at_end = BackwardEnd(self._finish, self._give_up)
         self.on_end: Callable[[], None] = lambda: None
         """Called when backward has ended and its gradients are reduced, if this micro-batch reduces."""
+        ready: dict[nn.Parameter, Callable[[Any], None]] = {}
         for bucket in self._buckets:
             for part in bucket.parts:
-                before, after = self._hooks_of(bucket, part)
-                # One by one: if the second registration fails, the first is undone.
+                before, ready[part.parameter] = self._hooks_of(bucket, part)
                 context.undo.callback(part.parameter.register_hook(before).remove)
-                context.undo.callback(part.parameter.register_post_accumulate_grad_hook(after).remove)
+        call_when_grad_ready(context, ready)
 
     def _hooks_of(
         self, bucket: Bucket, part: Part
