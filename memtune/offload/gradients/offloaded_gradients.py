@@ -38,7 +38,7 @@ from memtune.runtime import (
 
 
 class Sums(Protocol):
-    """Where the gradients of a step's micro-batches are added up."""
+    """The place in which the gradients of a step's micro-batches are added up."""
 
     def begin(self, parameter: nn.Parameter) -> None:
         """Prepare the sum of `parameter`, whose gradient is in a D2H copy."""
