@@ -16,6 +16,8 @@ from memtune.runtime import Context
 from memtune.search_spaces.sharding.states._fsdp_technique import _FsdpUnits, itemsize
 from memtune.technique import Reason, Target
 
+BUCKETS_MB = 25, 200
+
 
 class _NestedSharding(_FsdpUnits):
     """Shards parameters, gradients and optimizer state by `_factors`."""
@@ -26,6 +28,10 @@ class _NestedSharding(_FsdpUnits):
     """MiB per message for gradients and weights outside of FSDP2: gradients reduced further, weights gathered
     after the step.
     """
+
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        # A bucket's message between copies is that of one shard: many nodes need large ones.
+        return {**super().choices(), "bucket_cap_mb": BUCKETS_MB}
 
     @abc.abstractmethod
     def _factors(self, ranks: int, plan: Any) -> Factors: ...

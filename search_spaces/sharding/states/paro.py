@@ -11,7 +11,7 @@ from memtune.errors import ApplyError
 from memtune.parallel.sharding import Factors
 from memtune.program import Program
 from memtune.search_spaces.sharding.states._fsdp_technique import GroupPlan
-from memtune.search_spaces.sharding.states._nested import _NestedSharding
+from memtune.search_spaces.sharding.states._nested import BUCKETS_MB, _NestedSharding
 from memtune.technique import Exactness, Plan, Reason, Target
 
 _SEARCHED = ("IIG", "NNI", "NIG", "NII", "IGG", "ING")
@@ -94,4 +94,7 @@ class Paro(_NestedSharding):
 
     def choices_on(self, target: Target) -> dict[str, tuple[Any, ...]]:
         """Return the paper's strategies, in groups of a node or of another size that the ranks allow."""
-        return {} if target.ranks < 4 else {"strategy": _SEARCHED, "group": (None, *target.group_sizes()[:2])}
+        if target.ranks < 4:
+            return {}
+        groups = (None, *target.group_sizes()[:2])
+        return {"strategy": _SEARCHED, "group": groups, "bucket_cap_mb": BUCKETS_MB}

@@ -88,6 +88,27 @@ def test_plan_is_applied_and_explained() -> None:
     )
 
 
+def test_large_buckets_are_tried_and_send_fewer_messages_between_many_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The message between copies is one shard of a bucket, and 2 · 127 latencies are its least time."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[4] / "benchmarks"))
+    import sharding_published
+    from published import amsp
+    from published.paper import Shape
+
+    assert Amsp().choices()["bucket_cap_mb"] == Paro().choices_on(target(RANKS))["bucket_cap_mb"] == (25, 200)
+    claim = replace(amsp.PAPER.claims[0], shape=Shape(8, 1024, 16, 2048, 8000, ""))
+    small, large = (
+        sharding_published.predicted(
+            claim, {"states": {**claim.fast["states"], "bucket_cap_mb": cap}}, amsp.PAPER.hardware
+        )
+        for cap in (25, 200)
+    )
+    assert large.busy_s["inter_link"] < 0.6 * small.busy_s["inter_link"]
+    assert large.step_s < small.step_s
+
+
 def test_equal_factors_are_one_candidate() -> None:
     assert Amsp(**factors(8, 8, 16)).record(target(RANKS)) == Paro(strategy="IIG").record(target(RANKS))
     assert Amsp(**factors(1, 8, 16)).record(target(RANKS)) == Paro(strategy="NIG").record(target(RANKS))
