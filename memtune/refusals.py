@@ -281,6 +281,15 @@ def gradients_changed(fix: str) -> Reason:
     )
 
 
+def second_optimizer(count: int) -> Reason:
+    """Return why an optimizer that memtune does not know cannot update `count` of the model's parameters."""
+    return Reason(
+        f"another optimizer steps {count} parameters of the model, whose gradients this config has freed",
+        "one optimizer with parameter groups, given to memtune.apply",
+        "MT364",
+    )
+
+
 def missing_gradients(count: int, where: str, fix: str) -> Reason:
     """Return why ranks cannot average: `count` parameters have no gradient; `where`: step or backward."""
     return Reason(f"{count} parameters got no gradient in this {where}", fix, "MT346")

@@ -1,16 +1,21 @@
-"""Warn a loop that never clears gradients: offloaded and sharded ones do not outlive the step that uses them.
+"""Notice loops that rely on gradients which the step that used them has freed, as offload and sharding do.
 
-In plain PyTorch the next backward would add to them. The first step finds out whether the config's mechanisms
-free gradients; from then on the cost is one flag.
+One that never clears them is warned: in plain PyTorch the next backward would add to them. A second optimizer
+of the same parameters is refused: it would find no gradients. The first step finds out whether the config's
+mechanisms free gradients; from then on the cost is one flag.
 """
 
 from __future__ import annotations
 
 import warnings
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from memtune.refusals import error_of, second_optimizer
 from memtune.runtime import Context, before_step, spent_as_none
 
 TEXT = (
@@ -37,12 +42,26 @@ class _Uncleared:
         before_step(context.optimizer, self._step_begins)
         # Not `after_step`: the hooks registered so far free gradients.
         context.undo.callback(context.optimizer.register_step_post_hook(self._step_ends).remove)
+        self._trained, self._others = {id(each) for each in trained}, WeakSet([context.optimizer])
+        """Optimizers that may step: this config's, and those of other parameters."""
+        context.undo.callback(register_optimizer_step_pre_hook(self._any_begins).remove)
 
     def _on_use(self, *_: Any) -> None:
         self._used = True
 
     def _on_cleared(self, _: Any) -> None:
         self._is_due = False
+
+    def _any_begins(self, optimizer: Optimizer, *_: Any) -> None:
+        # Only until they are cleared: an optimizer around or inside of this one steps before.
+        if not self._is_due or optimizer in self._others:
+            return
+        shared = sum(
+            id(each) in self._trained for group in optimizer.param_groups for each in group["params"]
+        )
+        if shared:
+            raise error_of(second_optimizer(shared))
+        self._others.add(optimizer)
 
     def _step_begins(self, *_: Any) -> None:
         if self._is_due:

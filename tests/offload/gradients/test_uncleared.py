@@ -5,9 +5,11 @@ from __future__ import annotations
 import warnings
 
 import pytest
+import torch
 from support.zoo_paths import ZOO
 
 from memtune.api import apply
+from memtune.errors import ApplyError
 from memtune.offload.gradients import uncleared
 from memtune.search_spaces.execution.order import roam
 from memtune.search_spaces.offload.states import elixir, optimizer_cpu, zero_offload
@@ -49,3 +51,25 @@ def test_loop_that_clears_is_not_warned(technique: Technique, clear: str) -> Non
 
 def test_config_that_keeps_gradients_is_not_warned() -> None:
     assert warned(full.Full(), "never") == []
+
+
+@pytest.mark.parametrize("technique", [*FREES, full.Full()], ids=lambda each: each.kind)
+def test_second_optimizer_of_freed_gradients_is_refused(technique: Technique) -> None:
+    """It would find no gradients, and its updates would be missing without a word."""
+    workload, model, optimizer = build(ZOO["gpt"])
+    tuned = apply(model, optimizer, config_of(ZOO["gpt"], technique), strict=False)
+    own = torch.nn.Linear(4, 4)
+    foreign = torch.optim.SGD(own.parameters(), 0.1)
+    second = torch.optim.SGD(list(model.parameters())[:2], 0.1)
+    with tuned.micro_batch(last=True):
+        loss = workload.loss(model, workload.make_batch(2))
+        loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    foreign.step()
+    if technique.kind == "full":
+        before = second.param_groups[0]["params"][0].detach().clone()
+        second.step()
+        assert not torch.equal(before, second.param_groups[0]["params"][0])
+    else:
+        with pytest.raises(ApplyError, match="Another optimizer steps 2 parameters"):
+            second.step()
