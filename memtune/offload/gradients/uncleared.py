@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet, finalize
 
 from torch import nn
 from torch.optim import Optimizer
@@ -44,7 +44,12 @@ class _Uncleared:
         context.undo.callback(context.optimizer.register_step_post_hook(self._step_ends).remove)
         self._trained, self._others = {id(each) for each in trained}, WeakSet([context.optimizer])
         """Optimizers that may step: this config's, and those of other parameters."""
-        context.undo.callback(register_optimizer_step_pre_hook(self._any_begins).remove)
+        mine = WeakMethod(self._any_begins)  # torch's list of hooks outlives the model
+        every = register_optimizer_step_pre_hook(
+            lambda each, *_: begins(each) if (begins := mine()) else None
+        )
+        finalize(self, every.remove)
+        context.undo.callback(every.remove)
 
     def _on_use(self, *_: Any) -> None:
         self._used = True
@@ -52,7 +57,7 @@ class _Uncleared:
     def _on_cleared(self, _: Any) -> None:
         self._is_due = False
 
-    def _any_begins(self, optimizer: Optimizer, *_: Any) -> None:
+    def _any_begins(self, optimizer: Optimizer) -> None:
         # Only until they are cleared: an optimizer around or inside of this one steps before.
         if not self._is_due or optimizer in self._others:
             return
