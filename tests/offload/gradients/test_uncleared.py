@@ -55,7 +55,7 @@ def test_config_that_keeps_gradients_is_not_warned() -> None:
 
 @pytest.mark.parametrize("technique", [*FREES, full.Full()], ids=lambda each: each.kind)
 def test_second_optimizer_of_freed_gradients_is_refused(technique: Technique) -> None:
-    """It would find no gradients, and its updates would be missing without a word."""
+    """It would find no gradients, and its updates would be missing silently."""
     workload, model, optimizer = build(ZOO["gpt"])
     tuned = apply(model, optimizer, config_of(ZOO["gpt"], technique), strict=False)
     own = torch.nn.Linear(4, 4)
