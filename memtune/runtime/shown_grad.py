@@ -89,7 +89,8 @@ class ShowsGrad(Tensor):
         self.grad = None
 
     def _require_unspent(self) -> None:
-        if self._spent is not None and not _spent_as_none:
+        # A second backward through one forward begins a new gradient, which memtune and FSDP2 read.
+        if self._spent is not None and not _spent_as_none and not _in_backward():
             raise self._spent()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

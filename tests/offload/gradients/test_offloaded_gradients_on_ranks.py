@@ -1,4 +1,4 @@
-"""Hooks of gradients that the user registers after `apply`, on ranks: they run before a gradient leaves."""
+"""Gradients that are offloaded when they are ready, on ranks: the user's hooks, and several backwards."""
 
 from __future__ import annotations
 
@@ -55,4 +55,27 @@ def test_hook_after_apply_sees_gradients_before_ranks_and_offload_take_them(
     for (weights, seen), (wanted, shown) in zip(mine, plain, strict=True):
         assert len(seen) == 2 * STEPS
         assert all(map(torch.equal, seen, shown))
+        assert [name for name in wanted if not torch.equal(weights[name], wanted[name])] == []
+
+
+def twice(states: str, offload: dict[str, str]) -> Weights:
+    """Return the weights after steps of two backwards through one forward."""
+    workload, model, optimizer = build(CHAIN)
+    settings: dict[str, Any] = {"sharding": {"states": {"kind": states}}, "offload": {"states": offload}}
+    tuned = apply(model, optimizer, {"settings": settings}, loss=workload.loss, strict=False)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = workload.loss(tuned.model, share_of(workload, step, 1, RANKS)[0])
+        loss.backward(retain_graph=True)
+        (0.5 * loss).backward()
+        optimizer.step()
+    return weights_of(tuned)
+
+
+@pytest.mark.parametrize(
+    "states", ["zero1", *(pytest.param(each, marks=pytest.mark.slow) for each in ("zero2", "fsdp"))]
+)
+def test_second_backward_through_a_forward_adds_to_offloaded_gradients(states: str) -> None:
+    mine, plain = (run_ranks(twice, RANKS, states, each) for each in ({"kind": "zero_offload"}, IN_STEP))
+    for weights, wanted in zip(mine, plain, strict=True):
         assert [name for name in wanted if not torch.equal(weights[name], wanted[name])] == []
