@@ -81,6 +81,7 @@ if TYPE_CHECKING:
         no_autocast_contexts as no_autocast_contexts,
         observe_kept as observe_kept,
         seed_generators as seed_generators,
+        undone_draws as undone_draws,
     )
     from memtune.runtime.seam import (
         SEAM as SEAM,

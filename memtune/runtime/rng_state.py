@@ -74,11 +74,9 @@ class RandomState:
         now = self.capture(module, [each for each, _ in self.own])
         # Compared by state, not counted by draws: the user's ops draw without telling anyone.
         own = [(then, state) for (_, then), (_, state) in zip(self.own, now.own, strict=True)]
-        pairs = [(self.cpu, now.cpu), *(each for each in own if isinstance(each[0], Tensor))]
-        if any(
-            pickle.dumps(then) != pickle.dumps(state) for then, state in own if not isinstance(then, Tensor)
-        ):
+        if not all(_is_same(*each) for each in own if not isinstance(each[0], Tensor)):
             return False
+        pairs = [(self.cpu, now.cpu), *(each for each in own if isinstance(each[0], Tensor))]
         if self.on_device is not None and now.on_device is not None:
             pairs.append((self.on_device, now.on_device))
         with without_modes():
@@ -138,6 +136,11 @@ def _state_of(generator: Any) -> Any:
     return generator.get_state()
 
 
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two states of a generator of Python or numpy are equal."""
+    return pickle.dumps(one) == pickle.dumps(other)
+
+
 def _set_state(generator: Any, state: Any) -> None:
     if isinstance(generator, _random.Random):
         generator.setstate(state)
@@ -175,14 +178,45 @@ _notes: list[Callable[[Tensor], None]] = []
 
 
 def generators_of(module: nn.Module) -> list[Any]:
-    """Return the generators that `module` and its submodules have as attributes, of any library."""
-    found = (
-        value
-        for each in module.modules()
-        for value in vars(each).values()
-        if isinstance(value, (Generator, *_IN_PYTHON))
-    )
+    """Return the generators that `module` and its submodules have as attributes, and those of Python and
+    numpy that are global where their forwards are written; `NoteGenerators` finds torch's among the globals.
+    """
+    of_files = dict.fromkeys(getattr(type(each), "forward", None) for each in module.modules())
+    found = [
+        *(
+            v
+            for each in module.modules()
+            for v in vars(each).values()
+            if isinstance(v, (Generator, *_IN_PYTHON))
+        ),
+        *(
+            v
+            for each in of_files
+            for v in getattr(each, "__globals__", {}).values()
+            if isinstance(v, _IN_PYTHON)
+        ),
+    ]
     return list({id(each): each for each in found}.values())
+
+
+@contextmanager
+def undone_draws(module: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Restore Python's and numpy's generators and those of `module` at the end; yield what returns whether
+    anything has been drawn.
+    """
+    # torch's generators are not touched, because fake tensors draw nothing.
+    before = PythonRandomState.now()
+    own = [(each, _state_of(each)) for each in generators_of(module) if isinstance(each, _IN_PYTHON)]
+
+    def drawn() -> bool:
+        return not (before.is_now() and all(_is_same(state, _state_of(each)) for each, state in own))
+
+    try:
+        yield drawn
+    finally:
+        before.continue_from()
+        for each, state in own:
+            _set_state(each, state)
 
 
 def generator_of(kwargs: Any) -> Generator | None:

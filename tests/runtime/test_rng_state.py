@@ -118,8 +118,15 @@ def test_blocks_that_draw_from_a_later_run_on_repeat_their_draws(is_mine: bool) 
     assert same(gradients(True), gradients(False))
 
 
+OF_FILE = random.Random()
+
+
 @pytest.mark.parametrize(
-    "mine", [lambda: random.Random(3), lambda: np.random.default_rng(3), lambda: np.random.RandomState(3)]
+    "mine",
+    [
+        *(lambda: random.Random(3), lambda: np.random.default_rng(3), lambda: np.random.RandomState(3)),
+        lambda: None,
+    ],
 )
 def test_blocks_repeat_draws_from_their_generators_of_python_and_numpy(mine: Callable[[], Any]) -> None:
     class Scales(nn.Module):
@@ -128,10 +135,11 @@ def test_blocks_repeat_draws_from_their_generators_of_python_and_numpy(mine: Cal
             self.up, self.mine = nn.Linear(16, 16), mine()
 
         def forward(self, x: Tensor) -> Tensor:
-            return x + torch.tanh(self.up(x * (1 + 0.01 * self.mine.random())))
+            return x + torch.tanh(self.up(x * (1 + 0.01 * (self.mine or OF_FILE).random())))
 
     def gradients(recompute: bool) -> list[Tensor]:
         torch.manual_seed(0)
+        OF_FILE.seed(3)
         net = nn.Sequential(*(Scales() for _ in range(3)))
         if recompute:
             blocks(None)(net)

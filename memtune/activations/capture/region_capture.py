@@ -30,8 +30,7 @@ from memtune.activations.capture.tape import (
 from memtune.activations.recompute import without_hooks
 from memtune.device import accelerator
 from memtune.program import OpGraph
-from memtune.random_seeds import PythonRandomState
-from memtune.runtime import EagerRecorder, plain_type
+from memtune.runtime import EagerRecorder, plain_type, undone_draws
 
 
 def is_plain(tensor: Any) -> bool:
@@ -98,7 +97,7 @@ def capture(
         without_hooks(),
         FakeTensorMode() as fake,
         torch.enable_grad(),
-        _no_random_draws(),
+        _no_random_draws(module),
         _unchanged(module),
         no_side_effects(module, SideEffectError),
         fakes_look_real(),
@@ -275,18 +274,13 @@ def _grad_ready_hook(
 
 
 @contextmanager
-def _no_random_draws() -> Iterator[None]:
-    """Refuse draws from the generators of Python and numpy, which a captured region could not repeat."""
-    # The generators are restored in any case, so that the run that follows draws the same numbers.
-    before = PythonRandomState.now()
-    try:
+def _no_random_draws(module: nn.Module) -> Iterator[None]:
+    """Refuse draws from generators of Python and numpy, which a captured region could not repeat."""
+    # They are restored in any case, so that the run that follows draws the same numbers.
+    with undone_draws(module) as drawn:
         yield
-    finally:
-        # torch's generators are not touched, because fake tensors draw nothing.
-        drawn = not before.is_now()
-        before.continue_from()
-    if drawn:
-        raise CaptureError("its forward draws random numbers in Python")
+        if drawn():
+            raise CaptureError("its forward draws random numbers in Python")
 
 
 @contextmanager

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.scheduled_net import CPU, Net, everything_again, frozen_net, gradients, graph_of, twin
@@ -208,6 +210,7 @@ def _trained(net: Buffered, x: Tensor) -> Tensor:
 
 
 CALLS = [0]
+OF_FILE = np.random.default_rng(5)
 
 
 class Odd(nn.Module):
@@ -218,6 +221,7 @@ class Odd(nn.Module):
     def __init__(self, what: str) -> None:
         super().__init__()
         self.linear, self.what, self.count, self.cache = nn.Linear(4, 4), what, 0, torch.ones(4)
+        self.own = random.Random(5)
 
     def forward(self, x: Tensor) -> Any:
         y = self.linear(x)
@@ -225,6 +229,10 @@ class Odd(nn.Module):
             self.count += 1
         elif self.what == "draws":
             y = y * random.random()
+        elif self.what == "draws from its own":
+            y = y * self.own.random()
+        elif self.what == "draws from the file's":
+            y = y * OF_FILE.random()
         elif self.what == "counts in a global":
             CALLS[0] += 1
             y = y * CALLS[0]
@@ -246,6 +254,8 @@ class Odd(nn.Module):
     [
         ("counts", "sets the attribute count"),
         ("draws", "random numbers in Python"),
+        ("draws from its own", "random numbers in Python"),
+        ("draws from the file's", "random numbers in Python"),
         ("writes", "aten.mul_.Tensor: it writes into the region's input"),
         ("looks", "depends on the data"),
         ("tensor", "neither parameter nor buffer"),
@@ -261,7 +271,7 @@ def test_refusals_name_the_reason_without_side_effects(what: str, why: str) -> N
     frozen = ScheduledRegion(net, Schedule("?", (), ()), CPU)
     frozen.install()
     random.seed(0)
-    counted = [*CALLS, Odd.calls]
+    counted, own, of_file = [*CALLS, Odd.calls], random.Random(5), copy.deepcopy(OF_FILE)
     net(torch.ones(2, 4))
     assert sum([*CALLS, Odd.calls]) - sum(counted) == what.startswith("counts in")
     assert why in frozen.runs.why_plain
@@ -270,6 +280,12 @@ def test_refusals_name_the_reason_without_side_effects(what: str, why: str) -> N
     if what in ("draws", "noise"):
         random.random()
     assert drawn == random.getstate()  # by the plain run alone
+    if what == "draws from its own":
+        own.random()
+    elif what == "draws from the file's":
+        of_file.random()
+    assert own.getstate() == net.own.getstate()
+    assert of_file.random() == copy.deepcopy(OF_FILE).random()
     assert net.count == (what == "counts")  # the plain run's own
     assert net.cache.device == CPU
     assert all(type(p) is nn.Parameter and type(p.data) is Tensor for p in net.parameters())
