@@ -80,6 +80,42 @@ def tileable(step: Step, samples: int) -> tuple[PositionWise, ...]:
     return (*position_wise(step), *by_sample(step, samples))
 
 
+class _LiveInside:
+    """Live bytes while modules of one step run, computed once for all numbers of parts."""
+
+    def __init__(self, step: Step) -> None:
+        self._step, self._known = step, dict[str, tuple[I64, I64, I64]]()
+
+    def of(self, region: PositionWise) -> tuple[I64, I64, I64]:
+        """Return bytes by op of the module: of forward, and of backward without
+        parameters' gradients, and those.
+
+        The output and the gradient of the input are left out.
+        """
+        if (known := self._known.get(region.module)) is not None:
+            return known
+        forward, backward, but = region.forward, region.backward, {region.y}
+        inner = self._bytes(forward, but, backward)
+        outputs = set(made_by(self._step, backward)) - set(region.gradients)  # of its backward
+        known = self._known[region.module] = (
+            self._bytes(forward, but, forward),
+            inner + self._bytes(backward, {region.dx, *region.gradients}, backward),
+            self._bytes(backward, outputs, backward),
+        )
+        return known
+
+    def _bytes(self, ops: tuple[int, ...], but: set[int], at: tuple[int, ...]) -> I64:
+        """Return (at,) bytes of outputs of `ops`, without `but`, that are live at each of the ops `at`."""
+        made = np.asarray([s for s in made_by(self._step, ops) if s not in but], np.int32)
+        moments = np.asarray(at)[:, None]
+        alive = (self._step.storages.producer[made] <= moments) & (self._step.freed_after[made] >= moments)
+        found: I64 = (alive * self._step.storages.bytes[made]).sum(1)
+        return found
+
+
+_live_inside = functools.lru_cache(maxsize=8)(_LiveInside)
+
+
 class _Prices:
     """Priced actions of one step."""
 
@@ -87,7 +123,7 @@ class _Prices:
         self, step: Step, hardware: Hardware, ranks: int, min_bytes: int, *, prefetch: bool, again: bool
     ) -> None:
         self.step, self.hardware, self.min_bytes, self.prefetch = step, hardware, min_bytes, prefetch
-        self.again = again
+        self.again, self.live = again, _live_inside(step)
         computes = step.ops.resource == Resource.COMPUTE
         self.op_s: F64 = np.where(computes, op_seconds(step, hardware, ranks), 0.0)
         self.clock: F64 = np.append(0.0, np.cumsum(self.op_s))  # when each op begins
@@ -217,33 +253,18 @@ class _Prices:
         self, region: PositionWise, parts: int, in_flight_bytes: int
     ) -> list[tuple[int, int, int]]:
         """Return (op, op + 1, bytes) that parts need less than the module at once, negative if more."""
+        forward, backward, gradients = self.live.of(region)
         # Both y and dx are allocated throughout.
-        forward = self._live_bytes(region.forward, {region.y}, region.forward)
-        y = int(self.step.storages.bytes[region.y])
-        inner = self._live_bytes(region.forward, {region.y}, region.backward)
-        backward = inner + self._live_bytes(region.backward, {region.dx, *region.gradients}, region.backward)
-        gradients = self._live_bytes(region.backward, set(self._input_gradients(region)), region.backward)
-        dx = int(self.step.storages.bytes[region.dx]) if region.dx >= 0 else 0
+        y, dx = (int(self.step.storages.bytes[s]) if s >= 0 else 0 for s in (region.y, region.dx))
         in_parts = int(forward.max()) // parts + in_flight_bytes + y
         again = int(backward.max()) // parts + 2 * int(gradients.max(initial=0)) + dx
-        less = [(op, int(now) - in_parts) for op, now in zip(region.forward, forward, strict=True)]
-        now_back = backward + gradients
         return [
-            *((op, op + 1, each) for op, each in less),
-            *((op, op + 1, int(each) - again) for op, each in zip(region.backward, now_back, strict=True)),
+            *((op, op + 1, n - in_parts) for op, n in zip(region.forward, forward.tolist(), strict=True)),
+            *(
+                (op, op + 1, n - again)
+                for op, n in zip(region.backward, (backward + gradients).tolist(), strict=True)
+            ),
         ]
-
-    def _input_gradients(self, region: PositionWise) -> set[int]:
-        """Return the outputs of the module's backward other than gradients of parameters."""
-        return set(made_by(self.step, region.backward)) - set(region.gradients)
-
-    def _live_bytes(self, ops: tuple[int, ...], but: set[int], at: tuple[int, ...]) -> I64:
-        """Return (at,) bytes of outputs of `ops`, without `but`, that are live at each of the ops `at`."""
-        made = np.asarray([s for s in made_by(self.step, ops) if s not in but], np.int32)
-        moments = np.asarray(at)[:, None]
-        alive = (self.step.storages.producer[made] <= moments) & (self.step.freed_after[made] >= moments)
-        found: I64 = (alive * self.step.storages.bytes[made]).sum(1)
-        return found
 
     def _added_s(self, region: PositionWise, parts: int) -> float:
         """Return the seconds of ops too small to fill the device, of joins of y and dx, and of additions."""

@@ -141,7 +141,8 @@ def solve_tsplit(
         found = replace(_solve_within(each, budget_bytes), budget_bytes=budget_bytes)
         if best is None or found.peak_bytes < best.peak_bytes:
             best = found
-        if best.is_within:
+        # Fewer actions, or the same at other times, free no more: no further run has a lower floor.
+        if best.is_within or best.is_floor:
             break
     assert best is not None
     return best
