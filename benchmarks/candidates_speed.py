@@ -73,8 +73,9 @@ def measure(layers: int, ranks: int, device: str, without: frozenset[str]) -> di
     from memtune import hardware
     from memtune.autotune.record.recorder import record
     from memtune.autotune.space.candidates import Rewriter
-    from memtune.autotune.space.scoring import Scorer, rare_collections
+    from memtune.autotune.space.scoring import Scorer
     from memtune.autotune.space.search_space import ENUMERATE_UP_TO, SAMPLE, build_space
+    from memtune.garbage import rare_collections
     from memtune.technique import Reason, Target
     from memtune.workload.workload import Workload
 

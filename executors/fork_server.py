@@ -37,6 +37,7 @@ from types import TracebackType
 from typing import IO, Any, Final
 
 from memtune.executors import supervisor
+from memtune.garbage import no_collections
 
 MARKER: Final = "MEMTUNE_FORK_SERVER"
 OF_ONE_RANK: Final = frozenset(
@@ -323,7 +324,8 @@ def main() -> None:
     requests.set_inheritable(False)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps supervisors: no process waits for them
     _end_with_driver(requests)
-    importlib.import_module(preload)
+    with no_collections():
+        importlib.import_module(preload)
     fcntl.fcntl(requests, fcntl.F_SETFL, fcntl.fcntl(requests, fcntl.F_GETFL) & ~os.O_ASYNC)
     if "torch" in sys.modules:  # the first optimizer imports a third of torch
         torch = sys.modules["torch"]

@@ -30,6 +30,7 @@ from typing import IO, Any
 from memtune.errors import WorkloadError
 from memtune.executors.core_wait import core_wait_s
 from memtune.executors.secret_values import masked
+from memtune.garbage import no_collections
 from memtune.workload import OPTIONAL, REQUIRED, load_user_file, split_target
 
 _GUARD = 'move the loop under  if __name__ == "__main__":'
@@ -282,7 +283,8 @@ def _child(request_json: str) -> None:
     os.set_inheritable(answer_fd, False)
     _prepare_child(request["trace_fd"])
     try:
-        file = load_user_file(request["target"])
+        with no_collections():
+            file = load_user_file(request["target"])
         answer: dict[str, Any] = {
             "source_sha256": file.source_sha256,
             "functions": [name for name in (*REQUIRED, *OPTIONAL) if file.function(name) is not None],

@@ -25,7 +25,7 @@ PACKAGES = ("memtune", "autotune", "executors", "search_spaces")
 # From the bottom to the top: a room imports from its own line and from the lines above it. Files of memtune/
 # itself count as rooms. Rooms of search_spaces are one room here: the catalogue.
 ORDER = """
-errors units progress _native _door _optional _replaced random_seeds
+errors units progress _native _door _optional _replaced random_seeds garbage
 safe_pickle
 program
 device

@@ -53,6 +53,7 @@ from memtune.config import Bucket, MadeFor, fingerprint, load_config
 from memtune.device import DEFAULT_ACCELERATOR, accelerator
 from memtune.errors import EnvironmentFault, UsageError
 from memtune.executors import Probing, probe
+from memtune.garbage import rare_collections
 from memtune.hardware import Device, Hardware, LoadMeter, threads_per_rank, usable_cores
 from memtune.memory import WorkspaceTable, cpu_allocator, op_of
 from memtune.offload.optimizer import available_bytes
@@ -145,6 +146,13 @@ def prepare(
         EnvironmentFault: There are fewer GPUs than requested.
         NothingFits: The budget is below the weights.
     """
+    with rare_collections():
+        return _prepared(options, say, for_trials, begun)
+
+
+def _prepared(
+    options: TargetOptions, say: Callable[[str], None], for_trials: bool, begun: Probing | None
+) -> Setup:
     say("looking at the file")
     _probe(options.workload, begun)
     device = _device(options, for_trials)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import heapq
 import math
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -31,6 +29,7 @@ from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.space.preselection import Preselection, size_of
 from memtune.autotune.space.search_space import ENUMERATE_UP_TO, SAMPLE, Space
 from memtune.effects import DISPATCH_MODE
+from memtune.garbage import rare_collections
 from memtune.hardware import Hardware, OpTime, usable_cores
 from memtune.program import Program
 from memtune.progress import advance
@@ -60,8 +59,6 @@ _ACTIVATIONS_SHARE = 0.5
 """Part of the budget that activations may take at the micro-batch at which pairs are compared."""
 _PROCESSES = 4
 """Limit on scoring processes: each has a memory of programs of its own."""
-_COLLECT_AFTER = 50_000
-"""Object count that triggers a garbage collection while candidates are made."""
 _MOST_PREDICTIONS = 64
 """Number of programs whose prediction is kept; equal programs are close together in pass order."""
 
@@ -243,23 +240,6 @@ def python_work(candidate: Candidate) -> PythonWork:
         observes_ops=any(each.eager_only == DISPATCH_MODE for each in effects),
         schedule_calls=sum(each.schedule_calls for each in candidate.plans.values()),
     )
-
-
-@contextmanager
-def rare_collections() -> Iterator[None]:
-    """Make garbage collections rare, and exclude objects that exist now (torch, the recording)."""
-    # A collection scans all programs in memory, for a tenth of a second; candidates leave hardly any
-    # cycles. Objects that the caller froze before remain frozen.
-    is_ours, thresholds = gc.get_freeze_count() == 0, gc.get_threshold()
-    gc.freeze()
-    if thresholds[0]:  # 0: the caller has turned collections off
-        gc.set_threshold(max(thresholds[0], _COLLECT_AFTER), *thresholds[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-        if is_ours:
-            gc.unfreeze()
 
 
 def score_all(

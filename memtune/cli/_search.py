@@ -15,6 +15,7 @@ from memtune.cli import _options
 from memtune.cli._crash_report import report_crashes
 from memtune.cli._output import emit, results, say
 from memtune.errors import Interrupted
+from memtune.garbage import no_collections
 from memtune.progress import Progress, columns, shown
 
 if TYPE_CHECKING:
@@ -185,14 +186,12 @@ def loading() -> Iterator[None]:
     Imports leave hardly any garbage, but each collection traverses all objects of torch: a quarter of the
     import time. Libraries read `_NEVER_SPIN` while they load, unless the user's environment has other values.
     """
-    collected, ours = gc.isenabled(), _NEVER_SPIN.keys() - os.environ.keys()
-    gc.disable()
+    ours = _NEVER_SPIN.keys() - os.environ.keys()
     os.environ.update({name: _NEVER_SPIN[name] for name in ours})
     try:
-        yield
+        with no_collections():
+            yield
+            gc.freeze()
     finally:
         for name in ours:
             del os.environ[name]  # trials inherit the environment, and run as training does
-        gc.freeze()
-        if collected:
-            gc.enable()

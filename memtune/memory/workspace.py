@@ -334,10 +334,14 @@ class WorkspaceTable:
         return _read(_cache_path(wanted), wanted)
 
 
+_CHILD = "import gc; gc.disable(); from memtune.memory.workspace import main; main()"
+
+
 def _start_child() -> subprocess.Popen[str]:
     return subprocess.Popen(
         # `-P`: modules in the user's folder must not be imported instead of torch or json.
-        [sys.executable, "-P", "-m", "memtune.memory.workspace"],
+        # Nothing is collected: importing torch, most of its work, leaves no garbage.
+        [sys.executable, "-P", "-c", _CHILD],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -502,7 +506,3 @@ def main() -> None:
     table = WorkspaceTable(made_for(request["device"]))
     table.fill(request["keys"], request["device"])
     sys.stdout.write(table.to_json())
-
-
-if __name__ == "__main__":
-    main()
