@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from memtune.activations.tiling.position_wise_pattern import (
         PositionWise as PositionWise,
         by_sample as by_sample,
-        made_by as made_by,
         norms as norms,
         position_wise as position_wise,
     )
+    from memtune.activations.tiling.step_rows import made_by as made_by
     from memtune.activations.tiling.tiled_loss_pass import tile_loss as tile_loss
     from memtune.activations.tiling.tiled_region import install_tiled_modules as install_tiled_modules
     from memtune.activations.tiling.tiled_region_pass import (

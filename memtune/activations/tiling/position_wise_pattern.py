@@ -16,7 +16,8 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from memtune.program import DONATES, I32, READS, WRITES, Kind, Phase, Step
+from memtune.activations.tiling.step_rows import made_by, used_in, uses_of
+from memtune.program import I32, READS, WRITES, Kind, Phase, Step
 
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 _NORMS = ("aten.native_layer_norm.default", "aten._fused_rms_norm.default")
@@ -199,11 +200,9 @@ def _match(
         raise NotTokenWise
     made = set(made_by(step, forward))
     x, rows = rows_of(step, forward, made)
-    later, again, after = np.searchsorted(
-        step.uses.op, (forward[-1] + 1, backward[0], backward[-1] + 1)
-    ).tolist()
     # Uses between forward and backward, and after backward; those inside are the module's own.
-    read_later = _among(made, step.uses.storage[later:again]) | _among(made, step.uses.storage[after:])
+    read_later = used_in(step, made, uses_of(step, forward[-1] + 1, backward[0] - 1))
+    read_later |= used_in(step, made, uses_of(step, backward[-1] + 1, step.ops.n))
     # Python or autograd may hold an output that no later op reads.
     kept = {s for s in made if step.storages.held_until[s] > forward[-1]}
     # The one tensor that outlives the module; others would have to exist in full.
@@ -249,23 +248,6 @@ def _match(
         residual=residual,
         join=join,
     )
-
-
-def made_by(step: Step, ops: tuple[int, ...]) -> list[int]:
-    """Return the storages that `ops` make, without workspaces; the ops are contiguous."""
-    mine = (
-        (step.storages.producer >= ops[0])
-        & (step.storages.producer <= ops[-1])
-        & (step.storages.kind != Kind.WORKSPACE)
-    )
-    found: list[int] = np.flatnonzero(mine).tolist()
-    return found
-
-
-def _among(storages: set[int], rows: I32) -> set[int]:
-    """Return those of `storages` that occur in `rows`."""
-    mine = np.asarray(sorted(storages), np.int32)
-    return set(mine[np.isin(mine, rows)].tolist())
 
 
 @lru_cache(maxsize=8)
@@ -391,11 +373,12 @@ def _gradients(
     outside = {s for s in read if step.parameter_of[s] < 0}
     # In x + f(x) the gradient of the output is added to that of the input.
     dy = _single(outside - {residual} or outside)
-    if not np.isin(step.uses.mode[window][inside], (READS, DONATES)).all():
+    if (step.uses.mode[window][inside] == WRITES).any():
         raise NotTokenWise
     # A parameter's gradient is one that autograd accumulates, or that has an owner.
-    ready = _among(made, step.grad_order) | {s for s in made if step.storages.owner[s] >= 0}
-    left = _among(made, used[~inside]) | _among(made, step.uses.storage[window.stop :])
+    ready = made & _gradients_in(step) | {s for s in made if step.storages.owner[s] >= 0}
+    left = made & set(used[~inside].tolist())
+    left |= used_in(step, made, uses_of(step, backward[-1] + 1, step.ops.n))
     left |= {s for s in made if step.storages.held_until[s] > backward[-1]}
     gradients = tuple(sorted(left & ready, key=lambda s: int(step.storages.producer[s])))
     # The only other tensor that leaves backward is the gradient of the input.
@@ -403,6 +386,12 @@ def _gradients(
     if len(others) > 1:
         raise NotTokenWise
     return dy, next(iter(others), -1), gradients
+
+
+@lru_cache(maxsize=8)
+def _gradients_in(step: Step) -> frozenset[int]:
+    """Return the parameters' gradients."""
+    return frozenset(step.grad_order.tolist())
 
 
 # Norms over the last dim that make full-sized tensors inside.
@@ -510,9 +499,3 @@ def _norm_rows(step: Step, ops: tuple[int, ...], x: int, itemsize: int, width: i
     if width < 2 or int(step.storages.bytes[x]) % (width * itemsize):
         raise NotTokenWise
     return int(step.storages.bytes[x]) // (width * itemsize)
-
-
-def uses_of(step: Step, first: int, last: int) -> slice:
-    """Return the rows of the uses of ops `first` to `last`."""
-    start, stop = np.searchsorted(step.uses.op, (first, last + 1)).tolist()
-    return slice(start, stop)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memtune.activations.tiling.position_wise_pattern import PositionWise, made_by
+from memtune.activations.tiling.position_wise_pattern import PositionWise
+from memtune.activations.tiling.step_rows import made_by
 from memtune.program import DONATES, READS, WRITES, Edit, NewOps, Phase, Step
 
 
