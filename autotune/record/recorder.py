@@ -18,12 +18,13 @@ import numpy.typing as npt
 
 from memtune.autotune.record.recording_session import Session, Trace, fake_errors_unlogged, open_session
 from memtune.compile import Compiling
+from memtune.config import fingerprint
 from memtune.errors import WorkloadError
 from memtune.hardware import Device
 from memtune.memory import WorkspaceTable
 from memtune.offload.core import not_one_by_one
 from memtune.offload.optimizer import no_native_update_for
-from memtune.program import I64, Edit, Kind, OptimizerFacts, Recording, Step, at_micro_batch
+from memtune.program import I64, Edit, Kind, ModelFacts, OptimizerFacts, Recording, Step, at_micro_batch
 from memtune.workload import DRAWS, Workload, summary
 
 _AFFINE_TOLERANCE = 0.01
@@ -103,6 +104,7 @@ def record(
         hints={small: small_trace.hints, large: large_trace.hints} if same else {small: small_trace.hints},
         keeps_gradients=not workload.zero_grad_to_none,
         autocast_cache=workload.autocast_cache,
+        model=_model_facts(session),
         optimizer=OptimizerFacts(no_native_update_for(session.optimizer), not_one_by_one(session.optimizer)),
         batch_factors=_batch_factors(session, large_trace.step, large, {small, large, *sizes, *between}),
     )
@@ -193,6 +195,11 @@ def _assumptions(session: Session, small: int, large: int, same: bool) -> list[s
             f" {small}"
         )
     return notes
+
+
+def _model_facts(session: Session) -> ModelFacts:
+    parameters = sum(each.numel() for each in session.model.parameters())
+    return ModelFacts(fingerprint(session.model), parameters)
 
 
 def _batch_factors(

@@ -28,7 +28,6 @@ from memtune.autotune.record import (
     parameter_bytes,
     record,
     repeated_blocks,
-    start_session,
 )
 from memtune.autotune.record_parallel import ShardedRecordings
 from memtune.autotune.search.bucket_recordings import BucketRecording, record_buckets
@@ -49,7 +48,7 @@ from memtune.autotune.space import (
     score_all,
 )
 from memtune.autotune.translate import translate
-from memtune.config import Bucket, MadeFor, fingerprint, load_config
+from memtune.config import Bucket, MadeFor, load_config
 from memtune.device import DEFAULT_ACCELERATOR, accelerator
 from memtune.errors import EnvironmentFault, UsageError
 from memtune.executors import Probing, probe
@@ -222,7 +221,7 @@ def _prepared(
         options.goal,
         scorer,
         space,
-        _made_for(workload, recording, machine, options.ranks, global_batch),
+        _made_for(recording, machine, options.ranks, global_batch),
         recorded,
         buckets,
         workspace,
@@ -497,13 +496,10 @@ def _most_samples(scorer: Scorer, space: Space, budget_bytes: int) -> int:
     return size
 
 
-def _made_for(
-    workload: Workload, recording: Recording, machine: Hardware, ranks: int, global_batch: int
-) -> MadeFor:
-    model = start_session(workload, recording.rung).model
+def _made_for(recording: Recording, machine: Hardware, ranks: int, global_batch: int) -> MadeFor:
     return MadeFor(
-        model=fingerprint(model),
-        parameters=sum(each.numel() for each in model.parameters()),
+        model=recording.model.fingerprint,
+        parameters=recording.model.parameters,
         blocks=compress(recording.step.blocks),
         ranks=ranks,
         device=machine.device,

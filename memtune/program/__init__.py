@@ -147,6 +147,7 @@ if TYPE_CHECKING:
         Calls as Calls,
         Hints as Hints,
         Kind as Kind,
+        ModelFacts as ModelFacts,
         Ops as Ops,
         OptimizerFacts as OptimizerFacts,
         Parameter as Parameter,

@@ -578,6 +578,16 @@ class OptimizerFacts:
     """Reason why it cannot update parameters at different times."""
 
 
+@dataclass(frozen=True)
+class ModelFacts:
+    """The recorded model, as configs name it."""
+
+    fingerprint: str = ""
+    """Over names, shapes and dtypes of its parameters (`config.fingerprint`)."""
+    parameters: int = 0
+    """Elements of its parameters."""
+
+
 @dataclass(frozen=True, eq=False)
 class Recording:
     """A step recorded at two micro-batches, with every size as a function of the micro-batch.
@@ -606,6 +616,7 @@ class Recording:
     hints: Mapping[int, Hints] = field(default_factory=dict)
     """Hints by micro-batch, for recorded steps."""
     optimizer: OptimizerFacts = OptimizerFacts()
+    model: ModelFacts = ModelFacts()
     keeps_gradients: bool = False
     """Gradients are zeroed in place at the end of a step, so that every backward adds to them."""
     autocast_cache: bool = True

@@ -218,7 +218,9 @@ def solve_rounded(problem: Problem, *, time_limit_s: float = 10.0) -> Solution:
         is_impossible |= epsilon == 0 and result.status == _INFEASIBLE
         if result.x is not None:
             kept = model.kept(result.x)
-            candidates += [completed(problem, kept >= threshold) for threshold in THRESHOLDS]
+            # A relaxation that is nearly integer rounds alike at most thresholds.
+            rounded = {mask.tobytes(): mask for mask in (kept >= each for each in THRESHOLDS)}
+            candidates += [completed(problem, mask) for mask in rounded.values()]
     starts = sorted({each.computes: each for each in candidates}.values(), key=_rank)
     if starts[0].over_bytes > 0:
         found = None if is_impossible else _first_within(model, time_limit_s)

@@ -226,7 +226,7 @@ def _can_be_skipped(block: Block, op: int) -> bool:
     return op not in block.spoiled and not writes_outside
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=16)  # a space is built technique by technique, over the micro-batches of each
 def block_graphs(step: Step) -> tuple[Block, ...]:
     """Return the blocks of `step` that ran, as graphs."""
     rows = _forward_rows(step)

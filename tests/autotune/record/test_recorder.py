@@ -21,6 +21,7 @@ from memtune.autotune.record.recorder import check, record
 from memtune.autotune.record.recording_session import SEED, start_session
 from memtune.autotune.space.candidates import Rewriter
 from memtune.autotune.space.search_space import build_space
+from memtune.config import fingerprint
 from memtune.errors import WorkloadError
 from memtune.hardware.cpu_cores import cpu_threads
 from memtune.memory import cpu_allocator
@@ -61,6 +62,14 @@ def test_record_uses_lowest_working_rung_and_notes_reasons(model: str) -> None:
     assert len(failed) == len(WHY.get(model, ()))
     for note, reason in zip(failed, WHY.get(model, ()), strict=True):
         assert reason in note
+
+
+@pytest.mark.parametrize("model", ZOO)
+def test_record_notes_the_model_that_training_has(model: str) -> None:
+    trained = Workload.load(ZOO[model]).build_model()
+    facts = recording_of(ZOO[model]).model
+    assert facts.fingerprint == fingerprint(trained)
+    assert facts.parameters == sum(each.numel() for each in trained.parameters())
 
 
 @pytest.mark.parametrize("model", ZOO)
