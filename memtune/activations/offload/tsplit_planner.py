@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +28,7 @@ _EXHAUSTIVE = 1 << 13
 """If the greedy algorithm fails and there are at most this many choices, all are evaluated."""
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """Transfer over one direction of the link, on the clock of the plain step's compute."""
 
     start_s: float
@@ -38,8 +38,7 @@ class Copy:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """Alternative to keeping a tensor on the device."""
 
     frees: tuple[tuple[int, int, int], ...]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from memtune.errors import UsageError
 from memtune.memory.ledger import Ledger
 from memtune.program.step import Phase, Resource, Step
 from memtune.runtime.memory_tiers import HOST, tier
+from memtune.search_spaces.offload.activations import _tsplit_plan
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.offload.activations.tsplit import TSplit
 from memtune.search_spaces.recompute.full import Full
@@ -260,3 +262,12 @@ def test_fits_refuses_a_budget_below_any_plan_without_planning(monkeypatch: pyte
     monkeypatch.delattr("memtune.search_spaces.offload.activations._tsplit_plan.solve")
     technique = TSplit(kind="tsplit", budget_bytes=1000)
     assert "any needs at least" in str(technique.fits(plain_program(ZOO["gpt"]), target_of(technique)))
+
+
+def test_fits_prices_actions_once_for_a_budget_below_any_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    _tsplit_plan.solve_tsplit.cache_clear()
+    priced = Mock(side_effect=_tsplit_plan.decisions)
+    monkeypatch.setattr(_tsplit_plan, "decisions", priced)
+    technique = TSplit(kind="tsplit", budget_bytes=1001)
+    assert technique.fits(plain_program(ZOO["gpt"]), target_of(technique)) is not None
+    assert priced.call_count == 1  # plans of fewer actions free no more
