@@ -33,7 +33,7 @@ from memtune.api import apply
 from memtune.autotune.record_parallel.sharded_recording import ShardedRecordings
 from memtune.autotune.space.candidates import Choice, Rewriter
 from memtune.parallel.model.weight_rotation import rotatable
-from memtune.parallel.sharding.factors import Bytes, Factors, Schedule, by_link, every, traffic
+from memtune.parallel.sharding.factors import Bytes, Factors, Schedule, all_factors, by_link, traffic
 from memtune.runtime import node_topology
 from memtune.technique import Reason, Target
 from memtune.testing.drift_check import recording_of
@@ -72,7 +72,7 @@ def cases(ranks: int) -> list[Case]:
         ]
     found += [
         ("amsp {}, {}, {}".format(*astuple(each)), {"kind": "amsp", **each.document()}, each)
-        for each in every(ranks)
+        for each in all_factors(ranks)
         if each.optimizer > 1
     ]
     return [(name, {"states": states}, factors) for name, states, factors in found]

@@ -8,7 +8,8 @@ Factors (p, g, o) make up to three nested divisions, each over ranks that hold t
 2. Gradients from p to g, in every micro-batch; with g = 1 and p > 1 they stay unsharded until the last
   micro-batch instead.
 3. Sums from max(p, g) to o in the last micro-batch, then averaged over the N/o ranks that hold the same
-  shard.
+  shard. With g ≤ p a bucket is reduced during backward, once FSDP2 has reduced all units that it has
+  parameters of, else when backward ends.
 
 The optimizer holds the shards of the last division. After its step every division gathers the shards of the
 one before it, from the inside out. Between backward and step a model parameter's `grad` is that of its last
@@ -162,12 +163,22 @@ class _Levels:
         self._grad_ready, self._weights_gathered = context.events.grad_ready, context.events.weights_gathered
         self._at_end = BackwardEnd(self._end, self._give_up)
         self.rows: list[ShardedBuckets] = []
+        self._waiting: tuple[Part, ...] = ()
+        """Parts of the unit that was reduced last, to whose sums FSDP2 adds after the hook."""
+        self._complete: set[Part] = set()
+        self._reduced_twice = False
+        self._learns = True
+        """No backward has shown yet that each unit is reduced once."""
         absent = placement.absent
         held = {
             n: p
             for n, p in context.model.named_parameters()
             if p.requires_grad and p.numel() and n not in absent
         }
+        if factors.parameters > 1:
+            # In the reverse order of FSDP2's reductions: what is outside of the blocks comes last there.
+            place = {p: at for at, p in enumerate(p for _, unit in units_of(context.model) for p in unit)}
+            held = dict(sorted(held.items(), key=lambda item: place.get(item[1], len(place))))
         inputs = list(held.values())
         # (trainable parameters,) its parts, from the outside in.
         self._parts: list[list[Part]] = [[] for _ in inputs]
@@ -238,11 +249,36 @@ class _Levels:
         self._at_end.settle()  # first clean up after a backward that raised
         for part in parts:
             self.rows[0].set_aside(part)
+        self._reduce_complete(parts)
         # Runs after FSDP2's callback for the end of backward, which was queued before any unit is reduced.
         self._at_end.expect()
 
+    def _reduce_complete(self, parts: list[Part]) -> None:
+        """Reduce further what is complete, now that the unit of `parts` is reduced."""
+        hop = self.rows[0]
+        if len(self.rows) > 1 or not isinstance(hop, Hop) or not hop.is_last:
+            return
+        self._complete.update(self._waiting)
+        # A unit that runs twice is reduced twice: its sums are complete when backward ends.
+        if not self._complete.isdisjoint(parts):
+            if not (self._learns or self._reduced_twice):
+                raise ApplyError(
+                    "a block runs twice in this step, but ran once in those before.",
+                    evidence="Its gradients have been reduced when it ran first.",
+                    fix="sharding: {states: {kind: zero3}}",
+                    code="MT393",
+                )
+            self._reduced_twice = True
+        if not (self._learns or self._reduced_twice):
+            hop.reduce_complete(self._complete)
+        self._waiting = tuple(parts)
+
     def _give_up(self) -> None:
         """Clean up after a backward that raised."""
+        self._waiting, self._complete = (), set()
+        for level in self.rows:
+            if isinstance(level, Hop):
+                level.give_up()
         # Sums that passed all boundaries are unchanged unless zeroed.
         for chain in self._parts:
             for part in chain:
@@ -251,6 +287,9 @@ class _Levels:
 
     def _end(self) -> None:
         """Reduce over the divisions of this micro-batch when backward has ended."""
+        if self._complete:
+            self._learns = False
+        self._waiting, self._complete = (), set()
         for depth, level in enumerate(self.rows):
             if not isinstance(level, Hop):
                 continue

@@ -4,7 +4,7 @@ for the other states.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memtune.parallel.sharding.factors import Factors
 from memtune.parallel.sharding.fsdp_pass import Sharding, Sums, shard_states
@@ -50,7 +50,9 @@ def divide_states(step: Step, division: Division) -> Step:
     if s > p:
         step = partition_states(step, _partitioning(division, p, s, every_micro_batch=True))
     if o > s:
-        step = partition_states(step, _partitioning(division, s, o, every_micro_batch=False))
+        # One division after FSDP2's: its sums are complete unit by unit.
+        last = _partitioning(division, s, o, every_micro_batch=False)
+        step = partition_states(step, replace(last, overlaps=s == p > 1))
     return step
 
 

@@ -95,16 +95,31 @@ class Partition(ShardedBuckets):
 
 
 class Hop(ShardedBuckets):
-    """Shards further what earlier groups hold: from one factor to the next, after backward."""
+    """Shards further what earlier groups hold: from one factor to the next, once their sums are complete."""
+
+    def reduce_complete(self, complete: set[Part]) -> None:
+        """Reduce the next buckets whose parts are all among those with `complete` sums."""
+        while self._next < len(self._buckets) and complete.issuperset(self._buckets[self._next].parts):
+            self._take_sums(self._buckets[self._next])
+            self._reduce()
 
     def reduce_sums(self) -> None:
-        """Reduce all sums, if this micro-batch reduces."""
+        """Reduce all sums that are left, if this micro-batch reduces."""
         if not self.reduces:
             return
-        for bucket in self._buckets:
-            for part in bucket.parts:
-                self.set_aside(part)
-                if part.shard.grad is not part.sum:  # zeroed in between
-                    part.sum = None
-            bucket.missing = {part for part in bucket.parts if part.parameter.grad is None}
+        for bucket in self._buckets[self._next :]:
+            self._take_sums(bucket)
         self._reduce_the_rest()
+
+    def give_up(self) -> None:
+        """Clean up after a backward that raised."""
+        self._wait_reduction()
+        self._unsure.clear()
+        self._next = 0
+
+    def _take_sums(self, bucket: Bucket) -> None:
+        for part in bucket.parts:
+            self.set_aside(part)
+            if part.shard.grad is not part.sum:  # zeroed in between
+                part.sum = None
+        bucket.missing = {part for part in bucket.parts if part.parameter.grad is None}

@@ -21,6 +21,7 @@ import numpy as np
 from memtune.program import (
     I32,
     I64,
+    WRITES,
     Edit,
     Kind,
     Mask,
@@ -65,6 +66,12 @@ class Partitioning:
     copies: int = 1
     """Ranks that hold the same shard in the end, if this is the last division."""
     between_copies: Resource = Resource.INTRA_LINK
+    overlaps: bool = False
+    """True if, with `at_end`, a bucket is reduced once FSDP2 has reduced the units of its parameters."""
+    order: tuple[int, ...] = ()
+    """Rows of the parameters in the order of the buckets, if that is not the reverse of registration."""
+    complete_after: tuple[int, ...] = ()
+    """(parameters,) the op of backward after which each gradient may be reduced; empty: backward's end."""
 
     @property
     def once(self) -> bool:
@@ -76,6 +83,9 @@ def partition_states(step: Step, partitioning: Partitioning) -> Step:
     """Return `step` as one rank runs it; `step` itself if no parameter is trained."""
     if not len(_buckets(columns_of(step.parameters), partitioning.bucket_bytes).count):
         return step
+    if partitioning.overlaps and (after := _completions(step)):
+        order = tuple(sorted(range(len(after)), key=lambda row: (after[row], -row)))
+        partitioning = replace(partitioning, complete_after=after, order=order)
     # As the last micro-batch; the recorded step is one of several.
     done = _partitioned(step, partitioning, hold_sums=False)
     if (
@@ -102,16 +112,13 @@ def _partitioned(step: Step, partitioning: Partitioning, *, hold_sums: bool) -> 
 
 
 @functools.lru_cache(maxsize=16)
-def _buckets(columns: ParameterColumns, bucket_bytes: int) -> Ragged:
+def _buckets(columns: ParameterColumns, bucket_bytes: int, order: tuple[int, ...] = ()) -> Ragged:
     """Return rows of the trainable parameters, bucket by bucket (rule 2); item sizes distinguish dtypes."""
+    place = {row: at for at, row in enumerate(order or range(len(columns.numel) - 1, -1, -1))}
     closed: list[list[int]] = []
     filling: dict[int, list[int]] = {}
     filled_bytes: dict[int, int] = {}
-    rows = [
-        row
-        for row in np.flatnonzero(columns.trainable & (columns.numel > 0)).tolist()[::-1]
-        if columns.shapes[row]
-    ]
+    rows = [row for row in place if columns.trainable[row] and columns.numel[row] > 0 and columns.shapes[row]]
     for row in rows:
         itemsize = int(columns.itemsize[row])
         filling.setdefault(itemsize, []).append(row)
@@ -119,7 +126,7 @@ def _buckets(columns: ParameterColumns, bucket_bytes: int) -> Ragged:
         if filled_bytes[itemsize] >= bucket_bytes:
             closed.append(filling.pop(itemsize))
             filled_bytes[itemsize] = 0
-    buckets = sorted([*closed, *filling.values()], key=lambda bucket: -bucket[0])
+    buckets = sorted([*closed, *filling.values()], key=lambda bucket: place[bucket[0]])
     flat = np.asarray([row for bucket in buckets for row in bucket], np.int32)
     return Ragged(flat, np.asarray([len(bucket) for bucket in buckets], np.int64))
 
@@ -152,6 +159,34 @@ def _arrivals(step: Step, every_micro_batch: bool, at_end: bool) -> _Arrivals:
     rows = np.zeros(step.ops.n, bool)
     rows[added[gradient[summed & (gradient >= 0)]]] = True
     return _Arrivals(raw if every_micro_batch else gradient, np.where(at < 0, end, at).astype(np.int32), rows)
+
+
+def _completions(step: Step) -> tuple[int, ...]:
+    """Return (parameters,) the op after which FSDP2's sum of each gradient is complete: the reduction of the
+    unit after it, for the last one the end of backward. Empty if a gradient is reduced twice.
+    """
+    gradient, end = columns_of(step.parameters).gradient, _end(step, at_end=True)
+    reduces = np.flatnonzero(step.ops.name == _name(step, "memtune.reduce_scatter_into_.default"))
+    reduces = reduces[reduces <= end]
+    if not len(reduces):
+        return ()
+    first = np.full(step.storages.n, step.ops.n, np.int64)
+    last = np.maximum(step.storages.producer, 0).astype(np.int64)
+    writes = step.uses.mode == WRITES
+    np.minimum.at(first, step.uses.storage[writes], step.uses.op[writes])
+    np.maximum.at(last, step.uses.storage[writes], step.uses.op[writes])
+    there = gradient >= 0
+    units, before = (
+        np.searchsorted(reduces, each[gradient], side="right") - 1 for each in (last, np.minimum(first, last))
+    )
+    if (units != before)[there].any():
+        return ()
+    after = np.append(reduces[1:], end)[units]
+    return tuple(np.where(there, after, end).tolist())
+
+
+def _name(step: Step, name: str) -> int:
+    return step.names.index(name) if name in step.names else -1
 
 
 def _optimizer_end(step: Step, partitioning: Partitioning) -> int:
@@ -208,7 +243,9 @@ def _reduce(edit: Edit, step: Step, partitioning: Partitioning, *, hold_sums: bo
         columns_of(step.parameters),
         _arrivals(step, partitioning.every_micro_batch, partitioning.at_end),
     )
-    buckets = _buckets(columns, partitioning.bucket_bytes)
+    if partitioning.complete_after:
+        arrivals = replace(arrivals, at=np.asarray(partitioning.complete_after, np.int32))
+    buckets = _buckets(columns, partitioning.bucket_bytes, partitioning.order)
     there = buckets.where(arrivals.whole[buckets.values] >= 0)
     missing = buckets.where(arrivals.whole[buckets.values] < 0)
     at = _InsertionPoints.without(
@@ -278,7 +315,7 @@ def _reduction_ops(
     edit: Edit, partitioning: Partitioning, columns: ParameterColumns, at: _InsertionPoints, after: I32
 ) -> tuple[I32, I64]:
     """Insert the ops; return them by position, and the bytes of each bucket's message to one rank."""
-    buckets = _buckets(columns, partitioning.bucket_bytes)
+    buckets = _buckets(columns, partitioning.bucket_bytes, partitioning.order)
     flags = buckets.count * columns.itemsize[buckets.values[buckets.starts]]  # rule 3
     # A rank's part of the message: its rows of each gradient, then the flags.
     n_bytes = (
@@ -316,7 +353,8 @@ def _buffers(
     n_bytes: I64,
 ) -> tuple[I32, I32]:
     """Return the input and output buffers of each reduction."""
-    buckets, shards = _buckets(columns, partitioning.bucket_bytes), shards_of(columns, partitioning.ranks)
+    buckets = _buckets(columns, partitioning.bucket_bytes, partitioning.order)
+    shards = shards_of(columns, partitioning.ranks)
     flags = partitioning.ranks * buckets.count * columns.itemsize[buckets.values[buckets.starts]]
     place = np.arange(len(n_bytes)) * (5 if partitioning.stages_messages else 3)
     parts = [
@@ -397,7 +435,8 @@ def _rebind(edit: Edit, step: Step, there: Ragged, taken: I32, partitioning: Par
 def _gather(edit: Edit, step: Step, partitioning: Partitioning) -> int:
     """Gather the updated rows of every bucket; return the last op."""
     columns = columns_of(step.parameters)
-    buckets, shards = _buckets(columns, partitioning.bucket_bytes), shards_of(columns, partitioning.ranks)
+    buckets = _buckets(columns, partitioning.bucket_bytes, partitioning.order)
+    shards = shards_of(columns, partitioning.ranks)
     buckets = buckets.picked(np.arange(len(buckets.count))[::-1])
     n_bytes = replace(buckets, values=shards.n_bytes[buckets.values]).sums()
     count = len(n_bytes)

@@ -8,12 +8,16 @@ import logging
 import os
 from dataclasses import astuple
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from support.gloo import run_ranks
 from support.ranks.data_parallel_steps import (
+    DIM,
     STEPS,
+    TiedNet,
     alone,
     batches,
     build,
@@ -21,14 +25,19 @@ from support.ranks.data_parallel_steps import (
     loss,
     on_this_rank,
 )
+from support.sharding_programs import step
 from torch import nn
 
 from memtune.api import apply
 from memtune.errors import MemtuneError
+from memtune.parallel.sharding import sharded_buckets
 from memtune.parallel.sharding.factors import Bytes, Factors, Schedule, all_factors, traffic
+from memtune.parallel.sharding.nested_sharding_pass import Division, divide_states
+from memtune.parallel.sharding.zero_partition import Hop
 from memtune.runtime.transfer import COUNTERS
 
 EVEN = 64
+REDUCE_SCATTER = "memtune.reduce_scatter_into_.default"
 MICS = {"kind": "mics", "group": 2}
 Case = tuple[str, int, float]
 STATES: dict[str, dict[str, Any]] = {
@@ -93,6 +102,56 @@ class Warnings(logging.Handler):
         self.said.append(record.getMessage())
 
 
+class Branches(nn.Module):
+    """Has a layer that only a second call uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.other = nn.Linear(DIM, 7), nn.Linear(7, DIM), nn.Linear(7, DIM)
+
+    def forward(self, x: torch.Tensor, *, again: bool = False) -> torch.Tensor:
+        made: torch.Tensor = (self.other if again else self.down)(self.up(x).tanh())
+        return made
+
+
+class TwiceNet(TiedNet):
+    """Its first block runs again at the end, so FSDP2 reduces it twice, some gradients each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(Branches() for _ in range(3))
+
+    def extra(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.h[0](x, again=True)
+        return made
+
+
+SMALL: dict[str, tuple[type[TiedNet], str, bool]] = {
+    "of sums": (TiedNet, "amsp 2, 2, 4", True),
+    "of whole gradients": (TiedNet, "amsp 2, 1, 4", True),
+    "after each micro-batch": (TiedNet, "amsp 2, 2, 4", False),
+    "of a block that is reduced twice": (TwiceNet, "amsp 2, 2, 4", True),
+}
+"""Model, division, and whether the loop marks the last micro-batch."""
+
+
+def trained_in_small_buckets(kind: type[TiedNet], name: str, says_last: bool) -> dict[str, Any]:
+    """Train with buckets of single parameters; count those reduced before each backward ended, of all."""
+    counts, filled, reduce_sums = list[tuple[int, int]](), sharded_buckets._filled, Hop.reduce_sums
+
+    def noted(hop: Hop) -> None:
+        counts.append((hop._next, len(hop)))
+        reduce_sums(hop)
+
+    with (
+        patch.object(sharded_buckets, "_filled", lambda inputs, cap_bytes: filled(inputs, 1)),
+        patch.object(Hop, "reduce_sums", noted),
+    ):
+        model, optimizer = build(kind)
+        tuned = apply(model, optimizer, settings((STATES | AMSP)[name]), loss=loss, strict=False)
+        return on_this_rank(model, optimizer, tuned, batches, 4, 0.05, says_last) | {"counts": counts}
+
+
 def everything() -> dict[str, Any]:
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # two nodes of two ranks
     warnings = Warnings()
@@ -102,6 +161,7 @@ def everything() -> dict[str, Any]:
         "silent": {
             name: trained(name, 4, 0.05, says_last=False) for name in ("mics", "paro IIG", "paro NIG")
         },
+        "small": {name: trained_in_small_buckets(*each) for name, each in SMALL.items()},
         "sent": {(each, parts): sent(settings(amsp(each)), parts) for each in SENT for parts in (1, 3)},
         "refused": {each: refused({"kind": "mics", "group": each}) for each in (3, 8)}
         | {"none": refused({"kind": "mics"})}
@@ -117,6 +177,30 @@ def ranks() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_nested_sharding_trains_like_one_rank(ranks: list[Any], case: Case) -> None:
     check([rank["trained"][case] for rank in ranks], plain(case[2]))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_hops_overlap_with_backward_from_the_second_step_on(ranks: list[Any], name: str) -> None:
+    """The first step shows whether a unit is reduced twice; its sums would be incomplete before the end."""
+    kind, _, says_last = SMALL[name]
+    check([rank["small"][name] for rank in ranks], alone(*build(kind), batches, 0.05))
+    # All buckets but those of the unit that is reduced last, with what is outside of the blocks.
+    overlapping = 0 if kind is TwiceNet else 12
+    for rank in ranks:
+        reduced = [early for early, _ in rank["small"][name]["counts"]]
+        assert reduced == [0, *[overlapping] * (STEPS * (1 if says_last else 4) - 1)]
+
+
+def test_hops_are_predicted_to_overlap_with_backward() -> None:
+    division = Division(Factors(2, 2, 4), 8, 4, 1, bucket_bytes=4096)
+    before = step("gpt")
+    after = divide_states(before, division)
+    after.validate()
+    hops = np.flatnonzero((after.ops.group == 2) & (after.ops.name == after.names.index(REDUCE_SCATTER)))
+    backward = hops[hops <= after.backward_end]
+    units = len(before.blocks) + 1
+    assert len(hops) > 2 * units
+    assert len(backward) - units > 0.6 * (len(hops) - units)
 
 
 def test_nested_collectives_do_not_warn(ranks: list[Any]) -> None:
