@@ -7,31 +7,23 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from memtune.effects import Effects
 from memtune.offload.chunks import ChunkPlan, as_few_as_used, fewest_bytes_moved
 from memtune.offload.core import pack
 from memtune.offload.parameters import sizes_in_blocks
-from memtune.program import Program
-from memtune.runtime import Context
-from memtune.search_spaces.offload.states import state_settings
+from memtune.program import Program, Rule
 from memtune.search_spaces.offload.states._common.chunk_technique import (
     ChunksPlan,
-    apply_chunks,
+    InChunks,
     are_sharded,
     can_split_optimizer,
-    cannot_chunk,
-    chunk_plan_from,
     chunk_plan_of,
-    effects_of_chunks,
-    in_chunks,
     non_chunk_bytes,
 )
-from memtune.search_spaces.offload.states._common.layer_offload import other_gathers
 from memtune.search_spaces.offload.states._common.resident_chunks import split_cache
-from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
+from memtune.technique import Target
 
 
-class Elixir(Technique):
+class Elixir(InChunks):
     """Trades copies that a search over chunk sizes cannot avoid for the bytes of all blocks' weights except a
     cache's.
 
@@ -52,32 +44,21 @@ class Elixir(Technique):
     """
 
     kind: Literal["elixir"] = "elixir"
-    plan_types: ClassVar[tuple[type[Plan], ...]] = (ChunksPlan,)
     title: ClassVar[str] = "A cache of chunks, searched before training"
     clause: ClassVar[str] = "keeps chunks of the blocks' weights in host memory, with a cache on the device"
     source: ClassVar[str] = (
         "Huang et al. 2022, Elixir: Train a Large Language Model on a Small GPU Cluster, arXiv:2212.05339"
     )
     paper: ClassVar[str] = "Elixir"
-    exactness: ClassVar[Exactness] = Exactness.REORDERED
 
-    chunk_bytes: Annotated[int, Field(ge=1)] | None = None
-    """Bytes of a chunk. Default: the size that copies the fewest bytes."""
+    rule: ClassVar[Rule] = "lru"
+
     prefetch: Annotated[int, Field(ge=0, le=3)] = 1
     """Blocks by which chunks are prefetched; 0: loaded at their use."""
-    device_updates: bool = True
-    """Chunks are resident with their optimizer state if that takes less time than a larger cache."""
 
     @property
-    def effects(self) -> Effects:
-        return effects_of_chunks(device_updates=self.device_updates)
-
-    def refuses(self, facts: Facts) -> Reason | None:
-        return other_gathers(facts)
-
-    def fits(self, program: Program, target: Target) -> Reason | None:
-        """Require blocks in a row that share no parameter; on several ranks replicas, or `fsdp`."""
-        return cannot_chunk(self, program, target, self.chunk_bytes)
+    def ahead(self) -> int:
+        return self.prefetch
 
     def plan(self, program: Program, target: Target) -> ChunksPlan:
         budget_bytes, found = target.budget_bytes, None
@@ -85,30 +66,8 @@ class Elixir(Technique):
             found = split_cache(program, target.hardware, budget_bytes, self.chunk_bytes, self.prefetch)
         return chunk_plan_of(found or _solved(program, budget_bytes, self.chunk_bytes, self.prefetch))
 
-    def rewrite(self, program: Program, plan: ChunksPlan, target: Target) -> Program:
-        """Load chunks through a cache, and run the optimizer on the host except for resident chunks."""
-        return in_chunks(
-            program,
-            chunk_plan_from(*sizes_in_blocks(program.step), plan, are_sharded(program)),
-            "lru",
-            self.prefetch,
-        )
-
-    def apply(self, context: Context, plan: ChunksPlan) -> None:
-        """Move blocks' weights into chunks on the host and add hooks that load them."""
-        apply_chunks(context, self.kind, plan, "lru", self.prefetch)
-
-    def explain(self, plan: ChunksPlan) -> tuple[str, ...]:
-        return plan.explain()
-
     def record(self, target: Target) -> dict[str, Any]:
-        knobs: dict[str, Any] = {
-            "unit": "chunk",
-            "chunk_bytes": self.chunk_bytes or "searched for",
-            "evict": "lru",
-        }
-        knobs |= {"prefetch": self.prefetch, "device_updates": self.device_updates}
-        return state_settings(parameters="host", optimizer="host", trigger="end_of_step", **knobs)
+        return self._record("searched for", prefetch=self.prefetch)
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         # Prefetch hides copies and takes room.

@@ -4,36 +4,26 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
-
-from memtune.effects import Effects
 from memtune.offload.chunks import ChunkPlan, as_few_as_used, least_waste, slots_in
 from memtune.offload.core import pack
 from memtune.offload.gradients import weights_are_free
 from memtune.offload.parameters import sizes_in_blocks
-from memtune.program import Program
-from memtune.runtime import Context
-from memtune.search_spaces.offload.states import state_settings
+from memtune.program import Program, Rule
 from memtune.search_spaces.offload.states._common.chunk_technique import (
     ChunksPlan,
-    apply_chunks,
+    InChunks,
     are_sharded,
     can_split_optimizer,
-    cannot_chunk,
-    chunk_plan_from,
     chunk_plan_of,
-    effects_of_chunks,
-    in_chunks,
     non_chunk_bytes,
 )
-from memtune.search_spaces.offload.states._common.layer_offload import other_gathers
 from memtune.search_spaces.offload.states._common.resident_chunks import with_resident_chunks
-from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
+from memtune.technique import Target
 
 
-class PatrickStar(Technique):
+class PatrickStar(InChunks):
     """Trades H2D copies of chunks for the bytes of all blocks' weights that the budget cannot hold at the
     moment.
 
@@ -57,7 +47,6 @@ class PatrickStar(Technique):
     """
 
     kind: Literal["patrickstar"] = "patrickstar"
-    plan_types: ClassVar[tuple[type[Plan], ...]] = (ChunksPlan,)
     title: ClassVar[str] = "Chunks of weights, evicted by next use"
     clause: ClassVar[str] = (
         "keeps chunks of the blocks' weights in host memory when the device is full, and updates there"
@@ -67,28 +56,14 @@ class PatrickStar(Technique):
         " Management, arXiv:2108.05818"
     )
     paper: ClassVar[str] = "PatrickStar"
-    exactness: ClassVar[Exactness] = Exactness.REORDERED
 
-    chunk_bytes: Annotated[int, Field(ge=1)] | None = None
-    """Bytes of a chunk. Default: the size with the least unused space."""
+    rule: ClassVar[Rule] = "belady"
+
     gradients: Literal["in_place", "separate"] = "in_place"
     """`in_place`: a gradient overwrites its weight in the chunk and is offloaded from there, if that leaves
     more room at the peak; not under `fsdp`, nor if the recorded step reads a weight after its gradient is
     ready. `separate`: it is offloaded from the tensor that autograd made.
     """
-    device_updates: bool = True
-    """Chunks whose optimizer state fits on the device are resident and updated there."""
-
-    @property
-    def effects(self) -> Effects:
-        return effects_of_chunks(device_updates=self.device_updates)
-
-    def refuses(self, facts: Facts) -> Reason | None:
-        return other_gathers(facts)
-
-    def fits(self, program: Program, target: Target) -> Reason | None:
-        """Require blocks in a row that share no parameter; on several ranks replicas, or `fsdp`."""
-        return cannot_chunk(self, program, target, self.chunk_bytes)
 
     def plan(self, program: Program, target: Target) -> ChunksPlan:
         in_place = self.gradients == "in_place" and _leaves_more_room(program)
@@ -97,27 +72,8 @@ class PatrickStar(Technique):
             found = with_resident_chunks(program, found, target.budget_bytes)
         return chunk_plan_of(found)
 
-    def rewrite(self, program: Program, plan: ChunksPlan, target: Target) -> Program:
-        """Load chunks and evict them by next use; the optimizer is on the host except for resident chunks."""
-        return in_chunks(
-            program, chunk_plan_from(*sizes_in_blocks(program.step), plan, are_sharded(program)), "belady"
-        )
-
-    def apply(self, context: Context, plan: ChunksPlan) -> None:
-        """Move blocks' weights into chunks on the host and add hooks that load them."""
-        apply_chunks(context, self.kind, plan, "belady")
-
-    def explain(self, plan: ChunksPlan) -> tuple[str, ...]:
-        return plan.explain()
-
     def record(self, target: Target) -> dict[str, Any]:
-        knobs: dict[str, Any] = {
-            "unit": "chunk",
-            "chunk_bytes": self.chunk_bytes or "least waste",
-            "evict": "belady",
-        }
-        knobs |= {"slots": "by moment", "gradients": self.gradients, "device_updates": self.device_updates}
-        return state_settings(parameters="host", optimizer="host", trigger="end_of_step", **knobs)
+        return self._record("least waste", slots="by moment", gradients=self.gradients)
 
 
 def _leaves_more_room(program: Program) -> bool:

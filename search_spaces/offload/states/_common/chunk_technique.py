@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -31,40 +31,15 @@ from memtune.offload.parameters import (
 )
 from memtune.program import Program, Rule, Step, Units, cache_residency, columns_of, gathers_of, memoized
 from memtune.runtime import Context
+from memtune.search_spaces.offload.states import state_settings
 from memtune.search_spaces.offload.states._common.layer_offload import (
     EAGER_ONLY,
     cannot_run_on_ranks,
+    other_gathers,
     replicas,
 )
-from memtune.technique import Plan, Reason, Target, Technique
+from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
-
-
-def cannot_chunk(
-    technique: Technique, program: Program, target: Target, chunk_bytes: int | None
-) -> Reason | None:
-    """Return why blocks' parameters cannot be offloaded in chunks of `chunk_bytes` (None: of any size)."""
-    if (reason := cannot_run_on_ranks(technique, program, target, natively=False)) is not None:
-        return reason
-    largest = max(sizes_in_blocks(program.step)[0])
-    if chunk_bytes is not None and chunk_bytes < largest:
-        return Reason(
-            f"a block has a parameter of {largest} bytes, a chunk {chunk_bytes}",
-            f"chunk_bytes: {largest} or more",
-        )
-    return None
-
-
-def effects_of_chunks(*, device_updates: bool) -> Effects:
-    """Return the effects; chunks that may be resident keep their optimizer state on the device."""
-    return Effects(
-        averages="blocks",
-        calls="block_hooks",
-        moves="chunk",
-        parameters_on="host",
-        eager_only=EAGER_ONLY,
-        host_share=0.0 if device_updates else 1.0,
-    )
 
 
 class ChunksPlan(Plan):
@@ -91,6 +66,70 @@ class ChunksPlan(Plan):
             f"{count} chunks of {format_bytes(self.chunk_bytes)} on the device at once",
             *([resident] if self.resident_parameters else []),
         )
+
+
+class InChunks(Technique):
+    """Keeps the blocks' parameters in chunks on the host, where the user's own optimizer updates them."""
+
+    plan_types: ClassVar[tuple[type[Plan], ...]] = (ChunksPlan,)
+    exactness: ClassVar[Exactness] = Exactness.REORDERED
+    rule: ClassVar[Rule]
+    """Rule of eviction."""
+
+    chunk_bytes: Annotated[int, Field(ge=1)] | None = None
+    """Bytes of a chunk. Default: searched for."""
+    device_updates: bool = True
+    """Chunks for which the plan finds room are resident with their optimizer state and updated there."""
+
+    @property
+    def ahead(self) -> int:
+        """Blocks by which chunks are prefetched."""
+        return 0
+
+    @property
+    def effects(self) -> Effects:
+        """Those of blocks; chunks that may be resident keep their optimizer state on the device."""
+        return Effects(
+            averages="blocks",
+            calls="block_hooks",
+            moves="chunk",
+            parameters_on="host",
+            eager_only=EAGER_ONLY,
+            host_share=0.0 if self.device_updates else 1.0,
+        )
+
+    def refuses(self, facts: Facts) -> Reason | None:
+        return other_gathers(facts)
+
+    def fits(self, program: Program, target: Target) -> Reason | None:
+        """Require blocks in a row that share no parameter; on several ranks replicas, or `fsdp`."""
+        if (reason := cannot_run_on_ranks(self, program, target, natively=False)) is not None:
+            return reason
+        largest = max(sizes_in_blocks(program.step)[0])
+        if self.chunk_bytes is not None and self.chunk_bytes < largest:
+            return Reason(
+                f"a block has a parameter of {largest} bytes, a chunk {self.chunk_bytes}",
+                f"chunk_bytes: {largest} or more",
+            )
+        return None
+
+    def rewrite(self, program: Program, plan: ChunksPlan, target: Target) -> Program:
+        """Load and evict chunks; the optimizer is on the host except for resident chunks."""
+        chunk_plan = chunk_plan_from(*sizes_in_blocks(program.step), plan, are_sharded(program))
+        return in_chunks(program, chunk_plan, self.rule, self.ahead)
+
+    def apply(self, context: Context, plan: ChunksPlan) -> None:
+        """Move blocks' weights into chunks on the host and add hooks that load them."""
+        apply_chunks(context, self.kind, plan, self.rule, self.ahead)
+
+    def explain(self, plan: ChunksPlan) -> tuple[str, ...]:
+        return plan.explain()
+
+    def _record(self, searched: str, **knobs: Any) -> dict[str, Any]:
+        """Return the settings; `searched`: the aim of the search for a chunk size."""
+        knobs = {"unit": "chunk", "chunk_bytes": self.chunk_bytes or searched, "evict": self.rule} | knobs
+        knobs["device_updates"] = self.device_updates
+        return state_settings(parameters="host", optimizer="host", trigger="end_of_step", **knobs)
 
 
 def chunk_plan_of(found: ChunkPlan) -> ChunksPlan:
