@@ -57,7 +57,7 @@ class Elixir(InChunks):
     """Blocks by which chunks are prefetched; 0: loaded at their use."""
 
     @property
-    def ahead(self) -> int:
+    def prefetched_blocks(self) -> int:
         return self.prefetch
 
     def plan(self, program: Program, target: Target) -> ChunksPlan:

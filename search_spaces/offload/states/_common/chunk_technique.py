@@ -82,7 +82,7 @@ class InChunks(Technique):
     """Chunks for which the plan finds room are resident with their optimizer state and updated there."""
 
     @property
-    def ahead(self) -> int:
+    def prefetched_blocks(self) -> int:
         """Blocks by which chunks are prefetched."""
         return 0
 
@@ -116,11 +116,11 @@ class InChunks(Technique):
     def rewrite(self, program: Program, plan: ChunksPlan, target: Target) -> Program:
         """Load and evict chunks; the optimizer is on the host except for resident chunks."""
         chunk_plan = chunk_plan_from(*sizes_in_blocks(program.step), plan, are_sharded(program))
-        return in_chunks(program, chunk_plan, self.rule, self.ahead)
+        return in_chunks(program, chunk_plan, self.rule, self.prefetched_blocks)
 
     def apply(self, context: Context, plan: ChunksPlan) -> None:
         """Move blocks' weights into chunks on the host and add hooks that load them."""
-        apply_chunks(context, self.kind, plan, self.rule, self.ahead)
+        apply_chunks(context, self.kind, plan, self.rule, self.prefetched_blocks)
 
     def explain(self, plan: ChunksPlan) -> tuple[str, ...]:
         return plan.explain()
