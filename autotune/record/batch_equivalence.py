@@ -44,7 +44,9 @@ _LARGE_BYTES = 1 << 28
 _LARGE_FLOPS = 1e10
 """Parameters, and FLOPs of a batch with its halves, above which repeated blocks are left out."""
 _MOST_FLOPS = 3e12
-"""FLOPs of a comparison, about 45 s on two cores in float64."""
+"""FLOPs of a search's comparison, about 45 s on two cores in float64."""
+_MOST_FLOPS_OF_PLAN = 2e11
+"""Of a plan, which runs no trials for minutes: about 3 s."""
 _SPREAD = 0.02
 """Standard deviation of drawn parameters, as of GPT-2's."""
 
@@ -102,9 +104,10 @@ def repeated_blocks(recording: Recording) -> tuple[str, ...]:
     return tuple(found)
 
 
-def affordable_draws(recording: Recording, without: Collection[str]) -> int:
-    """Return how many batches, at most two, a search or plan has time to compare gradients of."""
-    return min(int(_MOST_FLOPS / max(_draw_flops(recording, without), 1.0)), 2)
+def affordable_draws(recording: Recording, without: Collection[str], *, for_trials: bool = True) -> int:
+    """Return how many batches, at most two, there is time to compare gradients of: less without trials."""
+    most_flops = _MOST_FLOPS if for_trials else _MOST_FLOPS_OF_PLAN
+    return min(int(most_flops / max(_draw_flops(recording, without), 1.0)), 2)
 
 
 def _draw_flops(recording: Recording, without: Collection[str] = ()) -> float:

@@ -70,6 +70,10 @@ _NOT_COMPARED = (
     "gradients of micro-batches were not compared on this machine, the model is too large: that they add up"
     " to the batch's is assumed, and trials compare losses"
 )
+_NOT_COMPARED_BY_PLAN = (
+    "gradients of micro-batches were not compared, which takes longer than a plan: that they add up to the"
+    " batch's is assumed until  memtune search  compares them"
+)
 _SCORED_PER_TRIAL = 50
 """Random candidates per trial that are scored, in addition to all pairs of kinds and the neighbours of the
 best: a search of few trials shall not score for longer than they take.
@@ -185,7 +189,9 @@ def _prepared(
     buckets = record_buckets(workload, recorded.rung, lambda each: to_device(make(each)), say)
     frozen, adds_up = None, False
     if options.goal != "batch" and only is None:
-        recording, frozen, adds_up = _check_batch(workload, recorded, recording, options.ranks, say)
+        recording, frozen, adds_up = _check_batch(
+            workload, recorded, recording, options.ranks, say, for_trials=for_trials
+        )
     compiled = CompiledRecordings(workload, to_device, **how)
     local = machine.local_ranks(options.ranks)
     sharded = ShardedRecordings(workload, recorded, local, to_device, **how)
@@ -292,7 +298,13 @@ def _host_memory_bytes(options: TargetOptions, target: Target) -> int | None:
 
 
 def _check_batch(
-    workload: Workload, recorded: Recording, recording: Recording, ranks: int, say: Callable[[str], None]
+    workload: Workload,
+    recorded: Recording,
+    recording: Recording,
+    ranks: int,
+    say: Callable[[str], None],
+    *,
+    for_trials: bool,
 ) -> tuple[Recording, Reason | None, bool]:
     """Check that the gradients of micro-batches add up to those of the batch.
 
@@ -302,18 +314,21 @@ def _check_batch(
         recording: Its recording for the device, which gets a note if gradients were not compared.
         ranks: Number of ranks; they share this machine's cores.
         say: Called with one line as the comparison begins.
+        for_trials: Whether this is a search, which has time for larger models than a plan.
 
     Returns:
         `recording`; why the search may not split the batch, or None; whether gradients were compared and add
         up.
     """
     without = repeated_blocks(recorded)
-    draws = affordable_draws(recorded, without)
+    draws = affordable_draws(recorded, without, for_trials=for_trials)
     if not draws:
         # The recorded ops show batch norm, the usual coupling of samples, without a comparison.
         coupled = coupled_samples(recorded)
         if coupled is None:
-            recording = replace(recording, notes=(*recording.notes, _NOT_COMPARED))
+            searched = not for_trials and affordable_draws(recorded, without) > 0
+            note = _NOT_COMPARED_BY_PLAN if searched else _NOT_COMPARED
+            recording = replace(recording, notes=(*recording.notes, note))
         return recording, coupled, False
     say("checking that micro-batches add up to the batch")
     frozen = batch_is_lossless(

@@ -268,6 +268,8 @@ def test_affordable_draws_follow_the_flops_of_one_block(dim: int, layers: int, d
     )
     recording: Any = SimpleNamespace(step=step, small=1)
     assert batch_equivalence.affordable_draws(recording, blocks[1:]) == draws
+    of_plan = batch_equivalence.affordable_draws(recording, blocks[1:], for_trials=False)
+    assert of_plan == (draws if dim == 8 else 0)  # a plan compares what takes seconds
 
 
 def test_batch_is_lossless_shows_no_warnings_of_the_loss(tmp_path: Path):
