@@ -59,10 +59,8 @@ def ssd_shortage(
         keeps_steps: A resumed run needs space for its own data and that of the run before, until its first
             step is stored.
     """
-    needed_bytes, fix = (
-        prediction.ssd_peak_bytes,
-        "free space in the offload directory (memtune clean), or move less to SSD",
-    )
+    needed_bytes = prediction.ssd_peak_bytes
+    fix = "free space in the offload directory (memtune clean), or move less to SSD"
     if keeps_steps:
         fix = "free space in the offload directory (memtune clean), or resume: checkpoint"
         return _shortage(

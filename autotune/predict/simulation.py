@@ -198,10 +198,8 @@ def step_columns(
     more_s: npt.NDArray[np.float64] | None = None,
 ) -> _native.StepColumns:
     """Return a step as the simulator takes it; `more_s` is (ops,) seconds to add to each op."""
-    costs, n_bytes = (
-        op_costs(step, hardware, ranks=ranks),
-        held_bytes(step, hardware) if as_held else step.storages.bytes,
-    )
+    costs = op_costs(step, hardware, ranks=ranks)
+    n_bytes = held_bytes(step, hardware) if as_held else step.storages.bytes
     ops, storages, uses, saves = step.ops, step.storages, step.uses, step.saves
     return _native.StepColumns(
         op_phase=ops.phase,
@@ -524,11 +522,9 @@ def _is_page_locked(step: Step, on_host: npt.NDArray[np.intp]) -> npt.NDArray[np
     # Copies from the device, reads from SSD, and weights and gradient sums made of them.
     # Moments are made on the host, and masters of narrower weights are casts of copies: both are pageable.
     makes = _makes_pinned(step.names)
-    producer, kind, owner = (
-        step.storages.producer[on_host],
-        step.storages.kind[on_host],
-        step.storages.owner[on_host],
-    )
+    producer = step.storages.producer[on_host]
+    kind = step.storages.kind[on_host]
+    owner = step.storages.owner[on_host]
     copied = (producer >= 0) & makes[step.ops.name[producer]]
     columns = columns_of(step.parameters)
     own = (owner < 0) | (step.storages.bytes[on_host] == np.append(columns.n_bytes, 0)[owner])

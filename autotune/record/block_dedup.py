@@ -34,6 +34,7 @@ from memtune.autotune.record.block_expand import (
     PartialRecording,
     with_optimizer,
 )
+from memtune.autotune.record.step_builder import OpRow
 from memtune.autotune.record.tracer import Tracer
 from memtune.program import Call, Hints, Phase, Resource, Step
 
@@ -244,12 +245,8 @@ class BlockDedup:
 
 def optimizer_mark(tracer: Tracer) -> None:
     """Append one op that represents the optimizer phase; storages that outlive backward live until it."""
-    tracer.draft.append(
-        [("memtune.optimizer", 0, -1, int(Phase.OPTIMIZER), int(Resource.NOTHING), 0.0, 0, 0, 0, -1, 0, 0)],
-        [""],
-        [],
-        [],
-    )
+    row = OpRow("memtune.optimizer", 0, -1, int(Phase.OPTIMIZER), int(Resource.NOTHING))
+    tracer.draft.append([row], signatures=[""], uses=[], made=[])
 
 
 # -- skipped blocks ------------------------------------------------------------------------------------------

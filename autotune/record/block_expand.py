@@ -102,10 +102,8 @@ class _RowSpace:
         # Offsets count from the period that holds the row: block 3's is one after block 2's in forward, one
         # before it in backward.
         last = copy == self.copies + 1
-        forward, backward = (
-            self.forward_start + last * self.forward_size,
-            self.backward_start - last * self.backward_size,
-        )
+        forward = self.forward_start + last * self.forward_size
+        backward = self.backward_start - last * self.backward_size
         in_forward, in_backward = rows - forward, rows - backward
         near, near_back = self._near(rows, in_forward, in_backward)
         near, near_back = near & (copy >= 0), near_back & (copy >= 0)
@@ -149,10 +147,8 @@ class _RowSpace:
 
     def own(self, block: int) -> I64:
         """Return the rows of block 1 or 2."""
-        forward, backward = (
-            self.forward_start - (2 - block) * self.forward_size,
-            self.backward_start + (2 - block) * self.backward_size,
-        )
+        forward = self.forward_start - (2 - block) * self.forward_size
+        backward = self.backward_start + (2 - block) * self.backward_size
         return np.concatenate(
             [
                 np.arange(forward, forward + self.forward_size),

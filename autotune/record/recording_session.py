@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -331,9 +332,10 @@ def open_session(
     notes: list[str] = []
     is_short = False
     for rung, how in RUNGS.items():
+        record_on = partial(_traced_on, workload, rung, micro_batch, target, compiling, change)
         try:
             try:
-                session, trace = _traced_on(workload, rung, micro_batch, target, compiling, change)
+                session, trace = record_on()
             except Exception as error:
                 # The tracer's placeholders are hooks on saved tensors, so it goes without them.
                 unseen = _NO_HOOKS in str(error)
@@ -341,16 +343,7 @@ def open_session(
                 if not unseen and (rung not in ("fake", "meta") or is_short):
                     raise
                 try:
-                    session, trace = _traced_on(
-                        workload,
-                        rung,
-                        micro_batch,
-                        target,
-                        compiling,
-                        change,
-                        observes_saves=not unseen,
-                        chooses=not unseen,
-                    )
+                    session, trace = record_on(observes_saves=not unseen, chooses=not unseen)
                 except Exception as second:
                     raise second if unseen else error from None
                 if unseen:
@@ -358,25 +351,12 @@ def open_session(
                         "torch.func in loss() allows no hooks on saved tensors: nothing can be recomputed or"
                         " offloaded one by one"
                     )
+                # A real step is quick here, and needs no assumed values: go down to that rung.
                 elif is_short := _is_short(trace.step):
                     raise
-        # User code may raise anything on fake tensors. The last rung is real: its error is the user's.
+        # User code may raise anything on fake tensors.
         except Exception as error:
-            # torch's error on reading the storage of a sparse tensor, which a real step raises too
-            if "SparseTensorImpl" in str(error):
-                raise WorkloadError(
-                    "the training step makes sparse tensors; memtune counts bytes of dense tensors only.",
-                    fix=(
-                        "nn.Embedding(…, sparse=False) and a dense optimizer (Adam, Adagrad, SGD instead"
-                        " of SparseAdam)"
-                    ),
-                    code="MT118",
-                ) from error
-            if rung == "real-step":
-                if isinstance(error, MemtuneError):
-                    raise
-                fix = "make it train without memtune first"
-                raise WorkloadError(f"One training step fails: {error}", fix=fix, code="MT118") from error
+            _raise_if_final(error, rung)
             notes.append(f"rung {rung}: {error_line(error, workload)}")
             # The first note has the error on plain fake tensors, which says most about the model.
             _require_memory_for_weights(workload, rung, notes[0])
@@ -387,6 +367,23 @@ def open_session(
                 notes.append(f"so the step was recorded {how}")
             return session, trace, notes
     raise AssertionError("unreachable: the last rung returns or raises")
+
+
+def _raise_if_final(error: Exception, rung: str) -> None:
+    """Raise what the user has to mend if no lower rung can record the step either."""
+    # Torch's error on reading the storage of a sparse tensor, which a real step raises too.
+    if "SparseTensorImpl" in str(error):
+        raise WorkloadError(
+            "the training step makes sparse tensors; memtune counts bytes of dense tensors only.",
+            fix="nn.Embedding(…, sparse=False) and a dense optimizer (Adam, Adagrad or SGD, not SparseAdam)",
+            code="MT118",
+        ) from error
+    # The last rung runs real tensors: its error is the model's own.
+    if rung == "real-step":
+        if isinstance(error, MemtuneError):
+            raise error
+        fix = "make it train without memtune first"
+        raise WorkloadError(f"One training step fails: {error}", fix=fix, code="MT118") from error
 
 
 def _is_short(step: Step) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,11 +28,41 @@ from memtune.program import (
 )
 from memtune.workload import LONE
 
-OpRow = tuple[str, int, int, int, int, float, int, int, int, int, int, int]
-"""Columns of an op: name, module, call of a block, phase, resource, FLOPs, traffic in bytes, kind of random
-draw, ranks, autograd node number, bytes per element if it works element by element,
-precision.
-"""
+
+class OpRow(NamedTuple):
+    """An op as recorded: columns of `program.Ops`, with its name and its call's number as they are here."""
+
+    name: str
+    module: int
+    call: int
+    """Number of the running call of a block, in the order of their beginnings; -1 outside of blocks."""
+    phase: int
+    resource: int
+    flops: float = 0.0
+    traffic_bytes: int = 0
+    rng: int = 0
+    group: int = 0
+    sequence_nr: int = -1
+    elementwise_bytes: int = 0
+    precision: int = 0
+
+
+@dataclass(slots=True)
+class SaveRow:
+    """A tensor that autograd saves, as recorded; -1 where it has not happened yet."""
+
+    storage: int
+    packed_before: int
+    """Op before which it is packed."""
+    call: int
+    is_output: bool
+    held_until: int = -1
+    """Op until which autograd holds it."""
+    used_until: int = -1
+    """Op until which the unpacked tensor is used."""
+    unpacked_before: int = -1
+    """Op before which it is first unpacked."""
+    unpack_order: int = -1
 
 
 class Extent(NamedTuple):
@@ -72,26 +104,54 @@ class RowSlice(NamedTuple):
     made: list[NewStorage]
 
 
-def ops_of(columns: Sequence[Sequence[Any]], names: Mapping[str, int], calls: Calls, call_number: I32) -> Ops:
+def _ops_of(rows: Sequence[OpRow], names: Mapping[str, int], calls: Calls, call_number: I32) -> Ops:
     """Return a Step's ops from their rows; `call_number` gives the row in `calls` of the rows' calls."""
-    n_ops = len(columns[0])
+
+    def column(name: str, dtype: type[np.generic]) -> Any:
+        return np.fromiter(map(attrgetter(name), rows), dtype, len(rows))
+
     return Ops(
-        name=np.asarray([names[name] for name in columns[0]], np.int32),
-        module=np.asarray(columns[1], np.int32),
-        call=call_number[np.asarray(columns[2], np.int32)],
-        phase=np.asarray(columns[3], np.uint8),
-        resource=np.asarray(columns[4], np.uint8),
-        flops=np.asarray(columns[5], np.float64),
-        traffic_bytes=np.asarray(columns[6], np.int64),
-        rng=np.asarray(columns[7], np.uint8),
-        group=np.asarray(columns[8], np.int32),
-        sequence_nr=np.asarray(columns[9], np.int32),
-        copy_of=np.full(n_ops, -1, np.int32),
-        stream=np.zeros(n_ops, np.uint8),
-        prefetch=np.zeros(n_ops, np.uint8),
-        match=np.zeros(n_ops, np.int32),
-        elementwise_bytes=np.asarray(columns[10], np.uint8),
-        precision=np.asarray(columns[11], np.uint8),
+        name=np.fromiter((names[row.name] for row in rows), np.int32, len(rows)),
+        module=column("module", np.int32),
+        call=call_number[column("call", np.int32)],
+        phase=column("phase", np.uint8),
+        resource=column("resource", np.uint8),
+        flops=column("flops", np.float64),
+        traffic_bytes=column("traffic_bytes", np.int64),
+        rng=column("rng", np.uint8),
+        group=column("group", np.int32),
+        sequence_nr=column("sequence_nr", np.int32),
+        copy_of=np.full(len(rows), -1, np.int32),
+        stream=np.zeros(len(rows), np.uint8),
+        prefetch=np.zeros(len(rows), np.uint8),
+        match=np.zeros(len(rows), np.int32),
+        elementwise_bytes=column("elementwise_bytes", np.uint8),
+        precision=column("precision", np.uint8),
+        calls=calls,
+    )
+
+
+def _saves_of(rows: Sequence[SaveRow], n_ops: int, calls: Calls, call_number: I32) -> Saves:
+    """Return a Step's saves from their rows; `call_number` as in `_ops_of`."""
+
+    def column(name: str) -> I32:
+        return np.fromiter(map(attrgetter(name), rows), np.int32, len(rows))
+
+    released, used = column("held_until"), column("used_until")
+    # A save that was never released belongs to a graph that the user still holds.
+    until = np.where(released < 0, n_ops - 1, released).astype(np.int32)
+    # A compiled graph takes all saved tensors from autograd before its first backward op, and uses them
+    # later.
+    until = np.maximum(until, used)
+    return Saves(
+        storage=column("storage"),
+        packed_before=column("packed_before"),
+        held_until=until,
+        used_until=np.where(used < 0, until, used).astype(np.int32),
+        unpacked_before=np.minimum(column("unpacked_before"), n_ops - 1),
+        unpack_order=column("unpack_order"),
+        is_output=column("is_output").astype(np.uint8),
+        call=call_number[column("call")],
         calls=calls,
     )
 
@@ -106,8 +166,7 @@ class Draft:
         bytes: Of each storage; `tier`, `kind`, `producer`, `held` (the op after which Python releases it) and
             `float_bytes` are its other columns.
         uses: Op, storage, kind of use.
-        saves: Storage, op before which it is packed, op until which autograd holds it, op until which the
-            unpacked tensor is used, call, is output, op before which it is unpacked, order of unpacking.
+        saves: One row per tensor that autograd saves; completed as it is unpacked and released.
         modules: Number of each module's name.
         parameters: In the order of the model.
         enter: First op of each block, of the model last; `leave` has the last ones.
@@ -132,7 +191,7 @@ class Draft:
         self.held: list[int] = []
         self.float_bytes: list[int] = []
         self.uses: list[tuple[int, int, int]] = []
-        self.saves: list[list[int]] = []
+        self.saves: list[SaveRow] = []
         self.calls = BlockCalls(len(blocks))
         self.modules: dict[str, int] = {"(outside)": 0}
         self.parameters: list[Parameter] = []
@@ -201,18 +260,10 @@ class Draft:
 
     def step(self) -> Step:
         """Build the Step recorded so far and check its invariants."""
-        ops = list(zip(*self.ops, strict=True)) if self.ops else [()] * 11
-        names = {name: i for i, name in enumerate(dict.fromkeys(ops[0]))}
+        names = {name: i for i, name in enumerate(dict.fromkeys(row.name for row in self.ops))}
         uses = np.asarray(self.uses, np.int32).reshape(-1, 3)
-        saves = np.asarray(self.saves, np.int32).reshape(-1, 8)
-        n_ops = len(self.ops)
         ready = np.full(len(self.bytes), -1, np.int32)
         ready[list(self.ready)] = list(self.ready.values())
-        # A save that was never released belongs to a graph that the user still holds.
-        until = np.where(saves[:, 2] < 0, n_ops - 1, saves[:, 2]).astype(np.int32)
-        # A compiled graph takes all saved tensors from autograd before its first backward op, and uses them
-        # later.
-        until = np.maximum(until, saves[:, 3])
         held = np.asarray(self.held, np.int32)
         donated = uses[uses[:, 2] == DONATES]
         numbered = self.calls.numbered()
@@ -230,7 +281,7 @@ class Draft:
             modules=tuple(self.modules),
             blocks=tuple(self.blocks),
             parameters=tuple(self.parameters),
-            ops=ops_of(ops, names, calls, numbered.number),
+            ops=_ops_of(self.ops, names, calls, numbered.number),
             storages=Storages(
                 bytes=np.asarray(self.bytes, np.int64),
                 tier=np.asarray(self.tier, np.uint8),
@@ -238,21 +289,13 @@ class Draft:
                 producer=np.asarray(self.producer, np.int32),
                 held_until=held,
                 grad_ready_after=ready,
-                owner=owners(len(self.bytes), self.parameters, self.producer, ops[3], uses),
+                owner=owners(
+                    len(self.bytes), self.parameters, self.producer, [row.phase for row in self.ops], uses
+                ),
                 float_bytes=np.asarray(self.float_bytes, np.uint8),
             ),
             uses=Uses(op=uses[:, 0], storage=uses[:, 1], mode=uses[:, 2].astype(np.uint8)),
-            saves=Saves(
-                storage=saves[:, 0],
-                packed_before=saves[:, 1],
-                held_until=until,
-                used_until=np.where(saves[:, 3] < 0, until, saves[:, 3]).astype(np.int32),
-                unpacked_before=np.minimum(saves[:, 6], n_ops - 1),
-                unpack_order=saves[:, 7],
-                is_output=saves[:, 5].astype(np.uint8),
-                call=numbered.number[saves[:, 4]],
-                calls=calls,
-            ),
+            saves=_saves_of(self.saves, len(self.ops), calls, numbered.number),
             calls=calls,
             forward_starts=np.asarray(self.enter, np.int32),
             forward_ends=np.asarray(self.leave, np.int32),

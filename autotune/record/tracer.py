@@ -17,7 +17,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from memtune.autotune.record.fake_divergence import watch_random_states
 from memtune.autotune.record.inplace_accumulation import SUM, is_in_place, sequence_number
 from memtune.autotune.record.kernel_traffic import kernel_traffic_bytes
 from memtune.autotune.record.precision import precision_of
-from memtune.autotune.record.step_builder import Draft, Mark
+from memtune.autotune.record.step_builder import Draft, Mark, OpRow, SaveRow
 from memtune.hardware import flops
 from memtune.memory import FAKE_DEVICE, signature
 from memtune.program import (
@@ -77,6 +77,7 @@ _OPS_PER_REPORT = 256
 _COLLECTIVES = ("c10d.", "_c10d_functional.")
 _CASTS = ("aten._to_copy.default", "prims.convert_element_type.default")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_EndOfSave = Literal["held_until", "used_until"]
 
 
 class Tracer(WatchingMode):
@@ -260,51 +261,43 @@ class Tracer(WatchingMode):
             if func in READ_OUTS and self._inside_model():
                 self._note_host_read(inputs)
             return
-        name = str(func)
         if self.phase < Phase.BOUNDARY and any(t.is_conj() or t.is_neg() for t in inputs):
             self.draft.lazy_values = True
-        # An op inside a custom Function's forward makes no node: what the Function saves when it returns is
-        # not the output of a kernel that still runs.
-        self._sequence = sequence + 1 if torch.is_grad_enabled() else -1
-        if (
-            torch.is_grad_enabled()
-            and any(t._is_view() for t in written)
-            and any(t.requires_grad for t in inputs)
-        ):
-            # Writing into a view makes nodes for base and view before the output is saved.
-            self._sequence += 2
+        self._sequence = _sequence_when_saved(sequence, inputs, written)
         op = len(self.draft.ops)
         reads = [self._register(t, Kind.BUFFER) for t in inputs]
         module, call, phase = self._place(sequence)
         donated = reads[0] if reads and self._is_in_place(func, args, out, reads[0], phase) else -1
         self._note_uses(op, reads, donated, written, phase)
+        name = str(func)
+        node: Any = torch._C._current_autograd_node()
         seam = SEAM.get(name)
         resource, group = _resource_of(func, name, seam, args, kwargs)
         if seam or group:
-            traffic = _seam_traffic_bytes(seam, inputs, fresh, written)
+            traffic_bytes = _seam_traffic_bytes(seam, inputs, fresh, written)
         else:
             in_place = donated >= 0 or bool(written)
-            traffic = kernel_traffic_bytes(name, inputs, outputs, in_place=in_place, on_cpu=self._on_cpu)
+            traffic_bytes = kernel_traffic_bytes(
+                name, inputs, outputs, in_place=in_place, on_cpu=self._on_cpu
+            )
         has_generator = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
-        rng = OWN_GENERATOR if has_generator else int(draws(func, args, kwargs))
-        n_flops = flops.count(func, args, kwargs, out)
-        node: Any = torch._C._current_autograd_node()
-        node_number = -1 if node is None or phase is not Phase.BACKWARD else sequence_number(node)
-        elementwise_bytes = element_bytes(func, args, kwargs, out)
         self.draft.ops.append(
-            (
+            OpRow(
                 name,
                 module,
                 call,
                 int(phase),
                 int(resource),
-                n_flops,
-                traffic,
-                rng,
-                group,
-                node_number,
-                elementwise_bytes,
-                0 if self._on_cpu or phase >= Phase.BOUNDARY else precision_of(name, inputs, outputs),
+                flops.count(func, args, kwargs, out),
+                traffic_bytes,
+                rng=OWN_GENERATOR if has_generator else int(draws(func, args, kwargs)),
+                group=group,
+                sequence_nr=-1 if node is None or phase is not Phase.BACKWARD else sequence_number(node),
+                elementwise_bytes=element_bytes(func, args, kwargs, out),
+                # It selects the rate of an accelerator's matrix products, and the optimizer has none.
+                precision=0
+                if self._on_cpu or phase >= Phase.BOUNDARY
+                else precision_of(name, inputs, outputs),
             )
         )
         if len(self.draft.ops) % _OPS_PER_REPORT == 0:
@@ -328,7 +321,7 @@ class Tracer(WatchingMode):
     def _note_outputs(self, op: int, fresh: list[Tensor], seam: SeamOp | None) -> None:
         """Add the storages that `op` has made, on the tier of its operator."""
         # Outside of the model only the loop uploads tensors: they are the batch.
-        uploads = self.draft.ops[op][0] == "memtune.to_device.default" and not self._inside_model()
+        uploads = self.draft.ops[op].name == "memtune.to_device.default" and not self._inside_model()
         kind = Kind.BATCH if uploads else Kind.TEMPORARY
         for tensor in fresh:
             made = tensor.untyped_storage()
@@ -341,7 +334,7 @@ class Tracer(WatchingMode):
 
     def _casts_weight(self, op: int) -> bool:
         """Return whether `op`, whose uses were noted last, is autocast's cast of a parameter."""
-        return self.draft.ops[op][0] in _CASTS and self.draft.kind[self.draft.uses[-1][1]] == Kind.PARAMETER
+        return self.draft.ops[op].name in _CASTS and self.draft.kind[self.draft.uses[-1][1]] == Kind.PARAMETER
 
     def _note_host_read(self, tensors: list[Tensor]) -> None:
         """Record that model code read a value of `tensors`."""
@@ -355,9 +348,10 @@ class Tracer(WatchingMode):
     def _is_in_place(self, func: Any, args: Any, out: Any, first: int, phase: Phase) -> bool:
         maker = self._last_writer.get(first, self.draft.producer[first])
         if phase is Phase.BACKWARD:
-            return maker >= 0 and is_in_place(
-                func, args, out, self.draft.ops[maker][0], self.draft.ops[maker][9]
-            )
+            if maker < 0:
+                return False
+            made_by = self.draft.ops[maker]
+            return is_in_place(func, args, out, made_by.name, made_by.sequence_nr)
         return func is SUM and maker >= self.composite_from >= 0
 
     def _inside_model(self) -> bool:
@@ -398,9 +392,7 @@ class Tracer(WatchingMode):
 
     def _allocates(self, module: int, call: int, phase: Phase) -> int:
         """Append an op that represents memory allocated without an op; return its row."""
-        self.draft.ops.append(
-            ("memtune.allocate", module, call, int(phase), int(Resource.NOTHING), 0.0, 0, 0, 0, -1, 0, 0)
-        )
+        self.draft.ops.append(OpRow("memtune.allocate", module, call, int(phase), int(Resource.NOTHING)))
         self.draft.signatures.append("")
         return len(self.draft.ops) - 1
 
@@ -440,8 +432,8 @@ class Tracer(WatchingMode):
             # An op saves its inputs after its autograd node is made and before it runs, its outputs after it
             # has run.
             is_output = torch._C._autograd._get_sequence_nr() <= self._sequence
-            self.draft.saves.append([index, len(self.draft.ops), -1, -1, call, int(is_output), -1, -1])
-            return self._new_placeholder(tensor, row, column=2)
+            self.draft.saves.append(SaveRow(index, len(self.draft.ops), call, is_output))
+            return self._new_placeholder(tensor, row, "held_until")
         finally:
             self._paused -= 1
 
@@ -451,28 +443,30 @@ class Tracer(WatchingMode):
         row = self._row_of.get(placeholder.untyped_storage()._cdata)
         if row is None:
             return placeholder
-        if self.draft.saves[row][6] < 0:
-            self.draft.saves[row][6:] = [len(self.draft.ops), self._unpack_count]
+        save = self.draft.saves[row]
+        if save.unpacked_before < 0:
+            save.unpacked_before, save.unpack_order = len(self.draft.ops), self._unpack_count
             self._unpack_count += 1
         self._paused += 1
         try:
-            return self._new_placeholder(placeholder, row, column=3)
+            return self._new_placeholder(placeholder, row, "used_until")
         finally:
             self._paused -= 1
 
-    def _new_placeholder(self, tensor: Tensor, row: int, column: int) -> Tensor:
+    def _new_placeholder(self, tensor: Tensor, row: int, column: _EndOfSave) -> Tensor:
+        """Return a stand-in for `tensor` whose death sets `column` of the save in `row`."""
         placeholder = placeholder_like(tensor)
         self._on_save(tensor, placeholder)
         twin = placeholder.untyped_storage()
-        self._ids[twin._cdata] = self.draft.saves[row][0]
+        self._ids[twin._cdata] = self.draft.saves[row].storage
         self._row_of[twin._cdata] = row
         weakref.finalize(twin, self._on_release, twin._cdata, row, column)
         return placeholder
 
-    def _released(self, address: int, row: int, column: int) -> None:
+    def _released(self, address: int, row: int, column: _EndOfSave) -> None:
         self._ids.pop(address, None)
         self._row_of.pop(address, None)
-        self.draft.saves[row][column] = len(self.draft.ops) - 1
+        setattr(self.draft.saves[row], column, len(self.draft.ops) - 1)
 
     # -- start and finish ------------------------------------------------------------------------------------
 
@@ -586,6 +580,17 @@ class Tracer(WatchingMode):
     def step(self) -> Step:
         """Build the Step recorded so far and check its invariants."""
         return self.draft.step()
+
+
+def _sequence_when_saved(sequence: int, inputs: list[Tensor], written: list[Tensor]) -> int:
+    """Return autograd's sequence number when an op's output is saved; -1 where autograd records nothing."""
+    # An op inside a custom Function's forward makes no node: what the Function saves when it returns is not
+    # the output of a kernel that still runs.
+    if not torch.is_grad_enabled():
+        return -1
+    # Writing into a view makes nodes for base and view before the output is saved.
+    writes_view = any(t._is_view() for t in written) and any(t.requires_grad for t in inputs)
+    return sequence + (3 if writes_view else 1)
 
 
 def _float_bytes(tensor: Tensor) -> int:

@@ -85,10 +85,8 @@ def positions_differ(
         if other.index in whole:
             continue
         shared = _shares(cut.step, divided.step, one, other, degree)
-        n_whole, from_whole = (
-            count_divided(one.arguments, other.arguments, degree)[1],
-            set(other.reads) - shared,
-        )
+        n_whole = count_divided(one.arguments, other.arguments, degree)[1]
+        from_whole = set(other.reads) - shared
         if shared and n_whole > len(from_whole):
             return Reason(f"{one.name} in {where} uses single positions of what is divided", fix)
         if n_whole < len(from_whole):

@@ -206,11 +206,9 @@ class SearchView:
                 )
                 self.trials[event.number] = trial
             if isinstance(event, TrialFinished):
-                trial.status, trial.reason, trial.result = (
-                    event.result.status,
-                    event.result.reason,
-                    event.result,
-                )
+                trial.status = event.result.status
+                trial.reason = event.result.reason
+                trial.result = event.result
                 trial.finished_s = event.elapsed_s
             return
         trial = self.trials.get(event.number)
@@ -237,11 +235,9 @@ class SearchView:
 
     def _end_unfinished(self, elapsed_s: float) -> None:
         for trial in self.unfinished:
-            trial.status, trial.reason, trial.finished_s = (
-                "cancelled",
-                "the search ended before it did",
-                elapsed_s,
-            )
+            trial.status = "cancelled"
+            trial.reason = "the search ended before it did"
+            trial.finished_s = elapsed_s
 
     def now_s(self) -> float:
         """Return seconds since the search started: up to now while it runs, up to its end otherwise."""

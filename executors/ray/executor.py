@@ -282,10 +282,8 @@ class RayExecutor(PoolExecutor):
         """The private cluster; None if an existing one was joined."""
         self._cpus, self._users, self._changed = (slots or 1) * ranks, 0, threading.Condition()
         if address is None and (mode := os.environ.get("RAY_AUTH_MODE", "token")).lower() != "token":
-            what, fix = (
-                "Ray would let anyone on the network run code here.",
-                "unset RAY_AUTH_MODE, or --executor local",
-            )
+            what = "Ray would let anyone on the network run code here."
+            fix = "unset RAY_AUTH_MODE, or --executor local"
             raise EnvironmentFault(what, evidence=f"RAY_AUTH_MODE={mode}", fix=fix, code="MT512")
         if self.ray.is_initialized():
             raise EnvironmentFault(

@@ -465,10 +465,8 @@ def config_check(config: Path, as_json: bool) -> int:
     if as_json:
         emit({"schema": SCHEMA, "ok": True, "settings": tuned.settings.dump()})
     else:
-        count, execution = (
-            len(tuned.settings.techniques),
-            tuned.settings.execution.summary() or "plain execution",
-        )
+        count = len(tuned.settings.techniques)
+        execution = tuned.settings.execution.summary() or "plain execution"
         print(f"{config} is valid: {count} technique{'s' * (count != 1)}, {execution}")
     return 0
 

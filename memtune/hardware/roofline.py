@@ -250,10 +250,8 @@ def _casts_weights(step: Step) -> bool:
     bytes_made = np.bincount(step.storages.producer[made], step.storages.bytes[made], step.ops.n)
     # Cast by cast: a weight that is cast again for a second forward is still cast, and one in pages is cast
     # once.
-    cast_bytes, weight_bytes = (
-        bytes_made[np.unique(by)].sum(),
-        step.storages.bytes[step.uses.storage[casts]].sum(),
-    )
+    cast_bytes = bytes_made[np.unique(by)].sum()
+    weight_bytes = step.storages.bytes[step.uses.storage[casts]].sum()
     return bool(cast_bytes > 0 and cast_bytes * 3 < weight_bytes * 2)
 
 

@@ -303,11 +303,9 @@ def _gradient_not_freed(technique: type[Technique]) -> Iterator[None]:
         kept.append(parameter.grad)
         on_grad_ready(self, parameter)
 
-    on_ssd, to_updater, on_grad_ready = (
-        SsdOptimizer._update,
-        Updaters._offload_gradients,
-        BlockGradients._on_grad_ready,
-    )
+    on_ssd = SsdOptimizer._update
+    to_updater = Updaters._offload_gradients
+    on_grad_ready = BlockGradients._on_grad_ready
     patches = (
         patch.object(HostOptimizer, "_finish_copies", finish_copies),
         patch.object(SsdOptimizer, "_update", update),

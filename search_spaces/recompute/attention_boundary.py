@@ -119,11 +119,9 @@ class AttentionBoundary(Technique):
     def plan(self, program: Program, target: Target) -> BoundaryPlan | BlockBoundariesPlan:
         if needs_calls_of_blocks(target):
             return _by_blocks(placement_of(program, target), self.residual_every)
-        step, found, region = (
-            program.step,
-            boundary_schedule(program.step, self.residual_every),
-            region_of(program.step),
-        )
+        step = program.step
+        found = boundary_schedule(program.step, self.residual_every)
+        region = region_of(program.step)
         if not isinstance(found, Boundaries) or isinstance(region, str):
             raise _uncut(str(found))
         op_s = op_costs(step, target.hardware).op_s[region.rows]

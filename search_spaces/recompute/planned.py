@@ -219,10 +219,8 @@ class Planned(Technique):
         # A sufficient budget is computed only if a config gave `budget_bytes`; a search tries many budgets.
         if found is not None:
             return None
-        why, least = (
-            f"no schedule stays within {format_bytes(solution.budget_bytes)}{self._headroom_note()}",
-            solution.smallest_bytes,
-        )
+        why = f"no schedule stays within {format_bytes(solution.budget_bytes)}{self._headroom_note()}"
+        least = solution.smallest_bytes
         if self.budget_bytes is None:
             return Reason(why, "a larger budget")
         enough = sufficient_bytes(placement_of(program, target), solution.budget_bytes, least)

@@ -116,12 +116,10 @@ class PackedValue:
     __slots__ = ("gone", "value", "view", "writes")
 
     def __init__(self, value: Value, view: View, gone: Callable[[Value], None]) -> None:
-        self.value, self.view, self.writes, self.gone = (
-            value,
-            view,
-            value.writes - value.undeclared_writes,
-            gone,
-        )
+        self.value = value
+        self.view = view
+        self.writes = value.writes - value.undeclared_writes
+        self.gone = gone
 
     def __del__(self) -> None:
         self.gone(self.value)

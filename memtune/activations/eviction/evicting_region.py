@@ -100,10 +100,8 @@ class OnlineRegion(ReplacedForward):
         """Reset all state of runs."""
         module, settings, device = self.module, self.settings, self.device
         self.forward_lock, self._lock = threading.RLock(), CaptureLock()
-        self.runs, self.facts = (
-            OnlineRuns(),
-            OpMetadataCache(settings.costs, settings.scratch, settings.makes),
-        )
+        self.runs = OnlineRuns()
+        self.facts = OpMetadataCache(settings.costs, settings.scratch, settings.makes)
         self._table: Callable[[], OnlineTable | None] = lambda: None
         """Returns the table of the forwards that wait for their backward; they own it."""
         self._members: tuple[list[nn.Parameter], list[Tensor]] = [], []

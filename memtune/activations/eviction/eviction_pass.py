@@ -258,10 +258,8 @@ class _RuntimeSimulation:
 
     def _repeatable(self, op: int, row: int, reads: list[int], writes: list[int]) -> tuple[bool, int | None]:
         """Return whether the op could run again, and the storage of the value that it overwrites."""
-        mine, outside = (
-            [each for each in writes if each in self._number],
-            [each for each in writes if each not in self._number],
-        )
+        mine = [each for each in writes if each in self._number]
+        outside = [each for each in writes if each not in self._number]
         norm = self._name(row) in BATCH_NORMS
         for storage in outside:
             if storage in self._given and self._step.storages.kind[storage] != Kind.PARAMETER:

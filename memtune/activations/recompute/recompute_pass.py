@@ -401,11 +401,9 @@ def _hold_inputs_and_kept(
     storage = np.concatenate([step.calls.inputs.storage[inputs], outputs])
     asked = np.concatenate([starts[step.calls.input_block[inputs]], taken[step.storages.producer[outputs]]])
     order = np.argsort(block, kind="stable")
-    block, storage, asked = (
-        block[order].astype(np.int32),
-        storage[order].astype(np.int32),
-        asked[order].astype(np.int32),
-    )
+    block = block[order].astype(np.int32)
+    storage = storage[order].astype(np.int32)
+    asked = asked[order].astype(np.int32)
     edit.add_saves(
         storage,
         packed_before=end[block] + 1,

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-_DROPS, _TABLE = (
-    "memtune.offload.layer_major.boundary_activations",
-    "memtune.activations.recompute.activation_table",
-)
+_DROPS = "memtune.offload.layer_major.boundary_activations"
+_TABLE = "memtune.activations.recompute.activation_table"
 _OTHERS = ("torch.utils.checkpoint", _DROPS)
 """Modules whose hooks recompute or drop saved tensors."""
 

@@ -373,11 +373,9 @@ def _moved(step: Step, clone: int, chain: list[int], cut_back: int) -> Cut | Non
     if back is None:
         return None
     gradients, last, final = back
-    n_bytes, producer, use_storage = (
-        step.storages.bytes.copy(),
-        step.storages.producer.copy(),
-        step.uses.storage.copy(),
-    )
+    n_bytes = step.storages.bytes.copy()
+    producer = step.storages.producer.copy()
+    use_storage = step.uses.storage.copy()
     shrunk = [
         made
         for op in (*chain, *gradients)

@@ -297,13 +297,11 @@ def _recorded(
         found: Logits = _Unread.apply(
             rows, call.weight, (rows.shape[0], len(call.weight), rows.shape[1]), logits.dtype
         )  # type: ignore[no-untyped-call]
-        found.call, found.rows, found.steps, found.source, found.classes_second = (
-            call,
-            rows,
-            steps,
-            (logits, again),
-            True,
-        )
+        found.call = call
+        found.rows = rows
+        found.steps = steps
+        found.source = (logits, again)
+        found.classes_second = True
         return found
     return None
 

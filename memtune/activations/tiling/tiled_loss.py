@@ -105,11 +105,9 @@ class _Loss(torch.autograd.Function):
     ) -> Tensor:
         # The original types: gradients are returned in these, whatever autocast computes in.
         gradients = _Gradients(x, weight, bias, ctx.needs_input_grad[:3])
-        x, weight, bias = (
-            settings.cast(x),
-            settings.cast(weight),
-            None if bias is None else settings.cast(bias),
-        )
+        x = settings.cast(x)
+        weight = settings.cast(weight)
+        bias = None if bias is None else settings.cast(bias)
         size = -(-len(x) // settings.chunks)
         total: Tensor | None = None
         for start in range(0, len(x), size):

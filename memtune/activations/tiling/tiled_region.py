@@ -96,10 +96,8 @@ class _TilingSettings:
         with torch.no_grad(), _disable_current_modes():
             # Two suffice: a module that mixes tokens or samples differs for two of them already.
             two = self.rows(x.detach())[:2]
-            together, apart = (
-                self.part(two, x.dim()),
-                torch.cat([self.part(each[None], x.dim()) for each in two]),
-            )
+            together = self.part(two, x.dim())
+            apart = torch.cat([self.part(each[None], x.dim()) for each in two])
         what = "samples" if self.tiling.by_sample else "tokens"
         if together.shape != apart.shape or not torch.allclose(
             together.float(), apart.float(), rtol=0.05, atol=0.01 * float(apart.abs().max()), equal_nan=True

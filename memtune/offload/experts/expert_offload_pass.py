@@ -88,11 +88,9 @@ def used_in(step: Step, experts: tuple[Expert, ...]) -> tuple[Expert, ...]:
 
 def _without_memory(step: Step, idle: npt.NDArray[np.intp]) -> Step:
     """Return `step` with parameters `idle`, which no op reads, and their gradients of no bytes (Rule 1)."""
-    columns, n_bytes, numel = (
-        columns_of(step.parameters),
-        step.storages.bytes.copy(),
-        columns_of(step.parameters).numel.copy(),
-    )
+    columns = columns_of(step.parameters)
+    n_bytes = step.storages.bytes.copy()
+    numel = columns_of(step.parameters).numel.copy()
     gradients = np.concatenate([columns.gradient[idle], raw_gradients(step)[idle]])
     n_bytes[columns.storage[idle]] = 0
     n_bytes[gradients[gradients >= 0]] = 0

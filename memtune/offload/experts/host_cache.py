@@ -126,10 +126,8 @@ def expert_traffic(
     gathered: bool = False,
 ) -> tuple[ExpertTraffic, ...]:
     """Return (moments,) the SSD traffic of a steady step that uses every expert."""
-    cache, members = (
-        HostCache(slots, rule, block_of, moments_of(blocks, on_device, gathered)),
-        _members(block_of, blocks),
-    )
+    cache = HostCache(slots, rule, block_of, moments_of(blocks, on_device, gathered))
+    members = _members(block_of, blocks)
     residency, dirty = window_residency(blocks, min(on_device, blocks), gathered=gathered), set[int]()
     found: list[ExpertTraffic] = []
     for _ in range(3):  # the cache is in a steady state after the first steps

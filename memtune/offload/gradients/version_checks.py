@@ -237,10 +237,8 @@ class SentinelGradient:
         if self.parameter.grad is None and self._use_placeholder:
             self._zeros = self.parameter.grad = torch.zeros_like(self.parameter)
         gradient = self.parameter.grad
-        self._is_noted, self._noted = (
-            True,
-            _NONE if gradient is None else _RecordedVersion.from_gradient(gradient),
-        )
+        self._is_noted = True
+        self._noted = _NONE if gradient is None else _RecordedVersion.from_gradient(gradient)
 
     def forget(self) -> None:
         """Drop the noted version: its step does not continue."""

@@ -284,18 +284,14 @@ class _StepWriter:
     ) -> None:
         self._step, self._packs, self._count = step, packs, micro_batches
         self._parts, self._new = parts_of(step), RowReplay(step)
-        self._weights, self._gradients = (
-            Weights(self._new, step),
-            Gradients(self._new, step, ranks, packs.deferred),
-        )
+        self._weights = Weights(self._new, step)
+        self._gradients = Gradients(self._new, step, ranks, packs.deferred)
         self._boundaries = _Boundaries(self._new, step, boundaries == "host")
         # By micro-batch: new storages of forward packs, and of all other runs; new positions of the first
         # forward; the rows of the turnaround, and its end (row of the old step, op of the new one).
         self._forward_made, self._made = (_Tables(step.storages.n) for _ in range(2))
-        self._first_run, self._turnaround_runs = (
-            _Tables(step.ops.n),
-            [RowRun() for _ in range(micro_batches)],
-        )
+        self._first_run = _Tables(step.ops.n)
+        self._turnaround_runs = [RowRun() for _ in range(micro_batches)]
         self._turnaround_ends = [(0, 0)] * micro_batches
         region = np.append(self._parts.region, np.int32(len(step.blocks)))
         self._made_in = region[step.storages.producer]  # producer -1 (none) reads the appended last entry
@@ -437,11 +433,9 @@ class _StepWriter:
 
     def _turnaround(self, group: range, index: int) -> None:
         parts, run, (first, last) = self._parts, self._turnaround_runs[index], self._packs.turnaround
-        made, forward_made, from_forward = (
-            self._made[index],
-            self._forward_made[index],
-            self._rows(self._packs.turnaround).from_forward,
-        )
+        made = self._made[index]
+        forward_made = self._forward_made[index]
+        from_forward = self._rows(self._packs.turnaround).from_forward
         self._new.append_rows(
             run, parts.before, made, forward_made, from_forward, again=self._first_run[index]
         )

@@ -216,10 +216,8 @@ class Gradients:
 
     def _copy_down(self, parameter: int) -> None:
         """Start the D2H copy of a gradient; the copy before it must have ended."""
-        n_bytes, number = (
-            int(self._step.storages.bytes[self._raw[parameter]]),
-            int(self._device_sum[parameter]),
-        )
+        n_bytes = int(self._step.storages.bytes[self._raw[parameter]])
+        number = int(self._device_sum[parameter])
         # One copy in flight, as in the runtime: the previous source is free before this one starts.
         self.wait()
         block = int(self._columns.block[parameter])

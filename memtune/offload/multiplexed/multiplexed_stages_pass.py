@@ -147,10 +147,8 @@ class _RankWriter:
 
     def _adders(self) -> dict[int, int]:
         """Return the block parameter of each op that adds to its gradient sum."""
-        step, of = (
-            self._step,
-            {int(self._columns.gradient[row]): row for row in np.flatnonzero(self._inside).tolist()},
-        )
+        step = self._step
+        of = {int(self._columns.gradient[row]): row for row in np.flatnonzero(self._inside).tolist()}
         adder = np.zeros(step.ops.n, bool)
         adder[self._parts.sums.adder] = True
         rows = np.flatnonzero(

@@ -280,10 +280,8 @@ class Updaters:
             buffers = [
                 torch.empty(layout.buffer_numel) for _ in range(layout.buffers(domain, self._n_buffers))
             ]
-        weights, moments = (
-            [torch.empty(each.numel) for each in groups],
-            [torch.empty(each.moments) for each in groups],
-        )
+        weights = [torch.empty(each.numel) for each in groups]
+        moments = [torch.empty(each.moments) for each in groups]
         spares = (
             [torch.empty(count) for each in groups for count in (each.numel, each.moments)]
             if self._keep
@@ -506,10 +504,8 @@ class Updaters:
                 self._move(READ, domain, number, 0)
                 self._settle(domain)
             for segment in group.segments:
-                part, device = (
-                    slice(segment.start, segment.start + segment.numel),
-                    self._parameters[segment.parameter].device,
-                )
+                part = slice(segment.start, segment.start + segment.numel)
+                device = self._parameters[segment.parameter].device
                 # Straight into the updater's buffer, which it only writes to its file: no second copy of the
                 # state in memory.
                 memory[segment.weight :][: segment.numel].copy_(_flat(device, device)[part])

@@ -118,10 +118,8 @@ class FusedBackward:
         self._before_grad_use.emit(parameter, parameter.grad)
         # The optimizer's own step over a group of one parameter, with the settings that its group has now.
         # A foreach optimizer would otherwise update all parameters that have a gradient by now.
-        groups, self._optimizer.param_groups = (
-            self._optimizer.param_groups,
-            [{**group, "params": [parameter]}],
-        )
+        groups = self._optimizer.param_groups
+        self._optimizer.param_groups = [{**group, "params": [parameter]}]
         try:
             self._step(self._optimizer)
         finally:

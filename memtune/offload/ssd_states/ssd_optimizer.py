@@ -92,12 +92,10 @@ class SsdOptimizer:
         on_host: bool = False,
     ) -> None:
         placement = context.placement
-        self.optimizer, self._read_ahead, self._master, self._keep = (
-            context.optimizer,
-            read_ahead,
-            master,
-            keep,
-        )
+        self.optimizer = context.optimizer
+        self._read_ahead = read_ahead
+        self._master = master
+        self._keep = keep
         self._on_host = on_host
         self._native, self.partial_step = NativeUpdate(context.optimizer, "float32"), PartialStep(context)
         names = {parameter: name for name, parameter in context.model.named_parameters()}

@@ -79,10 +79,8 @@ def is_linear(step: Step, p: int, readers: I32, raw: int, shape: tuple[int, ...]
     """Return whether the weight is read once in forward, by its module, and at most once in backward."""
     # The module's output has a column for each row of the weight.
     columns = columns_of(step.parameters)
-    forward, back = (
-        readers[step.ops.phase[readers] == Phase.FORWARD],
-        readers[step.ops.phase[readers] == Phase.BACKWARD],
-    )
+    forward = readers[step.ops.phase[readers] == Phase.FORWARD]
+    back = readers[step.ops.phase[readers] == Phase.BACKWARD]
     owner, _, own = columns.names[p].rpartition(".")
     if (
         len(forward) != 1
@@ -438,11 +436,9 @@ def _biases(names: tuple[str, ...]) -> I32:
 def tileable_rows(step: Step, tiles: int, ranks: int) -> tuple[int, ...]:
     """Return the `tileable` weights of a step that FSDP2 shards evenly over `ranks` ranks."""
     # Each block keeps a trained parameter that FSDP2 gathers and reduces.
-    columns, whole_tensors, product = (
-        columns_of(step.parameters),
-        _WholeTensors.from_step(step),
-        products_of(step),
-    )
+    columns = columns_of(step.parameters)
+    whole_tensors = _WholeTensors.from_step(step)
+    product = products_of(step)
     two = np.asarray([len(shape) == 2 and shape[0] >= tiles for shape in columns.shapes], bool)
     mine = np.flatnonzero(two & (columns.block >= 0) & (whole_tensors.raw >= 0) & (columns.gradient >= 0))
     readers = _readers(

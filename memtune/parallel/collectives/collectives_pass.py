@@ -253,10 +253,8 @@ def _quantised(
 ) -> None:
     """Quantize the shard in its place in the receive buffer, gather in place, and dequantize all shards."""
     at, buffer = found.ops[mine], found.buffer[mine]
-    row, whole = (
-        row_bytes(found.numel.picked(mine.astype(np.intp)), form, degree),
-        step.storages.bytes[buffer],
-    )
+    row = row_bytes(found.numel.picked(mine.astype(np.intp)), form, degree)
+    whole = step.storages.bytes[buffer]
     received = _allocate(edit, at, phase, row * degree)
     add = functools.partial(edit.add_ops, before=at, phase=phase, stream=stream)
     add(

@@ -126,13 +126,11 @@ class Pipeline:
         copies: dist.ProcessGroup | None,
         tied: dist.ProcessGroup | None,
     ) -> None:
-        self._context, self._layout, self._group, self._copies, self._tied = (
-            context,
-            layout,
-            group,
-            copies,
-            tied,
-        )
+        self._context = context
+        self._layout = layout
+        self._group = group
+        self._copies = copies
+        self._tied = tied
         self.rotation = MicroBatchRotation(group)
         self.run = Run(len(layout.blocks), layout.outputs)
         """Decides for each block whether it runs, is skipped or ends the run."""
@@ -343,17 +341,13 @@ def pipe(context: Context, layout: Layout) -> None:
     # From here on recompute and offload claim this rank's blocks only.
     context.blocks = [name for index in mine for name in layout.stages[index]]
     context.activations = table = ActivationTable(context.model, context.blocks)
-    table.own, table.stages, pipeline.run.activations = (
-        OwnOutputs(),
-        [s for s in mine for _ in layout.stages[s]],
-        table,
-    )
+    table.own = OwnOutputs()
+    table.stages = [s for s in mine for _ in layout.stages[s]]
+    pipeline.run.activations = table
     table.last = {n for n, (stage, after) in enumerate(pairwise([*table.stages, -1])) if stage != after}
-    context.loop.pipeline, context.loop.rotation, context.placement.model_parallel_size = (
-        pipeline,
-        pipeline.rotation,
-        layout.degree,
-    )
+    context.loop.pipeline = pipeline
+    context.loop.rotation = pipeline.rotation
+    context.placement.model_parallel_size = layout.degree
     context.checks["sharding.parallel"] = lambda: _check(context, layout, mine)
 
 

@@ -49,10 +49,8 @@ def _least_worst(costs: F64, limited: F64, count: int, limit: float) -> tuple[fl
     came = np.zeros((count + 1, n + 1), np.int64)
     for stage in range(1, count + 1):
         for j in range(stage, n + 1):
-            last, within = (
-                sums[stage - 1, j] - sums[stage - 1, :j],
-                bounds[stage - 1, j] - bounds[stage - 1, :j] <= limit,
-            )
+            last = sums[stage - 1, j] - sums[stage - 1, :j]
+            within = bounds[stage - 1, j] - bounds[stage - 1, :j] <= limit
             worst = np.where(within, np.maximum(best[stage - 1, :j], last), np.inf)
             came[stage, j] = int(worst.argmin())
             best[stage, j] = worst[came[stage, j]]

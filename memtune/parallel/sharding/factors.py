@@ -120,13 +120,11 @@ def held_bytes(factors: Factors, whole: Bytes) -> Bytes:
 
 def hops(factors: Factors, whole: Bytes, schedule: Schedule) -> Iterator[Hop]:
     """Yield all hops of a step; see the top of this file."""
-    p, g, o, n, a = (
-        factors.parameters,
-        factors.gradients,
-        factors.optimizer,
-        schedule.ranks,
-        schedule.micro_batches,
-    )
+    p = factors.parameters
+    g = factors.gradients
+    o = factors.optimizer
+    n = schedule.ranks
+    a = schedule.micro_batches
     weights, gradients = whole.parameters, whole.gradients
     s = factors.summed_over
     found = [

@@ -208,10 +208,8 @@ def _last_at(made: GatheredUnit, when: GatherTiming) -> I32:
 def _unsharded_bytes(step: Step, sharding: Sharding, parameters: Ragged) -> Ragged:
     """Return bytes of each parameter when gathered, padded to a multiple of the ranks."""
     columns = columns_of(step.parameters)
-    shards, itemsize = (
-        shards_of(columns, sharding.degree),
-        sharding.param_itemsize or columns.itemsize.astype(np.int64),
-    )
+    shards = shards_of(columns, sharding.degree)
+    itemsize = sharding.param_itemsize or columns.itemsize.astype(np.int64)
     return replace(parameters, values=(shards.numel * itemsize)[parameters.values] * sharding.degree)
 
 
@@ -572,10 +570,8 @@ class _ReductionOps:
 
 def reduce_gradients(edit: Edit, step: Step, sharding: Sharding) -> ReducedUnit:
     """Reduce-scatter each unit after its backward, and add the result to earlier micro-batches' sums."""
-    of, shards = (
-        _reductions(step, sharding.blocks_per_unit, sharding.sums),
-        shards_of(columns_of(step.parameters), sharding.degree),
-    )
+    of = _reductions(step, sharding.blocks_per_unit, sharding.sums)
+    shards = shards_of(columns_of(step.parameters), sharding.degree)
     if not len(of.after):
         return ReducedUnit(of, np.empty(0, np.int32))
     mine = of.parameters

@@ -239,10 +239,8 @@ class _InsertionPoints:
 
 def _reduce(edit: Edit, step: Step, partitioning: Partitioning, *, hold_sums: bool) -> I32:
     """Reduce-scatter every bucket; return the sharded gradients, one storage per bucket."""
-    columns, arrivals = (
-        columns_of(step.parameters),
-        _arrivals(step, partitioning.every_micro_batch, partitioning.at_end),
-    )
+    columns = columns_of(step.parameters)
+    arrivals = _arrivals(step, partitioning.every_micro_batch, partitioning.at_end)
     if partitioning.complete_after:
         arrivals = replace(arrivals, at=np.asarray(partitioning.complete_after, np.int32))
     buckets = _buckets(columns, partitioning.bucket_bytes, partitioning.order)

@@ -123,10 +123,8 @@ def solve_ratios(
     """
     program = Program((RankClass(run[0], step),), run[1], run[2], stages=stages)
     plain = found = _peaks(program, [0.0] * (stages.ranks if stages else 1), copies, later, hardware)
-    low, high = (
-        [0 if peak <= budget_bytes else 1 for peak in plain],
-        [0 if peak <= budget_bytes else GRAIN for peak in plain],
-    )
+    low = [0 if peak <= budget_bytes else 1 for peak in plain]
+    high = [0 if peak <= budget_bytes else GRAIN for peak in plain]
     # A rank's peak depends on its own ratio alone, so each round bisects all ranks with one rewrite.
     while any(a < b for a, b in zip(low, high, strict=True)):
         middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]

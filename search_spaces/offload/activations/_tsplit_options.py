@@ -172,10 +172,8 @@ class _Prices:
         """Return the action that offloads `storage` until backward; None if backward needs it immediately."""
         step, row = self.step, self.save[storage]
         # The device memory is free only after the copy has ended and the last op of forward has read it.
-        first, stop = (
-            max(int(self.copy_ends[step.saves.block[row]]), int(self.last_use[storage])) + 1,
-            int(self.first_read[storage]),
-        )
+        first = max(int(self.copy_ends[step.saves.block[row]]), int(self.last_use[storage])) + 1
+        stop = int(self.first_read[storage])
         if first >= stop:
             return None
         n_bytes, save = int(step.storages.bytes[storage]), int(step.saves.packed_before[row])

@@ -174,13 +174,11 @@ class _Run:
         program: Program,
         limits: TsplitLimits,
     ) -> None:
-        self.step, self.hardware, self._later, self._program, self._limits = (
-            step,
-            hardware,
-            later,
-            program,
-            limits,
-        )
+        self.step = step
+        self.hardware = hardware
+        self._later = later
+        self._program = program
+        self._limits = limits
         self._after_plain = self._after(step)
         self.plain_bytes = int(live_bytes(self._after_plain, hardware).max(initial=0))
 

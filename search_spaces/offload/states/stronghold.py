@@ -175,16 +175,12 @@ def _deferred(program: Program, hardware: Hardware) -> frozenset[int]:
     step = program.step
     if not_in_layers(step):
         return frozenset()
-    blocks, compute_s, local = (
-        len(step.blocks),
-        compute_s_of_moments(step, hardware),
-        hardware.local_ranks(program.ranks),
-    )
+    blocks = len(step.blocks)
+    compute_s = compute_s_of_moments(step, hardware)
+    local = hardware.local_ranks(program.ranks)
     load_s = np.asarray(_load_s(step, hardware))
-    columns, update_s = (
-        columns_of(step.parameters),
-        native_update_bytes(step) * local / hardware.host_adam_bytes_per_s,
-    )
+    columns = columns_of(step.parameters)
+    update_s = native_update_bytes(step) * local / hardware.host_adam_bytes_per_s
     trained, inside = columns.gradient >= 0, columns.block >= 0
     # Host threads and memory are shared by the ranks of the host, so an update takes `local` times as long.
     update = np.bincount(columns.block[trained & inside], update_s[trained & inside], blocks)

@@ -230,10 +230,8 @@ class ZeroInfinity(NativelyUpdated):
         if self.parameters != "device":
             read_ahead = self.parameter_prefetch if self.parameters == "ssd" else None
             residency = window_of(program, min(self.on_device, len(step.blocks)))
-            tiled, is_divided = (
-                self._tileable(program) if self.tiles > 1 else (),
-                gathers_of(step) is not None,
-            )
+            tiled = self._tileable(program) if self.tiles > 1 else ()
+            is_divided = gathers_of(step) is not None
             step = weights_before_biases(step, tiled) if tiled and not is_divided else step
             step = stream_parameters(
                 step,

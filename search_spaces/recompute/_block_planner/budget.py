@@ -214,10 +214,8 @@ def _after(
         if all(chosen.get(slot) is other or chosen.get(slot) == other for slot, other in seen.items()):
             return result
     watched, after = TrackedSlots(chosen), None
-    target, parts = (
-        Target(hardware, program.ranks, None, watched),
-        visible_parts(technique, chosen, program.ranks),
-    )
+    target = Target(hardware, program.ranks, None, watched)
+    parts = visible_parts(technique, chosen, program.ranks)
     if check_fit(program, technique, target, parts) is None:
         after = run_pass(program, technique, target, parts)[0]
     known.append((watched.seen, after))
@@ -262,11 +260,9 @@ def _solve_budget(
         # `share` interpolates between the smallest peak of any plan and the plain one.
         budget_bytes = smallest + round((plain - smallest) * (budget.share or 0.0))
     row = search.best_row(budget_bytes)
-    peak, seconds, choice = (
-        search.peak_of(row),
-        float(search.frontier.seconds[row]),
-        search.frontier.choice(row),
-    )
+    peak = search.peak_of(row)
+    seconds = float(search.frontier.seconds[row])
+    choice = search.frontier.choice(row)
     # Where prices are accurate, no other plan fits if the frontier has none.
     beyond = peak > budget_bytes and not search.is_price_accurate
     other = search.faster_technique_plan(math.inf if beyond else seconds, budget_bytes)

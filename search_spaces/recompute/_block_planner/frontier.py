@@ -211,10 +211,8 @@ def _spread(need: I64, seconds: F64, width: int) -> npt.NDArray[np.intp]:
     last = np.flatnonzero(np.append(np.diff(interval) > 0, True))
     first = np.append(0, last[:-1] + 1)
     far = max(len(last) // 16, 1)
-    before, after = (
-        last[np.maximum(np.arange(len(last)) - far, 0)],
-        last[np.minimum(np.arange(len(last)) + far, len(last) - 1)],
-    )
+    before = last[np.maximum(np.arange(len(last)) - far, 0)]
+    after = last[np.minimum(np.arange(len(last)) + far, len(last) - 1)]
     # The slope over a few intervals approximates that of the lower hull, so one pass over columns suffices.
     per_byte = (seconds[before] - seconds[after]) / np.maximum(need[after] - need[before], 1)
     each = last - first + 1

@@ -329,10 +329,8 @@ def _measured(
     shape = len(order), n_levels
     held, forward, backward = (np.zeros(shape, np.int64) for _ in range(3))
     seconds, after, uniform = np.zeros(shape), [], []
-    plain, first = (
-        moments(_with_offload(step, offload, hardware), order, hardware),
-        forward_and_backward(step),
-    )
+    plain = moments(_with_offload(step, offload, hardware), order, hardware)
+    first = forward_and_backward(step)
     rest = int(live_bytes(step, hardware)[first.ops.n :].max(initial=0))
     found = Levels(step, order, options, class_of, plain, held, forward, backward, 0, seconds, ((0, 0.0),))
     for level in range(n_levels):

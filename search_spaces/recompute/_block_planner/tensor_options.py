@@ -110,10 +110,8 @@ def combinations(
     for moving in (resident, offload) if any(offload) else (resident,):
         priced = _explored(ops, undecided, np.concatenate([_start(ops, undecided), few], axis=1), moving)
         found += [_combination(ops, priced, int(row), moving) for row in _best(priced, limit)]
-    held, seconds = (
-        np.asarray([each.held_bytes for each in found]),
-        np.asarray([each.seconds for each in found]),
-    )
+    held = np.asarray([each.held_bytes for each in found])
+    seconds = np.asarray([each.seconds for each in found])
     rows = _undominated(held, seconds)
     chosen = [found[i] for i in rows[_thinned(held[rows], seconds[rows], limit)]]
     return sorted(chosen, key=lambda each: (-each.held_bytes, each.seconds))

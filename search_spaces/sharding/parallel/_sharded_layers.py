@@ -148,11 +148,9 @@ class PartitionedWeights(PartitionedLayers):
         """Return the recorded step, with averages of replicated parameters and copies."""
         # Techniques of `sharding.states` average gradients between copies themselves;
         # `_average_in_group` then averages replicated parameters.
-        degree, ranks, node = (
-            self.degree or target.ranks,
-            target.ranks,
-            target.hardware.local_ranks(target.ranks),
-        )
+        degree = self.degree or target.ranks
+        ranks = target.ranks
+        node = target.hardware.local_ranks(target.ranks)
         divided = _divided(program, self._recorded(target))
         if divides_states(target):
             return divided
