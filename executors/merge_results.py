@@ -115,13 +115,10 @@ def _largest(values: Iterable[int | None]) -> int | None:
 
 def failed(trial: Trial, failure: Failure, tail: str, wall_s: float) -> TrialResult:
     """Return the result of a trial that `failure` ended, with the peaks of the rank at fault, if known."""
-    rank_text = (
-        f"rank {failure.rank} "
-        if failure.record is None
-        else f"rank {failure.rank}: "
-        if trial.ranks > 1
-        else ""
-    )
+    if failure.record is None:  # the reason is a verb: "was killed"
+        rank_text = f"rank {failure.rank} "
+    else:
+        rank_text = f"rank {failure.rank}: " if trial.ranks > 1 else ""
     record = failure.record or RankRecord(status=failure.status)
     found = {name: getattr(record, name) for name in _OF_A_FAILURE}
     return TrialResult(

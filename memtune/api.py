@@ -552,13 +552,12 @@ def _apply_slot(context: Context, config: TunedConfig, slot: str) -> None:
 
 
 def _loss_of_output(model: nn.Module, batch: Any) -> Tensor:
-    out = (
-        model(**batch)
-        if isinstance(batch, Mapping)
-        else model(*batch)
-        if isinstance(batch, tuple | list)
-        else model(batch)
-    )
+    if isinstance(batch, Mapping):
+        out = model(**batch)
+    elif isinstance(batch, tuple | list):
+        out = model(*batch)
+    else:
+        out = model(batch)
     loss = getattr(out, "loss", out)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ApplyError(

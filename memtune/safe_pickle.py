@@ -78,21 +78,14 @@ def load(data: bytes, name: str, *, fix: str, allowed: Collection[tuple[str, str
 
 def _looks_like(data: bytes) -> str:
     known = {
-        b"PK\x03\x04": "an archive, as torch.save writes them",
+        b"PK\x03\x04": "it is an archive, as torch.save writes them",
         b"\x1f\x8b": "compressed; unpack it first",
         b"{": "text",
     }
-    found = next(
-        (what for start, what in known.items() if data.startswith(start)), f"starts with {data[:8]!r}"
-    )
-    return (
-        "it is empty"
-        if not data
-        else f"it is {found}"
-        if found[0] == "a"
-        else f"it {found}"
-        if found[0] == "s"
-        else found
+    if not data:
+        return "it is empty"
+    return next(
+        (what for start, what in known.items() if data.startswith(start)), f"it starts with {data[:8]!r}"
     )
 
 

@@ -371,13 +371,10 @@ def _peak(report: PlanReport) -> Iterator[RenderableType]:
         by_kind[row.kind] = by_kind.get(row.kind, 0) + row.n_bytes
         largest.setdefault(row.kind, f"{_place(row)} {format_bytes(row.n_bytes)}")
     total = sum(by_kind.values())
-    subject = (
-        "row 1"
-        if report.front and report.config is None
-        else "this setting"
-        if report.config
-        else "the closest"
-    )
+    if report.config:
+        subject = "this setting"
+    else:
+        subject = "row 1" if report.front else "the closest"
     yield Text(f"memory of {subject} at its peak, {format_bytes(total)}", "bold")
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1))
     for justify in ("left", "left", "right", "right", "left"):

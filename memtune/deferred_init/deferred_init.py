@@ -132,14 +132,8 @@ def _require_none_left(model: nn.Module) -> None:
     """
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
-            held = (
-                value.values()
-                if isinstance(value, dict)
-                else value
-                if isinstance(value, list | tuple)
-                else ()
-            )
-            if any(isinstance(each, FakeTensor) for each in held):
+            held = value.values() if isinstance(value, dict) else value
+            if isinstance(value, dict | list | tuple) and any(isinstance(each, FakeTensor) for each in held):
                 raise not_deferred(
                     f"{path}.{attribute} holds tensors that are not parameters or buffers".lstrip(".")
                 )

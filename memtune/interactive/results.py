@@ -154,6 +154,14 @@ class PlanResult:
     def plot(self) -> Picture:
         """Return the picture of step time against peak memory, predicted; a notebook shows it."""
         best = self.best
+
+        def status_of(row: PlanRow) -> Literal["failed", "best", "baseline", "trial"]:
+            if row.status == "oom":
+                return "failed"
+            if best is not None and row.settings == best.settings:
+                return "best"
+            return "baseline" if row.baseline else "trial"
+
         rows = [
             *self.report.rows,
             *self.report.baselines,
@@ -166,15 +174,7 @@ class PlanResult:
                 text=row.summary,
                 peak_bytes=row.peak_allocated_bytes,
                 step_s=row.step_s,
-                status=(
-                    "failed"
-                    if row.status == "oom"
-                    else "best"
-                    if best is not None and row.settings == best.settings
-                    else "baseline"
-                    if row.baseline
-                    else "trial"
-                ),
+                status=status_of(row),
             )
             for row in rows
             if row.peak_allocated_bytes is not None and row.step_s is not None

@@ -74,13 +74,7 @@ class Execution(BaseModel):
     def summary(self) -> str:
         """Return the differences from the plain step as text: `mb 4×2, compiled`; empty without any."""
         accumulate = f"×{self.accumulate}" if self.accumulate > 1 else ""
-        size = (
-            f"mb {self.micro_batch}{accumulate}"
-            if self.micro_batch
-            else f"mb {accumulate}"
-            if accumulate
-            else ""
-        )
+        size = f"mb {self.micro_batch or ''}{accumulate}" if self.micro_batch or accumulate else ""
         return " ".join(part for part in (size, self._compiled()) if part)
 
     def _compiled(self) -> str:

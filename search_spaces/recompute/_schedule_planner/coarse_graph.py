@@ -244,14 +244,12 @@ def _background(
     background[loss] = region.between_bytes
     for value, until in enumerate(region.outside_until.tolist()):
         if until >= 0 or value in fixed:
-            n_ops = region.graph.n_ops
-            stop = (
-                len(nodes) - 1
-                if until >= n_ops
-                else loss
-                if until == region.graph.n_forward - 1
-                else node_of.get(until, -1)
-            )
+            if until >= region.graph.n_ops:
+                stop = len(nodes) - 1
+            elif until == region.graph.n_forward - 1:
+                stop = loss
+            else:
+                stop = node_of.get(until, -1)
             for number in range(node_of[region.graph.maker[value]], max(stop, fixed.get(value, -1)) + 1):
                 background[number] += int(region.bytes[value])
     return tuple(background)
