@@ -72,6 +72,7 @@ def largest_difference(
     for name, other in theirs.items():
         if mine[name].sha256 == other.sha256:
             continue
+        # The distance of two sketches estimates that of the gradients (see `gradient_digest`).
         distance = float(np.linalg.norm(mine[name].projected - other.projected))
         scale = max(other.norm, per_number * math.sqrt(other.elements))
         relative = (

@@ -72,6 +72,7 @@ def critical_path(steps: list[Step], timeline: _native.Timeline) -> CriticalPath
         mine = np.flatnonzero(rank_class == number)
         if len(mine):
             ops = op[mine]
+            # The time to issue an op counts for the host, not for the resource that the op waits for.
             resource = np.where(by_host[mine] == 1, len(RESOURCES) - 1, step.ops.resource[ops])
             for row, total in _seconds_by_op(step, ops, resource, seconds[mine]).items():
                 found[row] = found.get(row, 0.0) + total

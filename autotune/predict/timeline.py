@@ -121,12 +121,14 @@ def _fill_in_order(step: Step, op_s: F64, issued: F64, start: F64, stop: F64) ->
     n = step.ops.n
     uses = np.searchsorted(step.uses.op, np.arange(n + 1))
     producers = step.storages.producer
+    # Compute first: copies wait for what it makes.
     for resource in (Resource.COMPUTE, *(each for each in Resource if each != Resource.COMPUTE)):
         if resource == Resource.NOTHING:
             continue
         ops = np.flatnonzero(step.ops.resource == resource)
         limit, at = np.inf, 0.0
         next_start = np.full(len(ops), np.inf)
+        # From the end: an op without a time ends before the next one of its queue that has one.
         for i in range(len(ops) - 1, -1, -1):
             next_start[i] = limit
             limit = limit if np.isnan(start[ops[i]]) else float(start[ops[i]])

@@ -181,9 +181,11 @@ def _short_model(workload: Workload, without: Sequence[str]) -> nn.Module:
         container = model.get_submodule(parent)
         if isinstance(container, nn.ModuleList | nn.Sequential):
             places = [i for i, (name, _) in enumerate(container.named_children()) if name in names]
+            # From the end: a deletion renumbers those after it.
             for place in reversed(places):
                 del container[place]
     seed_all(0)
+    # A tied parameter is drawn once, and stays one object.
     memo: dict[int, Any] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -256,6 +256,7 @@ class BlockExpansion:
         first = []
         for name in blocks[at - 1 : at + 1]:
             rows = [i for i, each in enumerate(modules) if _inside(each, name)]
+            # Modules are numbered at their first call, so those of a block follow one another.
             if not rows or rows != list(range(rows[0], rows[-1] + 1)):
                 raise BlocksDiffer("modules of blocks run in different orders")
             first += [rows[0], rows[-1] + 1]

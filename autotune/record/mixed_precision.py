@@ -101,6 +101,7 @@ def _wide(step: Step, own: Mapping[str, int]) -> Step:
     mine = np.flatnonzero(storages.owner >= 0)
     owner = storages.owner[mine]
     made_by = np.where(storages.producer[mine] >= 0, step.ops.phase[storages.producer[mine]], Phase.OPTIMIZER)
+    # State and the optimizer's temporaries have a weight's size; gradients keep the type of backward.
     wide = (made_by >= Phase.BOUNDARY) & (storages.bytes[mine] == columns.n_bytes[owner])
     wide &= storages.kind[mine] != Kind.GRADIENT
     n_bytes = storages.bytes.copy()

@@ -28,7 +28,12 @@ from memtune.autotune.record_parallel.op_check import (
     forward_ops,
     partition_error,
 )
-from memtune.program import Phase, Recording, Step
+from memtune.program import (
+    READS,
+    Phase,
+    Recording,
+    Step,
+)
 from memtune.technique import Reason
 from memtune.workload import Pair
 
@@ -64,6 +69,7 @@ def positions_differ(
         return Reason("the blocks run other ops with a share of the positions", fix)
     if apart and not _same_outside(cut, divided):
         return Reason("what the blocks return in addition to their output has a share of the positions", fix)
+    # Ops without a divided argument: they compute the same on every rank.
     whole = {
         other.index
         for one, other in zip(mine, theirs, strict=True)
@@ -72,6 +78,7 @@ def positions_differ(
     outside, made = _outside(divided.step), _made_outside(divided.step, whole)
     for one, other in zip(mine, theirs, strict=True):
         where = other.module or "the model"
+        # With one seed all ranks would draw the numbers of the first positions.
         if one.draws and not draws_nothing(other):
             return Reason(
                 f"{one.name} in {where} draws random numbers, others for a share of the positions", fix
@@ -122,7 +129,7 @@ def _made_outside(step: Step, whole: Collection[int]) -> set[int]:
         uses = slice(*np.searchsorted(step.uses.op, [op, op + 1]).tolist())
         used = step.uses.storage[uses]
         if made.intersection(used.tolist()):
-            made.update(outputs.get(op, ()), used[step.uses.mode[uses] > 0].tolist())
+            made.update(outputs.get(op, ()), used[step.uses.mode[uses] != READS].tolist())
     return made
 
 

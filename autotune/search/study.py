@@ -59,6 +59,7 @@ def search(
     folder = study_folder(options)
     own = options.resume and folder.wrote(options.out)
     foreign = f"Study '{folder.name}' did not write it as it is now." if options.resume else ""
+    # Before hours of trials, not after them.
     check_writable(options.out, force=options.force or own, evidence=foreign)
     if options.dry_run:
         return _dry_run(options, folder, say)
@@ -95,6 +96,7 @@ def search(
                         driver.log_text(f"the study {wrong}; rebuilt from the event log", warning=True)
                         driver.rebuild(logged)
                     stages = Stages(driver, sampler, scores, folder, log, resumed, say)
+                    # Ends the line of the current phase: from here on the event log is shown.
                     say("")
                     return stages.run({each.number for each in logged}, started)
                 finally:

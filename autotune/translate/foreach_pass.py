@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from memtune.program import FOREVER, I32, Edit, Kind, Phase, Resource, Step, Tier
+from memtune.program import (
+    FOREVER,
+    I32,
+    READS,
+    Edit,
+    Kind,
+    Phase,
+    Resource,
+    Step,
+    Tier,
+)
 
 
 def with_foreach(step: Step, phase: Step) -> Step:
@@ -89,7 +99,7 @@ def _owners(step: Step, phase: Step, new_of: I32) -> I32:
     for storage in np.flatnonzero(phase.storages.producer >= 0).tolist():
         made_by.setdefault(int(phase.storages.producer[storage]), []).append(storage)
     for op in sorted(made_by):
-        made, read = made_by[op], phase.uses.storage[(phase.uses.op == op) & (phase.uses.mode == 0)]
+        made, read = made_by[op], phase.uses.storage[(phase.uses.op == op) & (phase.uses.mode == READS)]
         if len(read) >= len(made):
             owner[made] = owner[read[: len(made)]]
     return owner.astype(np.int32)

@@ -194,17 +194,19 @@ def _computed_again(
     by = np.maximum(producer[read], 0)
     alike = (step.ops.phase[op_of] == step.ops.phase[by]) & (step.ops.call[op_of] == step.ops.call[by])
     may = (producer >= 0) & ~_kept(step)
-    may[read[~(generated[op_of] & alike) | ((step.uses.mode > 0) & (op_of != producer[read]))]] = False
+    may[read[~(generated[op_of] & alike) | ((step.uses.mode != READS) & (op_of != producer[read]))]] = False
     reduces = np.array([any(part in name for part in _REDUCTIONS) for name in step.names], bool)
     reads: list[list[int]] = [[] for _ in range(step.ops.n)]
     for op, storage in zip(op_of.tolist(), read.tolist(), strict=True):
         reads[op].append(storage)
     sources: dict[int, frozenset[int] | None] = {}
     found = {}
+    # In the order in which they are made: what an input reads is known before its readers come.
     for storage in np.lexsort((np.arange(step.storages.n), producer)).tolist():
         op = int(producer[storage])
         if op < 0 or not generated[op] or not (may[storage] or inner[storage]):
             continue
+        # An input that is itself computed again counts with what it reads.
         parts = [sources.get(each, frozenset((each,))) for each in reads[op] if each != storage]
         given = (
             None if reduces[step.ops.name[op]] or None in parts else frozenset().union(*filter(None, parts))
@@ -220,7 +222,7 @@ def _writes(step: Step, kernel: I32, nowhere: npt.NDArray[np.bool_]) -> npt.NDAr
     """Return (n,) which kernels, by number, write a result."""
     found = np.zeros(step.ops.n, bool)
     found[kernel[step.storages.producer[(step.storages.producer >= 0) & ~nowhere]]] = True
-    found[kernel[step.uses.op[(step.uses.mode > 0) & ~nowhere[step.uses.storage]]]] = True
+    found[kernel[step.uses.op[(step.uses.mode != READS) & ~nowhere[step.uses.storage]]]] = True
     return found
 
 

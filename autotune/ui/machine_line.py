@@ -95,6 +95,7 @@ def link_bytes(interfaces: str, disks: str, drives: set[str]) -> dict[str, int]:
     ]
     if received:
         found["network"] = sum(int(each) for each in received if each.isdigit())
+    # The kernel's iostats: name, and sectors read and written, are columns 3, 6 and 10.
     rows = [row for row in (line.split() for line in disks.splitlines()) if len(row) > 9 and row[2] in drives]
     if rows:
         found["drives read"] = _SECTOR_BYTES * sum(int(row[5]) for row in rows)

@@ -401,4 +401,5 @@ class SearchView:
             left_s = (self.started.max_trials - self.n_counted) * statistics.mean(durations[-_ETA_WINDOW:])
             spent_s = sum(max(0.0, now_s - trial.started_s) for trial in self.running)
             bounds.append((left_s - spent_s) / max(1, self.started.slots))
+        # The limit that is reached first.
         return max(0.0, min(bounds)) if bounds else None

@@ -313,6 +313,7 @@ def _require_stored(
         if index.fqn not in bytes_of:
             raise _Malformed(f"{index.fqn} is stored and not described.")
         bytes_of[index.fqn] += info.length
+    # Of transformed data, compressed for example, the size says nothing.
     packed = {index.fqn for index, info in stored.items() if info.transform_descriptors}
     for name, value in described.items():
         needed = 1

@@ -31,6 +31,7 @@ from memtune.program import (
     APART,
     CHANNELS_FIRST,
     F64,
+    READS,
     UNALIGNED,
     Kind,
     Phase,
@@ -244,7 +245,7 @@ def _casts_weights(step: Step) -> bool:
         step.storages.kind == Kind.COMMUNICATION
     )  # resident, or unsharded or reloaded for its use
     casts &= (is_weight & (step.storages.bytes > 0))[step.uses.storage] & (
-        step.uses.mode == 0
+        step.uses.mode == READS
     )  # frames have the bytes of pages
     by, made = step.uses.op[casts], np.flatnonzero(step.storages.producer >= 0)
     bytes_made = np.bincount(step.storages.producer[made], step.storages.bytes[made], step.ops.n)
@@ -372,6 +373,7 @@ def _transfers_s(
     resource, group = step.ops.resource[ops], (step.ops.group[ops] % APART).astype(np.float64)
     bytes_per_s = np.array(_bytes_per_s(hardware, local))[resource]
     seconds: F64 = step.ops.traffic_bytes[ops] / bytes_per_s + np.array(_latency_s(hardware))[resource]
+    # Messages between two ranks have no group, and are one transfer.
     together = np.flatnonzero(
         (group > 0) & ((resource == Resource.INTRA_LINK) | (resource == Resource.INTER_LINK))
     )

@@ -87,6 +87,7 @@ def stage_actions(
         warm_up = min(micro_batches, ranks - rank) - 1
         paired = total - warm_up
     else:
+        # As torch's `ScheduleInterleaved1F1B`: rounds of all stages but the last, and two per later rank.
         per_round = micro_batches // max(1, micro_batches // ranks)
         warm_up = min((stages_per_rank - 1) * per_round + 2 * (ranks - 1 - rank), total)
         paired = total - warm_up

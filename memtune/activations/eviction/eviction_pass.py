@@ -76,7 +76,7 @@ def peak_within(
 
 def _added_to(step: Step) -> I32:
     """Return the gradients that exist from earlier micro-batches."""
-    added = np.isin(step.uses.op, np.flatnonzero(added_gradients(step))) & (step.uses.mode == 1)
+    added = np.isin(step.uses.op, np.flatnonzero(added_gradients(step))) & (step.uses.mode == WRITES)
     there = step.uses.storage[added & (step.storages.tier[step.uses.storage] == Tier.DEVICE)]
     return np.unique(there[step.storages.producer[there] < 0]).astype(np.int32)
 
@@ -234,6 +234,7 @@ class _RuntimeSimulation:
         fresh, reads, writes = self._fresh[row], self._reads[row], self._writes[row]
         again, over = self._repeatable(op, row, reads, writes)
         self._remat.make_room(self._needs_bytes(op, fresh))
+        # No replay makes these results, so they are constants, which are not evicted.
         if not again or (over is not None and fresh):
             if over is not None:
                 self._pin_inputs_of_writes([over])

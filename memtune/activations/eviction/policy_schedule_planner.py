@@ -116,6 +116,7 @@ def least_bytes(region: Region) -> int:
         if outside[value] >= maker:
             held[maker] += region.bytes[value]
             held[min(int(outside[value]) + 1, graph.n_ops)] -= region.bytes[value]
+    # No schedule frees values that are held outside of the region.
     least = np.cumsum(held[:-1]) + region.background_bytes + region.scratch_bytes
     for op in range(graph.n_ops):
         mine = (

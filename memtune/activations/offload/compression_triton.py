@@ -136,10 +136,12 @@ def _decompress(
     inside = number * group < numel
     least = tl.load(header + 2 * number, inside, other=0).to(tl.float32, bitcast=True)
     bits = tl.load(header + 2 * number + 1, inside, other=0)
+    # A set sign marks a group with infinities or NaN, for which its three highest codes stand.
     step = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
     if BITS == 8:
         code = tl.load(packed + codes_at + at, there, other=0).to(tl.int32)
     else:
+        # Two codes in a byte, the even one in its lower half.
         code = (tl.load(packed + codes_at + at // 2, there, other=0).to(tl.int32) >> (4 * (at % 2))) & 15
     x = least[:, None] + code.to(tl.float32) * step[:, None]
     over = tl.where(bits[:, None] < 0, code - ((1 << BITS) - 4), 0)

@@ -18,6 +18,7 @@ from memtune.program import (
     FOREVER,
     I32,
     I64,
+    WRITES,
     Edit,
     Kind,
     OpAddresses,
@@ -257,7 +258,7 @@ def _kept_and_skipped(step: Step, forward: Mask, keep: Keep | None) -> tuple[Mas
 
 def spoiled(step: Step) -> Mask:
     """Return (n,) ops into whose outputs a later forward op writes: those are not kept (Rule 5)."""
-    rows = np.flatnonzero(step.uses.mode == 1)
+    rows = np.flatnonzero(step.uses.mode == WRITES)
     rows = rows[step.ops.phase[step.uses.op[rows]] == Phase.FORWARD]
     producer = step.storages.producer[step.uses.storage[rows]]
     producer = producer[producer != step.uses.op[rows]]
@@ -290,7 +291,7 @@ def _taken_before(step: Step, kept: Mask, again: Mask, new_op: I32, anchor: I32)
 
 def _changed_buffers(step: Step, forward: Mask, active: I32, *, may_read: bool = False) -> tuple[I32, I32]:
     """Return (block[i], storage[i]) buffers that a forward writes (Rule 4), perhaps without statistics."""
-    rows = np.flatnonzero(step.uses.mode == 1)
+    rows = np.flatnonzero(step.uses.mode == WRITES)
     rows = rows[step.storages.kind[step.uses.storage[rows]] == Kind.BUFFER]
     rows = rows[forward[step.uses.op[rows]]]
     rows = rows[np.isin(step.ops.block[step.uses.op[rows]], active)]

@@ -21,6 +21,7 @@ from memtune.activations.schedules.region_pass import Region, added_gradients, r
 from memtune.activations.schedules.schedule_pass import run_schedule
 from memtune.program import (
     I32,
+    WRITES,
     Action,
     Kind,
     OpGraph,
@@ -114,7 +115,7 @@ def _outside_dependence(step: Step, together: Region, block_of: I32) -> str:
     """Return why a block's ops depend on another block beyond inputs and outputs, '' if they do not."""
     # Reasons are writes into outside values and sums of several blocks' gradients.
     graph = together.graph
-    writes = np.flatnonzero((step.uses.mode == 1) & np.isin(step.uses.op, together.rows))
+    writes = np.flatnonzero((step.uses.mode == WRITES) & np.isin(step.uses.op, together.rows))
     abroad = ~np.isin(step.uses.storage[writes], together.storages) & (
         step.storages.kind[step.uses.storage[writes]] != Kind.BUFFER
     )
@@ -185,6 +186,7 @@ def _crossing(step: Step, together: Region, block_of: I32) -> npt.NDArray[np.boo
         maker < together.graph.n_forward, step.forward_ends[block_of[maker]], last_backward[block_of[maker]]
     )
     found |= step.storages.held_until[storages] > until
+    # The loss, which is in no block, reads the model's outputs.
     found[value_of[step.returned[value_of[step.returned] >= 0]]] = True
     return found
 

@@ -122,7 +122,7 @@ def region_among(region: Region, after: Step, rows: I32) -> Region:
 def added_gradients(step: Step) -> npt.NDArray[np.bool_]:
     """Return (n,) ops that add a gradient to an existing one."""
     mutates = (
-        (step.uses.mode == 1)
+        (step.uses.mode == WRITES)
         & (step.storages.kind[step.uses.storage] == Kind.GRADIENT)
         & (step.storages.producer[step.uses.storage] < 0)
     )
@@ -169,7 +169,7 @@ def region_with(step: Step, rows: I32, n_forward: int, carried: dict[int, list[i
     # An op that takes only shapes (`empty_like`) does not keep its argument alive.
     mine = (use_op >= 0) & (use_value >= 0) & (producer[step.uses.storage] != use_op) & ~by_shape
     reads = _grouped(use_op[mine], use_value[mine], n_ops)
-    mutates = (step.uses.mode == 1) & (use_op >= 0)
+    mutates = (step.uses.mode == WRITES) & (use_op >= 0)
     writes = _grouped(use_op[mine & mutates], use_value[mine & mutates], n_ops)
     # Writing outside twice is wrong, except for BatchNorm: a replay restores its statistics.
     abroad = {int(op) for op in use_op[mutates & (use_value < 0)] if names[op] not in BATCH_NORMS}

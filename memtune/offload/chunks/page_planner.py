@@ -44,10 +44,12 @@ def in_frames(
     least, like = -(-max(sizes) // page_bytes), (n_bytes, block, page_bytes, gathered)
     all_pages = count_pages(n_bytes, block, page_bytes)
     if room_bytes is None:
+        # One more than the bytes need: a block may begin and end in the middle of a page.
         both = max((a + b for a, b in itertools.pairwise(sizes)), default=sizes[0])
         return _first_that_holds(*like, range(min(-(-both // page_bytes) + 1, all_pages), all_pages + 1))
     most = min(room_bytes // page_bytes, all_pages)
     try:
+        # Most first. Only if none of them holds every block, frames exceed the room.
         return _first_that_holds(*like, range(most, least - 1, -1))
     except ValueError:
         return _first_that_holds(*like, range(max(most + 1, least), all_pages + 1))

@@ -111,6 +111,8 @@ class Parts:
         first = [int(backward[block == i][0]) for i in range(n_blocks)]
         end = int(backward[block == 0][-1]) + 1
         self.before, self.after = forward[forward < enter[0]], forward[forward > after]
+        # Backward runs blocks in reverse: before the last block's ops come those of the loss, after the first
+        # block's those of the embedding.
         self.backward_after, self.backward_before = backward[backward < first[-1]], backward[backward >= end]
         self.forward = [_within(forward, begin, stop) for begin, stop in pairwise([*enter, after + 1])]
         self.backward = [

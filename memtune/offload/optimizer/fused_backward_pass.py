@@ -228,6 +228,7 @@ def _storages(edit: Edit, step: Step, cut: Cut, rows: I32) -> None:
         held_until=np.where(held > step.storages.producer[storage], until, -1).astype(np.int32),
         owner=np.where(cut.owner[storage] >= 0, parameter, -1).astype(np.int32),
     )
+    # Parameter and storage as one number: a use finds the new copy of what it read by binary search.
     keys = parameter.astype(np.int64) * step.storages.n + storage
     order = np.argsort(keys)
     used = np.flatnonzero(step.ops.phase[step.uses.op] == Phase.OPTIMIZER)
@@ -236,6 +237,7 @@ def _storages(edit: Edit, step: Step, cut: Cut, rows: I32) -> None:
     wanted = cut.parameter[at].astype(np.int64) * step.storages.n + storage
     found = np.minimum(np.searchsorted(keys[order], wanted), max(len(keys) - 1, 0))
     own = keys[order][found] == wanted if len(keys) else np.zeros(len(wanted), bool)
+    # A storage from outside the optimizer, such as a gradient, has no copy and is used itself.
     if len(keys):
         storage = np.where(own, new[order][found], storage).astype(np.int32)
     for mutates in (False, True):
@@ -251,6 +253,7 @@ def _pairs(cut: Cut, ops: I32, owner: I32, n_ops: int) -> tuple[_Rows, _Rows]:
     by_op = np.argsort(cut.op, kind="stable")
     low, high = (np.searchsorted(cut.op[by_op], ops[common], side=side) for side in ("left", "right"))
     items = np.repeat(common, high - low)
+    # For each common item the rows low, …, high - 1 of the cut, without a loop.
     place = (
         np.arange(len(items))
         - np.repeat(np.cumsum(high - low) - (high - low), high - low)

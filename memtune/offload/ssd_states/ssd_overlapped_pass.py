@@ -108,5 +108,6 @@ def _ops_in_order(step: Step, ready: ReadyGradients, watched: int, first: int) -
         sent[:] = members
     arrive(end)
     settle(first)
+    # The sentinel gradient is used in the step only: until then it shows whether clipping has scaled it.
     last = ((READ, watched), (COPY, SENTINEL), (UPDATE, watched), (UP, watched), (WRITE, watched))
     return InsertedOps.from_rows(in_order + [(kind, index, first) for kind, index in last])

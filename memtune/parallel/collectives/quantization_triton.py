@@ -187,6 +187,7 @@ def _unpack(
         if BITS == 8:
             code = tl.load(packed + mine + codes_at + at, there, other=0).to(tl.int32)
         else:
+            # Two codes in a byte, the even one in its lower half.
             code = tl.load(packed + mine + codes_at + at // 2, there, other=0).to(tl.int32) >> (4 * (at % 2))
         total += _signed(code, BITS) * scale[:, None]
     total *= factor

@@ -333,6 +333,8 @@ def _tied(step: Step, foreign: Sequence[int]) -> list[_Tied]:
         adder, part = int(step.uses.op[use]), int(step.uses.storage[use])
         outputs = np.flatnonzero(step.storages.producer == adder)
         others = [int(each) for each in step.uses.storage[step.uses.op == adder] if each != part]
+        # Autograd adds the two parts of a tied weight's gradient in one op; any other reader is the user's
+        # code.
         if len(outputs) > 1 or len(others) != 1:
             name, module = step.names[step.ops.name[adder]], step.modules[step.ops.module[adder]]
             raise ValueError(
@@ -348,6 +350,7 @@ def _tied(step: Step, foreign: Sequence[int]) -> list[_Tied]:
             )
             if settings == WRITES and step.storages.kind[storage] == Kind.GRADIENT
         ]
+        # It must reach the weight's own gradient, where the other stage's part is added.
         if len(sums) != 1:
             raise ValueError("a weight that two stages use has no gradient of its own")
         found.append(_Tied(part, sums[0], adder, int(outputs[0]) if len(outputs) else -1, others[0]))

@@ -22,7 +22,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memtune.program import I32, Mask, Phase, Resource, Step, Tier, columns_of
+from memtune.program import (
+    I32,
+    READS,
+    Mask,
+    Phase,
+    Resource,
+    Step,
+    Tier,
+    columns_of,
+)
 from memtune.workload import not_one_tensor
 
 SHARED = 0
@@ -135,7 +144,7 @@ def _of_weights(step: Step, place: I32) -> Mask:
         uses = slice(ends[op], ends[op + 1])
         if found[step.uses.storage[uses]].any():
             found[outputs] = True
-            found[step.uses.storage[uses][step.uses.mode[uses] > 0]] = True
+            found[step.uses.storage[uses][step.uses.mode[uses] != READS]] = True
     later = (step.storages.producer >= 0) & (step.ops.phase[step.storages.producer] == Phase.FORWARD)
     found |= later & (place[step.storages.producer] > PREFIX)
     return found
@@ -165,12 +174,14 @@ def _storage_across_cut(step: Step, place: I32, made_at: I32, cut: int) -> int |
     here = 2 * cut + 1
     forward = step.ops.phase[step.uses.op] == Phase.FORWARD
     read_at, from_ = place[step.uses.op], made_at[step.uses.storage]
+    # At the odd place of the cut: neither stage would run this op (rule 2).
     between = np.flatnonzero(forward & (read_at == here) & (from_ > 0))
     if len(between):
         op = step.uses.op[between[0]]
         return f"{step.names[step.ops.name[op]]} runs between {step.blocks[cut - 1]} and {step.blocks[cut]}"
     crossing = np.flatnonzero(forward & (read_at > here) & (from_ > 0) & (from_ < here))
     storages = np.unique(step.uses.storage[crossing])
+    # The output of the block before the cut, which is the one message.
     if len(storages) == 1 and made_at[storages[0]] == here - 1:
         return int(storages[0])
     odd = crossing[made_at[step.uses.storage[crossing]] < here - 1]

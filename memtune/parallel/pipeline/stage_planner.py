@@ -54,6 +54,7 @@ def _least_worst(costs: F64, limited: F64, count: int, limit: float) -> tuple[fl
             worst = np.where(within, np.maximum(best[stage - 1, :j], last), np.inf)
             came[stage, j] = int(worst.argmin())
             best[stage, j] = worst[came[stage, j]]
+    # From the end: the choices say where each stage begins.
     begins, j = [], n
     for stage in range(count, 0, -1):
         j = int(came[stage, j])

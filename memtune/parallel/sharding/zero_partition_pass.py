@@ -116,6 +116,7 @@ def _buckets(columns: ParameterColumns, bucket_bytes: int, order: tuple[int, ...
     """Return rows of the trainable parameters, bucket by bucket (rule 2); item sizes distinguish dtypes."""
     place = {row: at for at, row in enumerate(order or range(len(columns.numel) - 1, -1, -1))}
     closed: list[list[int]] = []
+    # By item size: a bucket is one message, of one type.
     filling: dict[int, list[int]] = {}
     filled_bytes: dict[int, int] = {}
     rows = [row for row in place if columns.trainable[row] and columns.numel[row] > 0 and columns.shapes[row]]

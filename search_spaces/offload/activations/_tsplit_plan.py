@@ -264,6 +264,7 @@ def _chosen(
     step: Step, options: Decisions, found: PlanResult
 ) -> tuple[list[frozenset[OpAddress]], dict[str, Tiling]]:
     """Return the calls to offload, by block, and the modules to tile, from the planner's choice."""
+    # Choice 0 leaves a tensor or a module as it is.
     taken = [(each, number) for each, number in zip(options.of, found.choice, strict=True) if number]
     split = [
         (each.region, each.tilings[number - 1]) for each, number in taken if isinstance(each, TiledModule)
@@ -277,6 +278,7 @@ def _chosen(
         }
         ops = {each.op for each, _ in taken if not isinstance(each, TiledModule) and each.block == block}
         for region, tiling in split:
+            # Run in parts alone, a module saves its inner tensors, which are offloaded part by part.
             if region.forward[0] in mine and not tiling.again:
                 ops |= set(region.forward) & _saving(step, region)
         address = calls_in_parts(step, block, mine) if ops else {}

@@ -162,6 +162,7 @@ def _solved(program: Program, hardware: Hardware, budget_bytes: int | None, over
         _load_s(step, hardware),
         gathered=gathers_of(step) is not None,
     )
+    # Loads that compute does not hide cost time, a window over the budget costs the whole setting.
     while budget_bytes is not None and slots > 1:
         if in_layers(program, window_of(program, slots), overlap).step.peak_bytes() <= budget_bytes:
             break

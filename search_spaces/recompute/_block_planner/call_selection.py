@@ -238,11 +238,13 @@ def block_graphs(step: Step) -> tuple[Block, ...]:
     forward = step.ops.phase[step.uses.op] == Phase.FORWARD
     columns = (step.uses.op[forward], step.uses.storage[forward], step.uses.mode[forward])
     for op, storage, mutates in zip(*(column.tolist() for column in columns), strict=True):
+        # It needs shapes only, so a freed input need not be recomputed for it.
         if op in shapes:
             continue
         if op in reads:
             reads[op].append(storage)
         readers.setdefault(storage, []).append(op)
+        # A recomputed value lacks a later op's write, unless that op runs again too.
         if mutates and step.storages.producer[storage] != op:
             writers.setdefault(storage, []).append(op)
     makes: dict[int, list[int]] = {op: [] for op in reads}

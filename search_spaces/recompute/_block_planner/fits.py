@@ -8,7 +8,12 @@ from typing import Any
 import numpy as np
 
 from memtune import refusals
-from memtune.program import Kind, Phase, Step
+from memtune.program import (
+    WRITES,
+    Kind,
+    Phase,
+    Step,
+)
 from memtune.technique import CompileScope, Facts, Reason
 
 NO_BLOCKS = Reason(
@@ -99,7 +104,7 @@ def _first_block_writing_inputs(step: Step) -> str:
     """Return the name of the first block that writes into its inputs, "" if there is none."""
     # Buffers are restored after the second run and do not count.
     writes = (
-        (step.uses.mode == 1)
+        (step.uses.mode == WRITES)
         & (step.ops.phase[step.uses.op] == Phase.FORWARD)
         & (step.ops.block[step.uses.op] >= 0)
     )

@@ -138,6 +138,8 @@ def _keeping(undecided: list[int], known: Sequence[frozenset[int]]) -> Mask:
 
 def _start(ops: tuple[BlockOp, ...], undecided: list[int]) -> Mask:
     """Return the (undecided, combinations) masks to start from: all, or of groups of alike tensors."""
+    # Too many tensors to try all subsets: those of one op and size are decided together, and the smallest of
+    # them with one bit.
     keys: dict[object, int] = {}
     for i in sorted(undecided, key=lambda i: -ops[i].bytes):
         keys.setdefault(i if len(undecided) <= BITS else (ops[i].name, ops[i].bytes), len(keys))

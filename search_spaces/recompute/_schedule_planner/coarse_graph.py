@@ -116,6 +116,7 @@ def stages_of(region: Region, op_s: F64, n_nodes: int) -> Stages:
     once = {
         number
         for number, ops in enumerate(nodes)
+        # No backward op runs again; in forward, nodes with an op that must not.
         if number >= loss or any(graph.makes[op] for op in graph.once.intersection(ops))
     }
     once |= {node_of[graph.maker[value]] for value in external - fixed}

@@ -12,7 +12,16 @@ from memtune import refusals
 from memtune.effects import Effects
 from memtune.hardware import op_costs
 from memtune.parallel.pipeline import Chain, PipelineSettings, balanced, chain_of, piped
-from memtune.program import Program, RankClass, Stages, Step, accumulate_gradients, columns_of, idle_share
+from memtune.program import (
+    Kind,
+    Program,
+    RankClass,
+    Stages,
+    Step,
+    accumulate_gradients,
+    columns_of,
+    idle_share,
+)
 from memtune.runtime import Context
 from memtune.search_spaces import active
 from memtune.search_spaces._stage_steps import steps_of_stages
@@ -305,7 +314,7 @@ def _state_bytes(step: Step) -> Any:
     columns = columns_of(step.parameters)
     found = step.storages.bytes[columns.storage].astype(np.float64)
     found += np.where(columns.trainable, found, 0.0)
-    state = (step.storages.owner >= 0) & (step.storages.producer < 0) & (step.storages.kind == 2)
+    state = (step.storages.owner >= 0) & (step.storages.producer < 0) & (step.storages.kind == Kind.OPTIMIZER)
     np.add.at(found, step.storages.owner[state], step.storages.bytes[state])
     return found
 

@@ -7,7 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memtune.program import Kind, Step, columns_of
+from memtune.program import (
+    Kind,
+    Step,
+    Tier,
+    columns_of,
+)
 
 
 class BlockBytes(NamedTuple):
@@ -34,6 +39,8 @@ def block_bytes(step: Step) -> BlockBytes:
     given = [step.calls.inputs.storage[step.calls.inputs.call == i] for i in range(n_blocks)]
     boundary = max(int(step.storages.bytes[each[step.storages.producer[each] >= 0]].sum()) for each in given)
     saved = tuple(step.saved_bytes(i) for i in range(n_blocks))
-    state = int(step.storages.bytes[(step.storages.kind == Kind.OPTIMIZER) & (step.storages.tier == 0)].sum())
+    is_state = (step.storages.kind == Kind.OPTIMIZER) & (step.storages.tier == Tier.DEVICE)
+    state = int(step.storages.bytes[is_state].sum())
+    # What is left of the peak is in no block: embeddings, loss, the batch.
     other = step.peak_bytes() - int(weights.sum() + gradients.sum()) - sum(saved) - state
     return BlockBytes(tuple(weights.tolist()), tuple(gradients.tolist()), saved, boundary, max(other, 0))
