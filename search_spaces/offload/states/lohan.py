@@ -13,10 +13,10 @@ from memtune.program import Program
 from memtune.runtime import Context
 from memtune.search_spaces.offload.states import state_settings
 from memtune.search_spaces.offload.states._common.grad_offload_technique import (
-    NativelyUpdated,
     cannot_offload_on_grad_ready,
     replicas_of,
 )
+from memtune.search_spaces.offload.states._common.natively_updated import NativelyUpdated
 from memtune.ssd import offload_dir
 from memtune.technique import Plan, Reason, Target, no_directory
 from memtune.units import MIB

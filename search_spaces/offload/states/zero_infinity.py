@@ -53,7 +53,6 @@ from memtune.program import Program, gathers_of, is_in_expert, window_residency
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
 from memtune.search_spaces.offload.states import state_settings
-from memtune.search_spaces.offload.states._common.grad_offload_technique import NativelyUpdated
 from memtune.search_spaces.offload.states._common.layer_offload import (
     EAGER_ONLY,
     cannot_run_on_ranks,
@@ -61,6 +60,7 @@ from memtune.search_spaces.offload.states._common.layer_offload import (
     replicas,
     window_of,
 )
+from memtune.search_spaces.offload.states._common.natively_updated import NativelyUpdated
 from memtune.ssd import offload_dir
 from memtune.technique import Facts, Plan, Reason, Target, no_directory
 

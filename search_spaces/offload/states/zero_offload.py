@@ -24,12 +24,12 @@ from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
 from memtune.search_spaces.offload.states import state_settings
 from memtune.search_spaces.offload.states._common.grad_offload_technique import (
-    NativelyUpdated,
     apply_on_grad_ready,
     cannot_offload_on_grad_ready,
     native_of,
     replicas_of,
 )
+from memtune.search_spaces.offload.states._common.natively_updated import NativelyUpdated
 from memtune.search_spaces.offload.states._common.state_ratio import RatioSolution, smallest_ratio
 from memtune.technique import Exactness, Plan, Reason, Target
 from memtune.units import MIB, format_bytes

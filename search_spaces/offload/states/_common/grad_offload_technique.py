@@ -1,10 +1,8 @@
 """Rules and apply of techniques that offload each gradient when it is ready
-(`offload.optimizer.grad_offload`), and the base of those whose updates are native.
+(`offload.optimizer.grad_offload`).
 """
 
 from __future__ import annotations
-
-from typing import Any, ClassVar, Literal
 
 from memtune import refusals
 from memtune.offload.core import Trigger
@@ -22,27 +20,9 @@ from memtune.offload.optimizer import (
 from memtune.program import Program
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
-from memtune.technique import Exactness, Reason, Target, Technique
+from memtune.technique import Reason, Target, Technique
 
 _OTHER = "offload: {states: {kind: optimizer_cpu}} with trigger: end_of_step"
-
-
-class NativelyUpdated(Technique):
-    """Keeps optimizer state off the device, where the native update runs."""
-
-    exactness: ClassVar[Exactness] = Exactness.REORDERED
-
-    update: Literal["native", "master"] = "native"
-    """`native` is for float32 parameters and has the bits of torch's fused AdamW; `master` keeps float32
-    masters for bfloat16 parameters, on the tier of the state as well.
-    """
-
-    def choices(self) -> dict[str, tuple[Any, ...]]:
-        return {"update": ("native", "master")}
-
-    def exactly(self) -> Exactness:
-        # With masters it trains as bfloat16 with float32 masters, not as the user's optimizer.
-        return Exactness.LOSSY if self.update == "master" else self.exactness
 
 
 def replicas_of(program: Program, target: Target) -> int:
