@@ -134,23 +134,9 @@ def python_draft(target: str, out: Path) -> Draft:
 
 
 def _find(target: str, out: Path) -> _Target:
-    file, _, name = target.partition(":")
-    own, here = str(out.absolute().parent), str(Path.cwd())
-    if own not in sys.path:
-        sys.path.insert(0, own)
-    if file.endswith(".py") or "/" in file:
-        path = Path(file).absolute()
-        if not path.is_file():
-            raise missing_file(file, "give the path of a Python file", "MT150")
-        root, module = _package(path)
-        folders = dict.fromkeys([str(root), str(path.parent)])
-        paths = tuple(each for each in folders if each != own)
-    else:
-        # As `python -c` does, which the file does not where it lies in another folder.
-        paths, module = () if _importable(file.partition(".")[0]) or here == own else (here,), file
-        sys.path[:0] = paths
-        if not name and "." in file and not _importable(file):
-            module, _, name = file.rpartition(".")
+    """Return the class or function that `target` names, or the only model of its module."""
+    file = target.partition(":")[0]
+    module, name, paths = _module_of(target, out)
     for each in reversed(paths):
         if each not in sys.path:
             sys.path.insert(0, each)
@@ -164,30 +150,62 @@ def _find(target: str, out: Path) -> _Target:
         sys.path.append(folder)
         paths = (*paths, folder)
         holder = _imported(module, target)
-    if name:
-        if not hasattr(holder, name):
-            found = _candidates(holder)
-            near = difflib.get_close_matches(name, found, 1, 0.0)
-            raise UsageError(
-                f"{module} has no '{name}'.",
-                evidence=f"It has: {', '.join(found)}." if found else "",
-                fix=f"memtune init {file}:{near[0]}" if near else f"name a class or function of {file}",
-                code="MT150",
-            )
-        return _Target(getattr(holder, name), name, module, paths)
-    names = _candidates(holder)
-    if len(names) != 1:
-        # A package's own file is often empty, and the model in one of its modules.
-        inside = [each.name for each in pkgutil.iter_modules(getattr(holder, "__path__", ()))]
-        listed = ", ".join(names) or "no torch.nn.Module"
-        where = f"{file}.{inside[0]}" if inside and not names else file
+    if not name:
+        name = _only_model(holder, target, file)
+    elif not hasattr(holder, name):
+        found = _candidates(holder)
+        near = difflib.get_close_matches(name, found, 1, 0.0)
         raise UsageError(
-            f"{target} has {len(names)} classes that could be the model.",
-            evidence=f"Found: {listed}." + (f" Its modules: {', '.join(inside[:5])}." if inside else ""),
-            fix=f"memtune init {where}:{names[-1] if names else 'Name'}",
+            f"{module} has no '{name}'.",
+            evidence=f"It has: {', '.join(found)}." if found else "",
+            fix=f"memtune init {file}:{near[0]}" if near else f"name a class or function of {file}",
             code="MT150",
         )
-    return _Target(getattr(holder, names[0]), names[0], module, paths)
+    return _Target(getattr(holder, name), name, module, paths)
+
+
+def _module_of(target: str, out: Path) -> tuple[str, str, tuple[str, ...]]:
+    """Return the module of `target`, the name in it, empty if it gives none, and the folders that the written
+    file has to add to `sys.path`.
+    """
+    file, _, name = target.partition(":")
+    own, here = str(out.absolute().parent), str(Path.cwd())
+    if own not in sys.path:
+        sys.path.insert(0, own)
+    if file.endswith(".py") or "/" in file:
+        path = Path(file).absolute()
+        if not path.is_file():
+            raise missing_file(file, "give the path of a Python file", "MT150")
+        root, module = _package(path)
+        folders = dict.fromkeys([str(root), str(path.parent)])
+        return module, name, tuple(each for each in folders if each != own)
+    # As `python -c` does, which the file does not where it lies in another folder.
+    paths = () if _importable(file.partition(".")[0]) or here == own else (here,)
+    sys.path[:0] = paths
+    if not name and "." in file and not _importable(file):
+        file, _, name = file.rpartition(".")
+    return file, name, paths
+
+
+def _only_model(holder: Any, target: str, file: str) -> str:
+    """Return the name of the only class of module `holder` that may be the model.
+
+    Raises:
+        UsageError: There is none, or there are several.
+    """
+    names = _candidates(holder)
+    if len(names) == 1:
+        return names[0]
+    # A package's own file is often empty, and the model in one of its modules.
+    inside = [each.name for each in pkgutil.iter_modules(getattr(holder, "__path__", ()))]
+    listed = ", ".join(names) or "no torch.nn.Module"
+    where = f"{file}.{inside[0]}" if inside and not names else file
+    raise UsageError(
+        f"{target} has {len(names)} classes that could be the model.",
+        evidence=f"Found: {listed}." + (f" Its modules: {', '.join(inside[:5])}." if inside else ""),
+        fix=f"memtune init {where}:{names[-1] if names else 'Name'}",
+        code="MT150",
+    )
 
 
 def _package(path: Path) -> tuple[Path, str]:

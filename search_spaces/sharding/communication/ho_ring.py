@@ -41,6 +41,7 @@ class HoRing(_GathersByNode):
         return f"{what} on rings between nodes and inside them at the same time"
 
     def exactly(self) -> Exactness:
+        # A gather only copies; a reduction on other rings adds in another order.
         return Exactness.REORDERED if self.reductions else Exactness.BITWISE
 
     def choices(self) -> dict[str, tuple[Any, ...]]:

@@ -75,6 +75,7 @@ class ZeroPp(_CustomCollectives):
         return self
 
     def exactly(self) -> Exactness:
+        # hpZ gathers the same shards from a nearer place.
         return Exactness.LOSSY if self.qwz or self.qgz else Exactness.BITWISE
 
     def fits(self, program: Program, target: Target) -> Reason | None:

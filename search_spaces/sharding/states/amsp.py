@@ -130,6 +130,7 @@ class Amsp(_NestedSharding):
 @lru_cache(maxsize=64)
 def _chosen(step: Step, schedule: Schedule, hardware: Hardware, budget_bytes: int | None) -> Factors:
     state_bytes = whole_bytes(step)
+    # No factor changes the bytes of the step that are no states.
     other_bytes = step.peak_bytes() - held_bytes(_NONE, state_bytes).total
     limit = float("inf") if budget_bytes is None else budget_bytes - max(other_bytes, 0.0)
     # With one micro-batch a step there are no sums of gradients to shard by a factor of their own.
@@ -139,4 +140,5 @@ def _chosen(step: Step, schedule: Schedule, hardware: Hardware, budget_bytes: in
         if schedule.micro_batches > 1 or each.gradients == each.parameters
     ]
     best = cheapest(state_bytes, schedule, hardware, limit_bytes=limit, among=among)
+    # Nothing fits: the division that needs least.
     return best or Factors(schedule.ranks, schedule.ranks, schedule.ranks)

@@ -60,6 +60,7 @@ class Ddp(Technique):
                 f"{len(unused)} trainable parameters get no gradient, {unused[0]} first",
                 "find_unused_parameters: true",
             )
+        # The search costs a pass over the graph in each step. Experts may lack gradients with other batches.
         if self.find_unused_parameters and not unused and not experts_in(program.step):
             return Reason("every trainable parameter gets a gradient", "find_unused_parameters: false")
         return None

@@ -55,6 +55,7 @@ class Mics(_FsdpUnits):
         return group
 
     def _averages_once(self) -> bool:
+        # The 2-hop synchronization of the paper: inside the group in each micro-batch, between groups once.
         return True
 
     def fits(self, program: Program, target: Target) -> Reason | None:
