@@ -497,14 +497,14 @@ def _build_session(workload: Workload, rung: str) -> Session:
         optimizer = workload.make_optimizer(model)
     blocks = workload.find_blocks(model)
     return Session(
-        workload,
-        rung,
-        mode,
-        fake,
-        model,
-        optimizer,
-        blocks,
-        WorkspaceTable.cached(),
+        workload=workload,
+        rung=rung,
+        mode=mode,
+        fake=fake,
+        model=model,
+        optimizer=optimizer,
+        blocks=blocks,
+        sizes=WorkspaceTable.cached(),
         assumed=assumed,
         values=values,
     )

@@ -394,14 +394,14 @@ def attention_of(
     """Return the call from the shapes of its tensors (samples, heads, length, size) and its options."""
     (B, H, Q, D), (*_, G, K, _), (*_, E) = shapes[:3]
     return Attention(
-        B,
-        H,
-        Q,
-        D,
-        G,
-        K,
-        E,
-        dtype,
+        B=B,
+        H=H,
+        Q=Q,
+        D=D,
+        G=G,
+        K=K,
+        E=E,
+        dtype=dtype,
         dropout=options["dropout"],
         causal=bool(options["causal"]),
         masked=bool(options["masked"]),

@@ -173,16 +173,16 @@ def _with_backward(
         names, n_forward, makes, reads, writes, frozenset(recorder.random), frozenset(recorder.once)
     )
     return Tape(
-        graph,
-        tuple(recorder.calls),
-        outputs,
-        spec,
-        tuple(differentiable),
-        tuple(asked),
-        tuple(ready_gradients),
-        tuple(sorted(arrived.items())),
-        tuple(recorder.constants),
-        recorder.given,
+        graph=graph,
+        calls=tuple(recorder.calls),
+        outputs=outputs,
+        output_spec=spec,
+        differentiable=tuple(differentiable),
+        with_gradient=tuple(asked),
+        ready_gradients=tuple(ready_gradients),
+        input_gradients=tuple(sorted(arrived.items())),
+        constants=tuple(recorder.constants),
+        given=recorder.given,
     )
 
 

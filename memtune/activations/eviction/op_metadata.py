@@ -122,15 +122,15 @@ class OpMetadataCache:
         if found is None:
             name = str(func)
             found = self._about[func] = OpProperties(
-                func,
-                name,
-                func.is_view or func.namespace in _NOT_SEEN,
-                func.namespace in _ONCE,
-                may_write(func),
-                name in BATCH_NORMS,
-                torch.Tag.nondeterministic_seeded in func.tags,
-                self._scratch.get(name, 0),
-                name in BY_ELEMENT or name in BY_ELEMENT_ON_GPU,
+                func=func,
+                name=name,
+                unseen=func.is_view or func.namespace in _NOT_SEEN,
+                once=func.namespace in _ONCE,
+                writes=may_write(func),
+                norm=name in BATCH_NORMS,
+                seeded=torch.Tag.nondeterministic_seeded in func.tags,
+                scratch_bytes=self._scratch.get(name, 0),
+                by_element=name in BY_ELEMENT or name in BY_ELEMENT_ON_GPU,
             )
         return found
 

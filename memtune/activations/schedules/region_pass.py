@@ -205,16 +205,16 @@ def _with_bytes(
     between = plain[rows[graph.n_forward - 1] + 1 : rows[graph.n_forward]].max(initial=0)
     until = _outside_until(step, graph, rows, carried, storages, value_of)
     return Region(
-        graph,
-        rows,
-        carried,
-        storages,
-        until,
-        scratch[rows],
-        (plain - scratch)[rows],
-        int(between),
-        int(step.live_bytes()[rows[-1] + 1 :].max(initial=0)),
-        step.storages.bytes[storages],
+        graph=graph,
+        rows=rows,
+        carried=carried,
+        storages=storages,
+        outside_until=until,
+        scratch_bytes=scratch[rows],
+        background_bytes=(plain - scratch)[rows],
+        between_bytes=int(between),
+        after_bytes=int(step.live_bytes()[rows[-1] + 1 :].max(initial=0)),
+        bytes=step.storages.bytes[storages],
     )
 
 

@@ -390,7 +390,15 @@ def apply_multiplexed_stages(
     group = world if context.device.type == "cpu" else dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     stages = MultiplexedStages(
-        context, store, layout, run, world, group, tied if rank in ends else None, shared, boundaries
+        context=context,
+        store=store,
+        layout=layout,
+        run=run,
+        world=world,
+        group=group,
+        tied=tied if rank in ends else None,
+        shared=shared,
+        boundaries=boundaries,
     )
     context.loop.pipeline, context.loop.rotation = stages, stages.rotation
     context.checks["offload.states"] = lambda: (

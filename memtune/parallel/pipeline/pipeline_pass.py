@@ -101,7 +101,15 @@ def piped(program: Program, hardware: Hardware) -> tuple[PipelineSettings, int]:
     written, copies = count // repeats, program.ranks // stages.ranks
     waiting = count - written
     return PipelineSettings(
-        stages.starts, stages.ranks, stages.schedule, written, copies, link, between, waiting, stages.in_slots
+        starts=stages.starts,
+        ranks=stages.ranks,
+        schedule=stages.schedule,
+        micro_batches=written,
+        copies=copies,
+        link=link,
+        between=between,
+        waiting=waiting,
+        in_slots=stages.in_slots,
     ), repeats
 
 
@@ -163,16 +171,16 @@ def _divided(parts: Parts, rank: int, divide: Divide, *, kept: bool) -> tuple[Pa
     if stage < last:
         boundary[settings.starts[stage + 1]], gradient[stage + 1] = found.stage_output, found.output_grad
     divided = Parts(
-        found.step,
-        replace(parts.chain, boundary=boundary),
-        settings,
-        found.stage,
-        np.zeros(found.step.ops.n, bool),
-        found.uploaded,
-        gradient,
-        (),
-        _sums(found.step, ()),
-        found.once,
+        step=found.step,
+        chain=replace(parts.chain, boundary=boundary),
+        settings=settings,
+        stage=found.stage,
+        shared=np.zeros(found.step.ops.n, bool),
+        uploaded=found.uploaded,
+        gradient=gradient,
+        tied=(),
+        sums=_sums(found.step, ()),
+        once=found.once,
     )
     return divided, rank, np.ones(len(columns_of(found.step.parameters)), bool)
 

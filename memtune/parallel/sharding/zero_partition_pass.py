@@ -234,7 +234,16 @@ class _InsertionPoints:
         add = pack[: len(pack) * adds] + 3
         average = pack[: len(pack) * averages] + 3 + adds
         return _InsertionPoints(
-            make, make + 1, fill, fill + 1, pack, pack + 1, pack + 2, add, average, per_bucket
+            make=make,
+            flags=make + 1,
+            zeros=fill,
+            clear=fill + 1,
+            pack=pack,
+            take=pack + 1,
+            reduce=pack + 2,
+            add=add,
+            average=average,
+            per_bucket=per_bucket,
         )
 
 

@@ -274,15 +274,15 @@ def _solve_budget(
         peak, seconds, choice = other
     claims, places = search.levels.claims_s, np.arange(len(choice))
     return Solution(
-        search.levels,
-        choice,
-        peak,
-        seconds,
-        budget_bytes,
-        smallest,
-        plain,
-        0.0 if claims is None else float(claims[places, choice].sum()),
-        float(op_seconds(step, hardware, ranks).sum()),
+        levels=search.levels,
+        choice=choice,
+        peak_bytes=peak,
+        seconds=seconds,
+        budget_bytes=budget_bytes,
+        smallest_bytes=smallest,
+        plain_bytes=plain,
+        claims_s=0.0 if claims is None else float(claims[places, choice].sum()),
+        plain_s=float(op_seconds(step, hardware, ranks).sum()),
     )
 
 

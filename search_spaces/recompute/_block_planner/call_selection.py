@@ -263,7 +263,18 @@ def block_graphs(step: Step) -> tuple[Block, ...]:
         again = frozenset(op for op in ops if bad[op])
         mine = {storage: [op for op in writers.get(storage, ()) if op in name] for storage in producer}
         found.append(
-            Block(index, ops, name, _of(reads, ops), _of(makes, ops), producer, readers, mine, saved, again)
+            Block(
+                index=index,
+                ops=ops,
+                name=name,
+                reads=_of(reads, ops),
+                makes=_of(makes, ops),
+                producer=producer,
+                readers=readers,
+                writers=mine,
+                saved=saved,
+                spoiled=again,
+            )
         )
     return tuple(found)
 

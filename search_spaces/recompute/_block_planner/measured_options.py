@@ -332,7 +332,19 @@ def _measured(
     plain = moments(_with_offload(step, offload, hardware), order, hardware)
     first = forward_and_backward(step)
     rest = int(live_bytes(step, hardware)[first.ops.n :].max(initial=0))
-    found = Levels(step, order, options, class_of, plain, held, forward, backward, 0, seconds, ((0, 0.0),))
+    found = Levels(
+        step=step,
+        order=order,
+        options=options,
+        class_of=class_of,
+        plain=plain,
+        held_bytes=held,
+        forward_bytes=forward,
+        backward_bytes=backward,
+        after_bytes=0,
+        seconds=seconds,
+        uniform=((0, 0.0),),
+    )
     for level in range(n_levels):
         new = _with_offload(
             apply_options(first, found.chosen(np.asarray([level], np.int32))), offload, hardware

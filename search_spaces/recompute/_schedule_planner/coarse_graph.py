@@ -126,17 +126,19 @@ def stages_of(region: Region, op_s: F64, n_nodes: int) -> Stages:
         for number, ops in enumerate(nodes)
     ]
     return Stages(
-        tuple(tuple(ops) for ops in nodes),
-        loss,
-        region,
-        op_s,
-        tuple(float(op_s[list(ops)].sum()) for ops in nodes),
-        tuple(made),
-        tuple(_read_nodes(graph, ops, number, node_of, fixed) for number, ops in enumerate(nodes)),
-        tuple(_inner_peak(region, ops, number, last, retained) for number, ops in enumerate(nodes)),
-        _background(region, nodes, loss, node_of, {v: last.get(v, -1) for v in fixed}),
-        frozenset(once),
-        graph.once | {graph.maker[value] for value in fixed},
+        nodes=tuple(tuple(ops) for ops in nodes),
+        loss=loss,
+        region=region,
+        op_s=op_s,
+        cost_s=tuple(float(op_s[list(ops)].sum()) for ops in nodes),
+        bytes=tuple(made),
+        reads=tuple(_read_nodes(graph, ops, number, node_of, fixed) for number, ops in enumerate(nodes)),
+        scratch_bytes=tuple(
+            _inner_peak(region, ops, number, last, retained) for number, ops in enumerate(nodes)
+        ),
+        background_bytes=_background(region, nodes, loss, node_of, {v: last.get(v, -1) for v in fixed}),
+        once=frozenset(once),
+        made_once=graph.once | {graph.maker[value] for value in fixed},
     )
 
 
