@@ -454,7 +454,7 @@ class Tracer(WatchingMode):
             self._paused -= 1
 
     def _new_placeholder(self, tensor: Tensor, row: int, column: _EndOfSave) -> Tensor:
-        """Return a stand-in for `tensor` whose death sets `column` of the save in `row`."""
+        """Return a placeholder for `tensor`, whose death sets `column` of the save in `row`."""
         placeholder = placeholder_like(tensor)
         self._on_save(tensor, placeholder)
         twin = placeholder.untyped_storage()
