@@ -41,6 +41,6 @@ def block_bytes(step: Step) -> BlockBytes:
     saved = tuple(step.saved_bytes(i) for i in range(n_blocks))
     is_state = (step.storages.kind == Kind.OPTIMIZER) & (step.storages.tier == Tier.DEVICE)
     state = int(step.storages.bytes[is_state].sum())
-    # What is left of the peak is in no block: embeddings, loss, the batch.
+    # The rest of the peak is in no block: embeddings, loss, the batch.
     other = step.peak_bytes() - int(weights.sum() + gradients.sum()) - sum(saved) - state
     return BlockBytes(tuple(weights.tolist()), tuple(gradients.tolist()), saved, boundary, max(other, 0))
