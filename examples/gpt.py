@@ -23,14 +23,8 @@ from torch import Tensor, nn
 _SIZES = {
     # size: (layers, dim, heads, seq, vocab, global batch)
     "tiny": (4, 64, 4, 64, 256, 8),
-    "30m": (
-        36,
-        256,
-        4,
-        64,
-        256,
-        8,
-    ),  # deep and narrow, few tokens: a step takes a second or two on two CPU cores
+    # Deep and narrow, few tokens: a step takes a second or two on two CPU cores.
+    "30m": (36, 256, 4, 64, 256, 8),
     "124m": (12, 768, 12, 1024, 50304, 64),
     "350m": (24, 1024, 16, 1024, 50304, 64),
     "1.3b": (24, 2048, 16, 2048, 50304, 64),
