@@ -13,8 +13,9 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -153,6 +154,23 @@ def _unknown(name: str, why: str) -> UsageError:
     return UsageError(what, evidence=why, fix=_RECORD, code="MT143")
 
 
+@dataclass(slots=True)
+class _Row:
+    """An event of the trace: columns of `AllocatorEvents`."""
+
+    action: Action
+    storage: int
+    n_bytes: int = 0
+    stream: int = 0
+    op: int = 0
+    """Number of the entry, from 1; 0 for what was there when the trace began."""
+    ready_op: int = -1
+    """Of a free: entry by which other streams have finished with the block; -1 for at once."""
+
+
+_COLUMNS = attrgetter("action", "storage", "n_bytes", "stream", "op", "ready_op")
+
+
 @dataclass
 class _TraceReader:
     """Reads the entries once, collecting rows."""
@@ -160,12 +178,10 @@ class _TraceReader:
     snapshot: _Snapshot
     device: int
     capacity_bytes: int | None
-    rows: list[list[int]] = field(default_factory=list)  # action, storage, bytes, stream, op, ready_op
-    before: list[tuple[int, list[int]]] = field(
-        default_factory=list
-    )  # address and row of what was there when it began
+    rows: list[_Row] = field(default_factory=list)
+    before: list[tuple[int, _Row]] = field(default_factory=list)  # address and row of what was there
     live: dict[int, int] = field(default_factory=dict)  # address → storage
-    pending_frees: dict[int, list[int]] = field(default_factory=dict)  # address → row of a free that waits
+    pending_frees: dict[int, _Row] = field(default_factory=dict)  # address → a free that waits
     streams: dict[tuple[int, Any], int] = field(default_factory=dict)
     storages: int = 0
     ignored: Counter[str] = field(default_factory=Counter)
@@ -186,9 +202,8 @@ class _TraceReader:
                 self.snapshot.name, f"none of its {len(entries)} entries is of a kind that is known: {kinds}"
             )
         rows = [row for _, row in self.before] + self._with_releases(entries, reserved)
-        events = AllocatorEvents.from_columns(
-            np.array(rows, np.int64).reshape(-1, 6).T, np.zeros(1, np.int64)
-        )
+        columns = np.array([_COLUMNS(row) for row in rows], np.int64).reshape(-1, 6).T
+        events = AllocatorEvents.from_columns(columns, np.zeros(1, np.int64))
         self.held = self._initial_memory(entries, int(reserved[0]))
         events = replace(events, held=self.held)
         return Trace(
@@ -209,31 +224,32 @@ class _TraceReader:
             return
         size = self.snapshot.number(entry, "size", where)
         if action == "oom":
-            self._add(Action.ALLOC, self._name(), size, self._stream(entry, where), op, -1)
-            self._add(Action.FREE, self.storages - 1, 0, 0, op, -1)
+            self.rows.append(_Row(Action.ALLOC, self._name(), size, self._stream(entry, where), op))
+            self.rows.append(_Row(Action.FREE, self.storages - 1, op=op))
         elif action in ("alloc", "free_requested", "free_completed"):
             address = self.snapshot.number(entry, "addr", where)
             getattr(self, f"_{action}")(op, address, size, self._stream(entry, where))
 
     def _alloc(self, op: int, address: int, size: int, stream: int) -> None:
         if address in self.live:  # its free is not in the trace
-            self._add(Action.FREE, self.live[address], 0, 0, op, -1)
+            self.rows.append(_Row(Action.FREE, self.live[address], op=op))
         self.live[address] = self._name()
-        self._add(Action.ALLOC, self.live[address], size, stream, op, -1)
+        self.rows.append(_Row(Action.ALLOC, self.live[address], size, stream, op))
 
     def _free_requested(self, op: int, address: int, size: int, stream: int) -> None:
         storage = self.live.pop(address, None)
         if storage is None:
             storage = self._add_preexisting(address, size, stream)
-        self.pending_frees[address] = self._add(Action.FREE, storage, 0, 0, op, _NEVER)
+        self.pending_frees[address] = _Row(Action.FREE, storage, op=op, ready_op=_NEVER)
+        self.rows.append(self.pending_frees[address])
 
     def _free_completed(self, op: int, address: int, size: int, stream: int) -> None:
         row = self.pending_frees.pop(address, None)
         if row is None:  # it was asked for before the trace began
-            self._add(Action.FREE, self._add_preexisting(address, size, stream), 0, 0, op, -1)
+            self.rows.append(_Row(Action.FREE, self._add_preexisting(address, size, stream), op=op))
         else:
             # The next entry completes it: no other stream was using the block.
-            row[5] = -1 if op == row[4] + 1 else op
+            row.ready_op = -1 if op == row.op + 1 else op
 
     def _add_never_freed(self) -> None:
         """Add blocks in use at the end whose allocation is not in the trace."""
@@ -253,12 +269,12 @@ class _TraceReader:
                     storage = self._add_preexisting(address, asked or size, stream)
                     self.block_bytes[storage] = size
                     if waits:  # freed before the trace began, and still in use by a stream when it ends
-                        self._add(Action.FREE, storage, 0, 0, 0, _NEVER)
+                        self.rows.append(_Row(Action.FREE, storage, ready_op=_NEVER))
                 address += size
 
     def _add_preexisting(self, address: int, size: int, stream: int) -> int:
         storage = self._name()
-        self.before.append((address, [Action.ALLOC, storage, size, stream, 0, -1]))
+        self.before.append((address, _Row(Action.ALLOC, storage, size, stream)))
         return storage
 
     def _name(self) -> int:
@@ -271,10 +287,6 @@ class _TraceReader:
         private = isinstance(which, tuple) and all(type(each) is int for each in which) and any(which)
         key = (self.snapshot.number(entry, "stream", where, 0), which if private else None)
         return self.streams.setdefault(key, len(self.streams))
-
-    def _add(self, *row: int) -> list[int]:
-        self.rows.append(list(row))
-        return self.rows[-1]
 
     def _reserved(self, entries: list[dict[str, Any]]) -> I64:
         """Return (entries + 1,) bytes reserved before each entry and after the last."""
@@ -297,46 +309,45 @@ class _TraceReader:
         segments = _HeldSegments.at_end(self.snapshot, self.device, self._stream)
         if segments is None or not segments.rewind(entries, self._stream) or not segments.rows:
             return None
-        rows, sizes = sorted(segments.rows), _BlockSizes.parse(self.snapshot.settings)
-        begins = [row[0] for row in rows]
+        in_order, sizes = sorted(segments.rows), _BlockSizes.parse(self.snapshot.settings)
+        begins = [each.address for each in in_order]
         blocks = []
-        for number, (address, (_, storage, asked, stream, *_)) in enumerate(self.before):
+        for number, (address, row) in enumerate(self.before):
             at = bisect_right(begins, address) - 1
-            if at < 0 or rows[at][2] != stream:
+            if at < 0 or in_order[at].stream != row.stream:
                 return None
-            end = rows[at][0] + rows[at][1]
+            end = in_order[at].end
             if number + 1 < len(self.before):
                 end = min(end, self.before[number + 1][0])
-            size = self.block_bytes.get(storage) or sizes.rounded(asked)
+            size = self.block_bytes.get(row.storage) or sizes.rounded(row.n_bytes)
             left = end - address - size
             if left < 0:
                 # Two blocks overlap, so the storages' sizes are not those of this allocator.
                 return None
-            if storage not in self.block_bytes and not rows[at][3] and not segments.expandable:
+            if row.storage not in self.block_bytes and not in_order[at].small and not segments.expandable:
                 size += left if left <= _SMALL or size >= sizes.max_split_bytes else 0  # torch left it uncut
             blocks.append((address, size))
-        if sum(row[1] for row in rows) != reserved:
+        if sum(each.n_bytes for each in in_order) != reserved:
             return None
-        starts, n_bytes, streams, small = zip(*rows, strict=True)
         return HeldMemory(
-            segment_address=np.array(starts, np.int64),
-            segment_bytes=np.array(n_bytes, np.int64),
-            segment_stream=np.array(streams, np.int32),
-            segment_small=np.array(small, np.uint8),
+            segment_address=np.array(begins, np.int64),
+            segment_bytes=np.array([each.n_bytes for each in in_order], np.int64),
+            segment_stream=np.array([each.stream for each in in_order], np.int32),
+            segment_small=np.array([each.small for each in in_order], np.uint8),
             block_address=np.array([block[0] for block in blocks], np.int64),
             block_bytes=np.array([block[1] for block in blocks], np.int64),
             expandable=segments.expandable,
         )
 
-    def _with_releases(self, entries: list[dict[str, Any]], reserved: I64) -> list[list[int]]:
+    def _with_releases(self, entries: list[dict[str, Any]], reserved: I64) -> list[_Row]:
         """Return the rows, with a call of empty_cache where cached memory was released."""
         calls, run = [], False
         for op, entry in enumerate(entries, start=1):
             gives_back = entry["action"] in _SHRINKS
             if gives_back and not run and not self._was_full(entries, op - 1, int(reserved[op - 1])):
-                calls.append([int(Action.EMPTY_CACHE), 0, 0, 0, op, -1])
+                calls.append(_Row(Action.EMPTY_CACHE, storage=0, op=op))
             run = gives_back or (run and entry["action"] == "free_completed")
-        return sorted([*self.rows, *calls], key=lambda row: row[4])
+        return sorted([*self.rows, *calls], key=lambda row: row.op)
 
     def _was_full(self, entries: list[dict[str, Any]], at: int, reserved: int) -> bool:
         """Return whether a release from here on made room for an allocation that would have failed."""
@@ -348,19 +359,19 @@ class _TraceReader:
         return wants and reserved + int(entries[at]["size"]) > self.capacity_bytes
 
     def _recorded(self, entries: list[dict[str, Any]], reserved: I64) -> Recorded:
+        before = [row for _, row in self.before]
         blocks = {
-            storage: -(-size // 512) * 512
-            for action, storage, size, *_ in self.rows
-            if action == Action.ALLOC
+            row.storage: -(-row.n_bytes // 512) * 512
+            for row in (*self.rows, *before)
+            if row.action is Action.ALLOC
         }
-        start = sum(-(-row[2] // 512) * 512 for _, row in self.before)
-        blocks |= {row[1]: -(-row[2] // 512) * 512 for _, row in self.before}
+        start = sum(blocks[row.storage] for row in before)
         failed = {op for op, each in enumerate(entries, start=1) if each["action"] == "oom"}
         change = np.zeros(len(entries) + 2, np.int64)
-        for action, storage, _, _, op, _ in self.rows:
-            if op not in failed:
+        for row in self.rows:
+            if row.op not in failed:
                 # Failed requests were never allocated.
-                change[op] += blocks[storage] if action == Action.ALLOC else -blocks[storage]
+                change[row.op] += blocks[row.storage] * (1 if row.action is Action.ALLOC else -1)
         allocated = start + np.cumsum(change)
         peak = int(np.argmax(reserved))
         served = peak + 1 < len(allocated) and peak < len(entries) and entries[peak]["action"] == "alloc"
@@ -396,11 +407,26 @@ class _TraceReader:
         return (*notes, *(f"{count} entries '{action}' ignored" for action, count in self.ignored.items()))
 
 
+class _Segment(NamedTuple):
+    """A segment of the driver's memory."""
+
+    address: int
+    n_bytes: int
+    stream: int
+    small: int
+    """1 if it is of the pool for small blocks, else 0."""
+
+    @property
+    def end(self) -> int:
+        """First address behind it."""
+        return self.address + self.n_bytes
+
+
 @dataclass
 class _HeldSegments:
     """Segments of one device, followed backwards from the end of the trace."""
 
-    rows: list[tuple[int, int, int, int]]  # address, bytes, stream, whether small
+    rows: list[_Segment]
     expandable: bool
 
     @classmethod
@@ -414,7 +440,7 @@ class _HeldSegments:
             address, n_bytes = (snapshot.number(segment, key, where) for key in ("address", "total_size"))
             forms.add(bool(segment.get("is_expandable", False)))
             small = int(segment.get("segment_type") == "small")
-            rows.append((address, n_bytes, stream_of(segment, where, "segment_pool_id"), small))
+            rows.append(_Segment(address, n_bytes, stream_of(segment, where, "segment_pool_id"), small))
         actions = {entry["action"] for entry in snapshot.traces[device]}
         forms |= {True} if actions & {"segment_map", "segment_unmap"} else set()
         forms |= {False} if actions & {"segment_alloc", "segment_free"} else set()
@@ -439,29 +465,31 @@ class _HeldSegments:
 
     def _remove(self, address: int, end: int) -> bool:
         """Cut [address, end) out of the segment that holds it."""
-        for at, (start, n_bytes, stream, small) in enumerate(self.rows):
-            if start <= address and end <= start + n_bytes:
-                left = [(start, address - start), (end, start + n_bytes - end)]
+        for at, row in enumerate(self.rows):
+            if row.address <= address and end <= row.end:
+                left = [(row.address, address - row.address), (end, row.end - end)]
                 # Plain segments come and leave whole; a partial one contradicts the snapshot.
-                if not self.expandable and any(each for _, each in left):
+                if not self.expandable and any(n_bytes for _, n_bytes in left):
                     return False
-                self.rows[at : at + 1] = [(where, each, stream, small) for where, each in left if each]
+                self.rows[at : at + 1] = [
+                    row._replace(address=start, n_bytes=n_bytes) for start, n_bytes in left if n_bytes
+                ]
                 return True
         return False
 
     def _add(self, address: int, end: int, stream: int) -> bool:
-        if any(start < end and address < start + n_bytes for start, n_bytes, *_ in self.rows):
+        if any(row.address < end and address < row.end for row in self.rows):
             return False
         small = int(end - address <= _SMALL_SEGMENT)
         if self.expandable:
             # The pool of the mapped stretch nearest below: ranges of addresses belong to one pool each.
-            below = [row for row in self.rows if row[2] == stream and row[0] < address]
-            small = max(below)[3] if below else small
-            for row in [row for row in self.rows if row[2:] == (stream, small)]:
-                if row[0] + row[1] == address or row[0] == end:
-                    address, end = min(address, row[0]), max(end, row[0] + row[1])
+            below = [row for row in self.rows if row.stream == stream and row.address < address]
+            small = max(below).small if below else small
+            for row in [row for row in self.rows if (row.stream, row.small) == (stream, small)]:
+                if row.end == address or row.address == end:
+                    address, end = min(address, row.address), max(end, row.end)
                     self.rows.remove(row)
-        self.rows.append((address, end - address, stream, small))
+        self.rows.append(_Segment(address, end - address, stream, small))
         return True
 
 
