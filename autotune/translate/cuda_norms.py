@@ -51,7 +51,8 @@ def use_cudnn(fusion: KernelFusion, hints: Hints) -> int:
             and len(made) == 3
             and _is_cudnns(given, None if back < 0 else _arguments(hints, back))
         ):
-            found.append((int(op), back if given[5] else -1, int(made[-1])))
+            training = given[5]  # of aten::native_batch_norm
+            found.append((int(op), back if training else -1, int(made[-1])))
     if found:
         ops, backs, last = (np.asarray(column, np.int32) for column in zip(*found, strict=True))
         fusion.rename(ops, table.CUDNN_BATCH_NORM[0])

@@ -96,8 +96,7 @@ def fastest_stages(
         return None
     layers = count if count is not None else 1
     # State: number of stages so far (only if `count` is given), first block and end of the last stage.
-    # Values:
-    # seconds, and the first block of the stage before.
+    # Values: seconds, and the first block of the stage before.
     best = np.full((layers, blocks + 1, blocks + 1), np.inf)
     before = np.full((layers, blocks + 1, blocks + 1), -1, np.intp)
     _begin(best[0], costs, budget_bytes)
@@ -106,9 +105,11 @@ def fastest_stages(
         following = np.arange(end + 1, blocks + 1)
         forward, backward, load, weights, gradients, saved = costs.sums(end, following)
         for first in range(end):
-            mine = [float(column[0]) for column in costs.sums(first, np.asarray([end]))]
-            seconds = np.maximum(mine[0], load) + np.maximum(forward + backward, mine[2])
-            fits = mine[3] + weights + gradients + saved <= budget_bytes
+            own = (float(column[0]) for column in costs.sums(first, np.asarray([end])))
+            own_forward, _, own_load, own_weights, *_ = own
+            # This one's forward overlaps with the next one's load, the next one's backward with this one's.
+            seconds = np.maximum(own_forward, load) + np.maximum(forward + backward, own_load)
+            fits = own_weights + weights + gradients + saved <= budget_bytes
             for layer in range(layers):
                 target = layer + 1 if count is not None else 0
                 if target >= layers and count is not None:
