@@ -8,6 +8,7 @@ import shutil
 import sys
 import textwrap
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,22 +81,24 @@ def trial(given: dict[str, Any]) -> int:
             document = result.model_dump(mode="json")
             emit({"schema": SCHEMA, "loss": document.pop("losses"), **document}, stream)
         elif result.status == "ok":
-            peak, reserved = (
-                format_bytes(each or 0) for each in (result.peak_allocated_bytes, result.peak_reserved_bytes)
-            )
-            print(
-                f"step {format_seconds(result.step_s or 0)} ± {format_seconds(result.spread_s)}", file=stream
-            )
-            print(f"peak {peak} allocated, {reserved} reserved", file=stream)
-            if written := result.link_bytes.get("ssd_write"):
-                print(f"written to SSD: {format_bytes(written)} a step and rank", file=stream)
-            print(f"loss {' '.join(f'{loss:.4f}' for loss in result.losses)}", file=stream)
+            for line in _measured_lines(result):
+                print(line, file=stream)
     for each in tuned.settings.techniques:
         for line in each.unmet(tuned.plan[each.slot]) if each.slot in tuned.plan else ():
             print(line, file=sys.stderr)
     if result.status != "ok":
         print(failure_text(result), file=sys.stderr)
     return 0 if result.status == "ok" else result.exit_code or 1
+
+
+def _measured_lines(result: TrialResult) -> Iterator[str]:
+    """Yield what was measured in a trial that ran to its end."""
+    yield f"step {format_seconds(result.step_s or 0)} ± {format_seconds(result.spread_s)}"
+    allocated, reserved = result.peak_allocated_bytes or 0, result.peak_reserved_bytes or 0
+    yield f"peak {format_bytes(allocated)} allocated, {format_bytes(reserved)} reserved"
+    if written := result.link_bytes.get("ssd_write"):
+        yield f"written to SSD: {format_bytes(written)} a step and rank"
+    yield f"loss {' '.join(f'{loss:.4f}' for loss in result.losses)}"
 
 
 def failure_text(result: TrialResult) -> str:
