@@ -164,6 +164,7 @@ class ForkServer:
             self._end()
 
     def _start(self, shared: dict[str, str]) -> None:
+        """Start the server process, and wait until it has imported."""
         self._marker, self._shared = f"{MARKER}={uuid.uuid4().hex}", shared
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:

@@ -182,6 +182,7 @@ class TrialMonitor:
         self.failed_s = self.failed_s or now_s
 
     def _hear(self, report: Line, now_s: float) -> Progress | None:
+        """Note a line of a rank; return progress for the screen, if it is any."""
         state, line = self.ranks[report.rank], report.line
         state.heard_s, state.last_line_at, state.n_lines = now_s, report.at, state.n_lines + 1
         if "result" in line and state.record is None:

@@ -272,6 +272,7 @@ def _digest_gradients(
 
 
 def _step(rank: _Rank, workload: Workload, tuned: Tuned, step: int, measured: _Measurements) -> None:
+    """Run a training step; after the warm-up it counts."""
     batches = _batches(rank, workload, tuned, step)
     seed_all(rank.trial.seed * 1_000_003 + step * 1009 + rank.rank)
     COUNTERS.take()

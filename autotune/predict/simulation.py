@@ -223,6 +223,7 @@ def step_columns(
 
 
 def _coarse(program: Program, hardware: Hardware, as_held: bool, python: PythonWork) -> list[_Run]:
+    """Return live bytes, and times from sums over resources, without simulating op by op."""
     columns = [
         step_columns(each.step, hardware, program.ranks, as_held, python) for each in program.rank_classes
     ]

@@ -428,6 +428,7 @@ def _row(setup: Setup, scored: Scored, pruner: Pruner, *, baseline: str = "", n_
 
 
 def _unmet(setup: Setup, choice: Choice) -> tuple[str, ...]:
+    """Return what the plans of `choice` could not meet, and why the model cannot start if it is too large."""
     techniques = [each for each in choice.techniques if type(each).unmet is not Technique.unmet]
     is_large = setup.budget_bytes is not None and setup.parameter_bytes > setup.budget_bytes
     found = setup.scorer.rewriter.candidate(choice) if techniques or is_large else None
@@ -513,6 +514,7 @@ def absences(
 
 
 def _reason(setup: Setup, scores: Scores, pruner: Pruner, first: Scored | None, slot: str, kind: str) -> str:
+    """Return why the first row does not use the technique `kind`."""
     unfit = setup.space.unfit.get(f"{slot}: {kind}")
     if unfit is not None:
         return str(unfit)

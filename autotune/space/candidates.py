@@ -373,6 +373,7 @@ class Rewriter:
         partitioning: tuple[tuple[str, Any], ...],
         precision: ComputePrecision | None,
     ) -> Program | Reason:
+        """Return the program before any pass, from the recording for this execution and precision."""
         if execution.micro_batch is None:
             return Reason("the micro-batch is not given", "set execution.micro_batch")
         recording: Recording | Reason = self.recording

@@ -179,6 +179,7 @@ class Scorer:
         return Scored(choice, candidate.key, prediction) if reason is None else reason
 
     def _coarse(self, candidate: Candidate) -> Prediction:
+        """Return the coarse prediction; equal programs are simulated once."""
         # Equal programs may differ in the Python that runs besides them.
         program, python = candidate.program, python_work(candidate)
         known = self._known.get((id(program), python))
@@ -365,6 +366,7 @@ class _ScoredSet:
                 rules.solved(waiting.pop(choice))
 
     def _score(self, choices: Iterable[Choice]) -> None:
+        """Score `choices` side by side, and keep the simplest of those with equal programs."""
         requests = [ScoreRequest(choice) for choice in choices]
         scores = self._side_by_side.map(
             requests, lambda done: advance(self.n_scored + done, "settings", self.n_scored + len(requests))

@@ -167,6 +167,7 @@ class CheckedReader(FileSystemReader):
         return info.relative_path, info.offset
 
     def _check(self, index: MetadataIndex) -> None:
+        """Raise if the bytes of an item do not have the checksum that was written; read them in pieces."""
         info = self.storage_data[index]
         wanted = vars(info).get(_CRC)
         if wanted is None or index in self._checked:

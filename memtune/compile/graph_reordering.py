@@ -58,6 +58,7 @@ def _is_op(node: Node) -> bool:
 
 
 def _ops(module: GraphModule, nodes: list[Node], inputs_outlive: bool) -> Ops | None:
+    """Return lifetimes and order constraints of a graph, None if a size is symbolic."""
     place = {node: index for index, node in enumerate(nodes)}
     numbers: dict[int, int] = {}  # storage identity → index in `storages`
     storages: list[tuple[int, int, bool]] = []

@@ -125,6 +125,7 @@ class _Builder:
         self._place(value, line)
 
     def _place(self, value: Any, line: int) -> KeyPath:
+        """Put a value into the innermost open container; return its path."""
         path: KeyPath = ()
         if not self._open:
             self.root = value

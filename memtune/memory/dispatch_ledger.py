@@ -234,6 +234,7 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
         return out
 
     def _count(self, op: str, out: Any) -> None:
+        """Count the storages of an op's outputs, on the tier of its operator."""
         seam = SEAM.get(op)
         for tensor in tree_leaves(out):
             if not isinstance(tensor, Tensor):
@@ -250,6 +251,7 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
                 self._add(storage, Kind.TEMPORARY, tier)
 
     def _settle(self, op: str, before: dict[Tier, int], workspace: int) -> None:
+        """Compare the moment in the op with budget and peak."""
         for tier in TIERS:
             scratch = workspace if tier == DEVICE else 0
             # Inputs that die in the op are still there while it runs, so both moments count.

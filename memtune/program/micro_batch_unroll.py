@@ -126,6 +126,7 @@ class UnrolledRows:
         self._part, self._total = part, total
 
     def _copy(self, key: Key) -> _Copy:
+        """Return the storages of a stage in a micro-batch, under their numbers in the unrolled step."""
         known = self._copies.get(key)
         if known is None:
             # A copy at this time: `replace_from_now` changes what later stages and micro-batches share.

@@ -98,6 +98,7 @@ def split_batch(batch: Any, parts: int, size: int | None = None) -> list[Any] | 
 
 
 def _map(value: Any, change: Callable[[Any], Any], is_leaf: Callable[[Any], bool] = lambda _: False) -> Any:
+    """Return `value` with `change` applied to its leaves; containers keep their types."""
     if isinstance(value, Tensor | PackedSequence) or is_leaf(value):
         return change(value)
     if isinstance(value, Mapping):

@@ -166,6 +166,7 @@ def found_in(holder: Any) -> str:
 
 
 def _read(path: Path) -> bytes:
+    """Return the bytes of a model file; raise with the nearest names if there is none."""
     if not path.exists():
         there = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, sorted(there), _MOST_NAMES, 0.0)
@@ -280,6 +281,7 @@ def _import_error(error: BaseException, path: Path) -> WorkloadError:
 
 
 def _pick(module: ModuleType, path: Path, name: str) -> Any:
+    """Return the object `name` of a module; of a class an instance."""
     if not hasattr(module, name):
         raise WorkloadError(
             f"{path.name} defines no '{name}'.",

@@ -58,6 +58,7 @@ def not_one_tensor(form: str) -> str:
 
 
 def _leaves(form: Any) -> Iterator[dict[str, Any]]:
+    """Yield the tensors and other values of a structure, in order."""
     if form is None or isinstance(form, bool | str):
         return
     match list(form.items()) if isinstance(form, dict) else []:

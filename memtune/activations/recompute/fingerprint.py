@@ -144,6 +144,9 @@ class Fingerprinter:
         return Fingerprint(tuple(self._new(tensor.grad_fn)), passed, tensor.shape, tensor.dtype)
 
     def _new(self, node: Any) -> Iterator[GraphNode]:
+        """Yield the nodes of autograd's graph from `node` on that this run has made and no call has returned
+        yet.
+        """
         waiting = [node]
         while waiting:
             node = waiting.pop()

@@ -139,6 +139,7 @@ def _outside_dependence(step: Step, together: Region, block_of: I32) -> str:
 
 
 def _split(step: Step, together: Region, block_of: I32, order: tuple[int, ...]) -> BlockRegions:
+    """Return the region of all blocks as one region for each; equal blocks share a graph."""
     graph = together.graph
     maker = np.asarray(graph.maker, np.int32)
     crossing = _crossing(step, together, block_of)

@@ -348,6 +348,7 @@ class _Structure:
         self.upper.append(upper)
 
     def _stage(self, t: int) -> None:
+        """Add the constraints of stage `t`: on inputs, and on the memory after each node."""
         problem, inf = self._problem, math.inf
         for i in range(t + 1):
             for j in problem.reads[i]:  # a node's inputs are computed or kept

@@ -252,6 +252,7 @@ class _Writer(CallText):
     # -- steps -----------------------------------------------------------------------------------------------
 
     def _step(self, step: ScheduleStep, at: int, steps: Sequence[ScheduleStep]) -> None:
+        """Append the lines of one step of the schedule."""
         value = f"v{step.target}"
         if step.action == Action.COMPUTE:
             self._compute(step)

@@ -145,6 +145,7 @@ def loss_pattern(step: Step) -> LossPattern | str:
 
 
 def _match(graph: _Graph) -> LossPattern:
+    """Return the product, the loss and their backward; raise `_NoPattern` with the first difference."""
     step = graph.step
     losses = [
         op
@@ -357,6 +358,9 @@ def _up_to_product(step: Step, storage: int) -> list[int] | None:
 
 
 def _moved(step: Step, clone: int, chain: list[int], cut_back: int) -> Cut | None:
+    """Return `step` with rows dropped before the product instead of after it, None if its backward is
+    another.
+    """
     product = chain[0]
     before, (after,) = _reads(step, clone)[0], _outputs_of(step, clone)
     x, weight = _reads(step, product)[-2:]

@@ -456,6 +456,7 @@ def _no_head(evidence: str) -> ApplyError:
 
 
 def _check(name: str, head: nn.Module, count: Count) -> dict[str, Any]:
+    """Return facts for the audit; raise if logits were not computed in parts."""
     name = name or "the model"
     if "forward" not in vars(head):
         raise ApplyError(f"the logits of {name} should be tiled, but its forward was replaced.", code="MT335")

@@ -190,6 +190,7 @@ def _modules_in(step: Step, ops: I32, block: str) -> set[str]:
 def _match(
     step: Step, call: int, name: str, block_ops: I32, around: list[int], rows_of: _Rows
 ) -> PositionWise:
+    """Return the module `name` as a pattern; raise `NotTokenWise` if positions depend on one another."""
     inside = np.zeros(len(step.modules), bool)
     inside[[i for i in around if f"{step.modules[i]}.".startswith(f"{name}.")]] = True
     forward = _in_one_piece(block_ops[inside[step.ops.module[block_ops]]])

@@ -116,6 +116,7 @@ class _Chunks:
         return self.ops.add_output(int(self.step.storages.bytes[operand.used]))
 
     def _chunk(self, used: list[int], rows: int, total: int) -> int:
+        """Insert the ops of one chunk of `rows`; return the sum of losses so far."""
         step, pattern, ops = self.step, self.pattern, self.ops
         share = rows / pattern.rows
 

@@ -126,6 +126,7 @@ def _readers(unit: Any, async_op: bool) -> tuple[torch.Stream, ...]:
 
 
 def _unit(context: Context, name: str) -> Any:
+    """Return FSDP2's parameter group of a block; raise if the block is not gathered and freed by itself."""
     module: Any = context.model.get_submodule(name)
     unit: Any = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
     why = ""

@@ -204,6 +204,7 @@ class ChainRecorder(OpVisitor):
         return links
 
     def _links(self) -> Chain:
+        """Return the chain of the blocks' calls, empty if they form none."""
         if len(self._sources) != len(self._names):
             self._reject(f"{self._names[len(self._sources)]} does not run")
             return ()
@@ -222,6 +223,9 @@ class ChainRecorder(OpVisitor):
         return tuple(links)
 
     def _source(self, index: int, leaf: Any) -> _Source:
+        """Return the origin of a block's argument: the block before, the first block's arguments, or a plain
+        value.
+        """
         name = self._names[index]
         if not isinstance(leaf, Tensor):
             if not isinstance(leaf, _PLAIN):

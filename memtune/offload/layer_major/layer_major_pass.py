@@ -363,6 +363,7 @@ class _StepWriter:
         return new.done(*self._gradients.columns())
 
     def _group(self, group: range) -> None:
+        """Run every pack over the micro-batches of `group`, forward, then backward."""
         packs, total = self._packs, self._total
         if packs.forward:
             self._run_each(group, self._prologue)

@@ -230,6 +230,9 @@ class _RankWriter:
     # -- a use -----------------------------------------------------------------------------------------------
 
     def _use(self, use: StageUse, following: StageUse | None) -> None:
+        """Insert one use of a stage: its weights, its messages, and the loads and copies that overlap with
+        it.
+        """
         rows, backward = self._rows, use.kind != "forward"
         phase = Phase.BACKWARD if use.kind == "backward" else Phase.FORWARD
         posted = self._posts(use, phase)

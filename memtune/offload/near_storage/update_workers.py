@@ -404,6 +404,7 @@ class Updaters:
         torch.ops.memtune.updater_update_(there.slots[slot], there.buffers[buffer], there.number, command)
 
     def _move(self, action: int, domain: int, number: int, buffer: int) -> None:
+        """Ask the updater of `domain` to read or write sub-group `number` through `buffer`."""
         there, group = self._domains[domain], self._layout.domains[domain][number]
         memory = there.buffers[buffer]
         both = [

@@ -224,6 +224,7 @@ class Pieces:
     def _on(
         cls, edit: Edit, step: Step, parameters: npt.NDArray[np.intp], tier: Tier, masters: I32
     ) -> Pieces:
+        """Move the state of `parameters` to `tier`; return it as pieces, with a master for each."""
         columns = columns_of(step.parameters)
         state, at = moments_of_parameters(step, parameters)
         numel, itemsize = columns.numel[parameters], columns.itemsize[parameters].astype(np.int64)

@@ -163,6 +163,7 @@ def _pairs(backward: Mask) -> tuple[I32, I32]:
 def _plain(
     edit: Edit, step: Step, found: Messages, mine: I32, degree: int, stream: int, phase: Phase
 ) -> None:
+    """Insert gathers of the messages as they are, by the one operator that memtune puts in FSDP2's place."""
     edit.add_ops(
         GATHER,
         before=found.ops[mine],

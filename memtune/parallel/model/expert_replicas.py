@@ -146,6 +146,7 @@ class ReplicatedLayer:
         return 0 if self._hop is None else sum(self._hop.arriving)
 
     def _choose(self, device: torch.device) -> None:
+        """Choose the experts that each rank hosts besides its own, by the counts so far."""
         assert self._counts is not None
         rule, counts = self.rule, self._known_counts(self._counts)
         self.guests = choose_guests([each / self.calls for each in counts], self.ranks, rule)

@@ -52,6 +52,7 @@ def share(step: Step, sharing: Sharing) -> Step:
 
 
 def _send(edit: Edit, step: Step, sharing: Sharing) -> None:
+    """Insert a broadcast of each uploaded batch inside the group."""
     name = step.names.index(_UPLOAD) if _UPLOAD in step.names else -1
     batches = np.flatnonzero(
         (step.storages.producer >= 0) & (step.ops.name[step.storages.producer] == name)

@@ -307,6 +307,7 @@ class _SameCalls:
         self._forwards += 1
 
     def _calls(self, name: str) -> None:
+        """Raise if the ranks of a ring are about to call different layers."""
         # True for powers of two: divergence shows early, and the cost of the comparison vanishes in a long
         # run.
         if not self._forwards or self._forwards & (self._forwards - 1):

@@ -230,6 +230,7 @@ class Pipeline:
         return bool(any_new)
 
     def _make(self, like: Tensor, count: int) -> tuple[Any, list[StageModule]]:
+        """Return torch's schedule for the stages of this rank, and their modules."""
         layout, rank = self._layout, self._group.rank()
         n_stages = len(layout.stages)
         stages, modules, first = list[Stage](), list[StageModule](), 0

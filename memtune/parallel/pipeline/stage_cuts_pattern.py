@@ -104,6 +104,7 @@ def _odd_output(step: Step) -> tuple[int, str] | None:
 
 
 def _places(step: Step) -> I32:
+    """Return the place of each op (see above), -1 outside of forward and backward."""
     n_blocks = len(step.blocks)
     place = np.full(step.ops.n, -1, np.int32)
     forward = step.ops.phase == Phase.FORWARD

@@ -442,6 +442,7 @@ def _search(
     accumulate: int,
     pass_inputs: PassInputs = NO_PASS_INPUTS,
 ) -> _Search:
+    """Return the search over the options of all blocks of `step`, before the passes of `later`."""
     program = Program((RankClass(ranks, step),), micro_batch, accumulate)
     return _Search(
         levels(step, hardware, ranks, host, _fixed_ratio_offload(later)),

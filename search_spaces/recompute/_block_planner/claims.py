@@ -158,6 +158,7 @@ def explain_planned(plan: PlannedPlan) -> Iterator[str]:
 
 
 def _option(option: PricedEntry, each: str) -> str:
+    """Return one option of a block as a clause."""
     parts = []
     if option.recomputed:
         parts.append(f"recomputes {_names(option.recomputed)}")
