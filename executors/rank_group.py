@@ -69,9 +69,9 @@ def rank_env(
     if drives:
         # Folders of this trial alone: steps that it keeps must not be taken for the user's training.
         env[offload_dir.VARIABLE] = os.pathsep.join(map(str, drives))
-    # OpenMP's wait policy stays as it is in training. With OMP_WAIT_POLICY=passive, steps of small ops took 40 %
-    # longer on two idle cores (44 instead of 31 ms; 191 instead of 184 of large ones), though on cores shared by
-    # ten processes spinning took 577 ms and 6 times the CPU time of 158.
+    # OpenMP waits as in training. OMP_WAIT_POLICY=passive makes steps of small ops 40 % longer on two idle
+    # cores (44 instead of 31 ms; large ops 4 %), although on cores shared by ten processes spinning takes 577
+    # instead of 158 ms and 6 times the CPU time.
     env.setdefault("OMP_NUM_THREADS", str(threads_per_rank(place.cores, len(place.ranks))))
     if not place.rendezvous.startswith("tcp:"):
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: no listener that others could reach
