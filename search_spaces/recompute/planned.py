@@ -245,7 +245,7 @@ class Planned(Technique):
         """Return a schedule faster than the plan by blocks, or within a budget it misses; else why not."""
         # A schedule slower than a plan within the budget is of no use, so the search for one may stop there.
         below_s = solution.seconds if solution.is_within else math.inf
-        found = fastest_schedule(program, target, solution.budget_bytes, below_s)
+        found = fastest_schedule(program, target, solution.budget_bytes, below_s, swaps=self.offload)
         if solution.is_within and (
             found is None or (isinstance(found, FastestSchedule) and found.seconds >= solution.seconds)
         ):

@@ -39,6 +39,8 @@ from memtune.technique import Reason, Target
 from memtune.units import format_bytes, format_seconds
 
 _POLICIES = (replace(DTR, neighbours="closure"), replace(DTR, neighbours="own"), MEGTAICHI, COOP)
+_SWAPPING = (replace(MEGTAICHI, swap="exposed"), replace(MEGTAICHI, neighbours="ancestors", swap="exposed"))
+"""Tried as well where tensors may be copied to the host."""
 _LEVELS = 16
 """Budgets, as fractions of the plain peak, that every policy is asked for besides the real one."""
 _LEVELS_ON_RANKS = 2
@@ -66,16 +68,18 @@ class FastestSchedule:
 
 
 def fastest_schedule(
-    program: Program, target: Target, budget_bytes: int, below_s: float = math.inf
+    program: Program, target: Target, budget_bytes: int, below_s: float = math.inf, *, swaps: bool = False
 ) -> FastestSchedule | Reason | None:
-    """Return the fastest schedule of the dynamic policies and of Checkmate within a peak of the step."""
+    """Return the fastest schedule of the dynamic policies and of Checkmate within a peak of the step; with
+    `swaps` one that may copy tensors to the host.
+    """
     reason = cannot_schedule_model(program, target)
     if reason is not None:
         return reason
     place = placement_of(program, target)
     if program.ranks > 1 and (reason := place.reason_below(budget_bytes)) is not None:
         return reason
-    return _fastest(place, budget_bytes, below_s)
+    return _fastest(place, budget_bytes, below_s, swaps)
 
 
 @lru_cache(maxsize=16)
@@ -111,7 +115,7 @@ def sufficient_bytes(place: Placement, too_little_bytes: int, by_blocks_bytes: i
 
 
 @lru_cache(maxsize=64)
-def _fastest(place: Placement, budget_bytes: int, below_s: float) -> FastestSchedule | None:
+def _fastest(place: Placement, budget_bytes: int, below_s: float, swaps: bool) -> FastestSchedule | None:
     """Return the fastest schedule found within the budget and below `below_s`."""
     # Each source only looks for schedules that are faster than those before it.
     best: FastestSchedule | None = None
@@ -121,7 +125,8 @@ def _fastest(place: Placement, budget_bytes: int, below_s: float) -> FastestSche
         if found is not None and found.peak_bytes <= budget_bytes and found.seconds < below_s:
             best, below_s = found, found.seconds
 
-    for given, policy in product(_budgets(place, budget_bytes), _POLICIES):
+    policies = (*_POLICIES, *(_SWAPPING if swaps else ()))
+    for given, policy in product(_budgets(place, budget_bytes), policies):
         offer(_policy_schedule(place, policy, given, below_s))
     if place.step.ops.n <= _MOST_OPS:
         exact = schedule_for(place, budget_bytes, 0.0, _NODES, 0.0)
