@@ -48,7 +48,7 @@ WHY = {
     "AMSP": (
         "As with MiCS, the overlap of the baseline decides the ratio. On this network 4,096 tokens per GPU "
         "compute longer than either baseline communicates; with full overlap nothing is left to gain, with "
-        "none the ratios are 1.73 and 1.61, within 20 %. At 1,024 GPUs the published baselines lose more "
+        "none the ratios are 1.72 and 1.60, within 20 %. At 1,024 GPUs the published baselines lose more "
         "than bandwidth and latency account for (contention, stragglers, collectives that their "
         "implementations expose), which is not modelled. The hops of (1, 1, 8) run during backward; a shard "
         "of a bucket is the message between the 128 copies, so buckets of 25 MiB are bound by latency there "
