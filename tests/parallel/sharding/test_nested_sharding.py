@@ -25,11 +25,16 @@ from support.ranks.data_parallel_steps import (
     loss,
     on_this_rank,
 )
+from support.ranks.model_parallel_runs import MODELS, measured, rewriter
 from support.sharding_programs import step
 from torch import nn
 
+from memtune import hardware
 from memtune.api import apply
+from memtune.autotune.predict.simulation import simulate
+from memtune.autotune.space.candidates import Candidate, Choice
 from memtune.errors import MemtuneError
+from memtune.memory import cpu_allocator
 from memtune.parallel.sharding import sharded_buckets
 from memtune.parallel.sharding.factors import Bytes, Factors, Schedule, all_factors, traffic
 from memtune.parallel.sharding.nested_sharding_pass import Division, divide_states
@@ -37,6 +42,7 @@ from memtune.parallel.sharding.zero_partition import Hop
 from memtune.runtime.transfer import COUNTERS
 
 EVEN = 64
+WIDE = MODELS.parent / "wide_blocks.py"
 REDUCE_SCATTER = "memtune.reduce_scatter_into_.default"
 MICS = {"kind": "mics", "group": 2}
 Case = tuple[str, int, float]
@@ -189,6 +195,24 @@ def test_hops_overlap_with_backward_from_the_second_step_on(ranks: list[Any], na
     for rank in ranks:
         reduced = [early for early, _ in rank["small"][name]["counts"]]
         assert reduced == [0, *[overlapping] * (STEPS * (1 if says_last else 4) - 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(cpu_allocator.available() is not None, reason="peaks are not measured here")
+def test_hops_during_backward_have_the_predicted_peak() -> None:
+    asked, predicted = dict[str, Any](), dict[str, int]()
+    for p, g, o, accumulate in ((2, 2, 4, 1), (2, 2, 4, 2), (2, 1, 4, 2)):
+        states = amsp((p, g, o)) | {"bucket_cap_mb": 1}
+        document = {"execution": {"micro_batch": 2, "accumulate": accumulate}, "sharding": {"states": states}}
+        made = rewriter(WIDE, 4).candidate(Choice.from_document(document))
+        assert isinstance(made, Candidate), made
+        name = f"{p}, {g}, {o}, {accumulate}"
+        plan = {slot: plan.document() for slot, plan in made.plans.items()}
+        asked[name] = {"settings": document, "plan": plan}
+        predicted[name] = simulate(made.program, hardware.detect("cpu")).peak_allocated_bytes
+    for rank in run_ranks(measured, 4, asked, 2, WIDE):
+        for name, expected in predicted.items():
+            assert rank[name][0] == pytest.approx(expected, rel=0.005), name
 
 
 def test_hops_are_predicted_to_overlap_with_backward() -> None:
