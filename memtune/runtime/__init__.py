@@ -77,6 +77,7 @@ if TYPE_CHECKING:
         autocast_now as autocast_now,
         generator_of as generator_of,
         generators_of as generators_of,
+        generators_of_files as generators_of_files,
         is_autocast_on as is_autocast_on,
         no_autocast_contexts as no_autocast_contexts,
         observe_kept as observe_kept,

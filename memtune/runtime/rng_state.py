@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import _random
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,14 +73,19 @@ class RandomState:
             return True
         now = self.capture(module, [each for each, _ in self.own])
         # Compared by state, not counted by draws: the user's ops draw without telling anyone.
-        own = [(then, state) for (_, then), (_, state) in zip(self.own, now.own, strict=True)]
-        if not all(_is_same(*each) for each in own if not isinstance(each[0], Tensor)):
+        if not all(_is_same(then, state) for (_, then), (_, state) in zip(self.own, now.own, strict=True)):
             return False
-        pairs = [(self.cpu, now.cpu), *(each for each in own if isinstance(each[0], Tensor))]
+        pairs = [(self.cpu, now.cpu)]
         if self.on_device is not None and now.on_device is not None:
             pairs.append((self.on_device, now.on_device))
         with without_modes():
             return all(torch.equal(then, state) for then, state in pairs)
+
+    def without_unchanged(self, generators: Iterable[Any]) -> RandomState:
+        """Return the state without those of `generators` from which nothing has been drawn since."""
+        among = {id(each) for each in generators}
+        own = [(g, s) for g, s in self.own if id(g) not in among or not _is_same(s, _state_of(g))]
+        return replace(self, own=tuple(own))
 
     def with_generators(self, others: Iterable[tuple[Generator, Tensor]]) -> RandomState:
         """Return the state with the states of `others` added."""
@@ -137,7 +142,10 @@ def _state_of(generator: Any) -> Any:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Return whether two states of a generator of Python or numpy are equal."""
+    """Return whether two states of a generator are equal."""
+    if isinstance(one, Tensor):
+        with without_modes():
+            return torch.equal(one, other)
     return pickle.dumps(one) == pickle.dumps(other)
 
 
@@ -178,24 +186,18 @@ _notes: list[Callable[[Tensor], None]] = []
 
 
 def generators_of(module: nn.Module) -> list[Any]:
-    """Return the generators that `module` and its submodules have as attributes, and those of Python and
-    numpy that are global where their forwards are written; `NoteGenerators` finds torch's among the globals.
-    """
-    of_files = dict.fromkeys(getattr(type(each), "forward", None) for each in module.modules())
-    found = [
-        *(
-            v
-            for each in module.modules()
-            for v in vars(each).values()
-            if isinstance(v, (Generator, *_IN_PYTHON))
-        ),
-        *(
-            v
-            for each in of_files
-            for v in getattr(each, "__globals__", {}).values()
-            if isinstance(v, _IN_PYTHON)
-        ),
-    ]
+    """Return the generators, of any library, that `module` and its submodules have as attributes."""
+    return _generators_in(vars(each) for each in module.modules())
+
+
+def generators_of_files(module: nn.Module) -> list[Any]:
+    """Return the generators that are global where the forwards of `module` and its submodules are written."""
+    forwards = dict.fromkeys(getattr(type(each), "forward", None) for each in module.modules())
+    return _generators_in(getattr(each, "__globals__", {}) for each in forwards)
+
+
+def _generators_in(places: Iterable[Mapping[str, Any]]) -> list[Any]:
+    found = (v for each in places for v in each.values() if isinstance(v, (Generator, *_IN_PYTHON)))
     return list({id(each): each for each in found}.values())
 
 
@@ -206,7 +208,8 @@ def undone_draws(module: nn.Module) -> Iterator[Callable[[], bool]]:
     """
     # torch's generators are not touched, because fake tensors draw nothing.
     before = PythonRandomState.now()
-    own = [(each, _state_of(each)) for each in generators_of(module) if isinstance(each, _IN_PYTHON)]
+    generators = [*generators_of(module), *generators_of_files(module)]
+    own = [(each, _state_of(each)) for each in generators if isinstance(each, _IN_PYTHON)]
 
     def drawn() -> bool:
         return not (before.is_now() and all(_is_same(state, _state_of(each)) for each, state in own))

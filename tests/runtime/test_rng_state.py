@@ -94,9 +94,10 @@ def test_second_run_draws_from_the_users_generators(
     assert same(got, plain)
 
 
-def test_modules_generator_may_be_first_used_in_a_later_run() -> None:
-    plain, _ = gradients(lambda net: None, True, begins=1)
-    assert same(gradients(blocks(None), True, begins=1)[0], plain)
+@pytest.mark.parametrize("is_mine", [True, False])
+def test_generators_may_be_first_used_in_a_later_run(is_mine: bool) -> None:
+    plain, _ = gradients(lambda net: None, is_mine, begins=1)
+    assert same(gradients(blocks(None), is_mine, begins=1)[0], plain)
 
 
 @pytest.mark.parametrize("is_mine", [True, False])

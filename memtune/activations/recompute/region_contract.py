@@ -23,6 +23,7 @@ from memtune.runtime import (
     RandomState,
     autocast_now,
     generators_of,
+    generators_of_files,
     is_autocast_on,
     no_autocast_contexts,
 )
@@ -39,6 +40,8 @@ class RegionContract:
         self.module = module
         self.generators: list[Any] = []
         """The user's generators from which its forward may draw; known after its first run."""
+        self.of_files: list[Any] = []
+        """Generators that are global where its forwards are written: a later run may be the first to draw."""
         self.draws = False
         """An op of its first run drew random numbers, or a later run did."""
         self.reads_back: frozenset[str] | None = None
@@ -118,9 +121,12 @@ class RegionRun:
         self._contract = contract
         if is_first:
             contract.generators = generators_of(contract.module)
+            contract.of_files = generators_of_files(contract.module)
         # A pass counts the state as host memory if the region draws.
         random = RandomState.kept if contract.draws else RandomState.capture
-        self._random: RandomState | None = random(contract.module, contract.generators, python=True)
+        self._random: RandomState | None = random(
+            contract.module, dict.fromkeys([*contract.generators, *contract.of_files]), python=True
+        )
         self.autocast = autocast_now()
         self.noted = NoteGenerators(contract.generators) if is_first else None
         """Mode of the first and second run: composite ops such as reshape take another path under a mode."""
@@ -141,15 +147,17 @@ class RegionRun:
         """
         contract, random = self._contract, self._random
         assert random is not None
-        if self.noted is not None and self.noted.found:
-            random = random.with_generators(self.noted.found)
+        if self.noted is not None:
+            known = {id(each) for each in contract.of_files}
+            random = random.with_generators(each for each in self.noted.found if id(each[0]) not in known)
         # An op may draw and restore the generator's state (`fork_rng`). The generators do not show that, but
         # the noted ops of the first run do.
         drew = self.noted is not None and self.noted.draws
         contract.draws = contract.draws or drew or not random.is_now(contract.module)
         if random.python is not None and random.python.is_now():  # it takes time to restore
             random = replace(random, python=None)
-        self._random = random if contract.draws else None
+        unused = [each for each in contract.of_files if each not in contract.generators]
+        self._random = random.without_unchanged(unused) if contract.draws else None
         inputs, self._inputs = self._inputs, []
         if any(tensor._version != version for tensor, version in inputs):
             raise refusals.error_of(refusals.changes_input(name))
