@@ -38,7 +38,7 @@ class StageCosts:
         columns = (self.forward_s, self.backward_s, self.load_s, self.weights, self.gradients, self.saved)
         return tuple(np.concatenate([[0.0], np.cumsum(np.asarray(column, np.float64))]) for column in columns)
 
-    def sums(self, first: int, last: npt.NDArray[np.intp]) -> tuple[F64, ...]:
+    def sums(self, first: int | npt.NDArray[np.intp], last: npt.NDArray[np.intp]) -> tuple[F64, ...]:
         """Return the costs of stages [first, last), summed over their blocks, in the order of the fields."""
         return tuple(column[last] - column[first] for column in self._sums)
 
@@ -104,20 +104,18 @@ def fastest_stages(
     for end in range(1, blocks):
         following = np.arange(end + 1, blocks + 1)
         forward, backward, load, weights, gradients, saved = costs.sums(end, following)
-        for first in range(end):
-            own = (float(column[0]) for column in costs.sums(first, np.asarray([end])))
-            own_forward, _, own_load, own_weights, *_ = own
-            # This one's forward overlaps with the next one's load, the next one's backward with this one's.
-            seconds = np.maximum(own_forward, load) + np.maximum(forward + backward, own_load)
-            fits = own_weights + weights + gradients + saved <= budget_bytes
-            for layer in range(layers):
-                target = layer + 1 if count is not None else 0
-                if target >= layers and count is not None:
-                    continue
-                total = np.where(fits, best[layer, first, end] + seconds, np.inf)
-                better = total < best[target, end, following]
-                best[target, end, following] = np.where(better, total, best[target, end, following])
-                before[target, end, following] = np.where(better, first, before[target, end, following])
+        # (first, following): the stage before begins at any block below its end.
+        own = [column[:, None] for column in costs.sums(np.arange(end), np.asarray(end))]
+        own_forward, _, own_load, own_weights, *_ = own
+        # This one's forward overlaps with the next one's load, the next one's backward with this one's.
+        seconds = np.maximum(own_forward, load) + np.maximum(forward + backward, own_load)
+        fits = own_weights + weights + gradients + saved <= budget_bytes
+        for layer in range(layers if count is None else layers - 1):
+            target = layer if count is None else layer + 1
+            total = np.where(fits, best[layer, :end, end, None] + seconds, np.inf)
+            first = total.argmin(axis=0)
+            best[target, end, following] = total[first, following - end - 1]
+            before[target, end, following] = first
     return _backtrack(best, before, count)
 
 
