@@ -7,6 +7,8 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from memtune.offload.core import Chunks, pack
 from memtune.program import Units, lru_moves
 
@@ -39,15 +41,12 @@ def chunk_sizes(n_bytes: Units, block: Units, *, above: bool = False) -> Units:
         of_block[index] += size
     least, most = max(n_bytes), max(of_block)
     sums: set[int] = set()
-    # Sums of neighbours, see above: O(n^2), but a sum above the largest block ends the inner loop.
+    # Sums of neighbours, see above: O(n^2).
+    ends = np.cumsum(np.asarray((0, *n_bytes), np.int64))
     for first in range(len(n_bytes)):
-        total = 0
-        for size in n_bytes[first:]:
-            total += size
-            if total > most and not above:
-                break
-            if total >= least:
-                sums.add(total)
+        totals = ends[first + 1 :] - ends[first]
+        stop = len(totals) if above else int(np.searchsorted(totals, most, side="right"))
+        sums.update(totals[int(np.searchsorted(totals, least)) : stop].tolist())
     found = sorted(sums)
     within = bisect.bisect_right(found, most)
     return *_spread(found[:within], _TRIED), *(_spread(found[within:], _TRIED_ABOVE) if above else ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ def count_pages(n_bytes: Units, block: Units, page_bytes: int) -> int:
     return paged(n_bytes, block, page_bytes, 2 * len(n_bytes) + sum(n_bytes) // page_bytes).count
 
 
+@functools.lru_cache(maxsize=64)  # `paged` keeps no refusal
 def _first_that_holds(n_bytes: Units, block: Units, page_bytes: int, gathered: bool, frames: range) -> Pages:
     for each in frames:
         try:

@@ -220,7 +220,8 @@ def _moves_by_kept(chunks: Chunks, prefetch: int) -> tuple[I64, I64, I64]:
         distance = np.cumsum(since[:, ::-1], 1)[:, ::-1]
         distance[latest[mine] < 0] = count
         asked = kept <= mine[:, None]
-        missed += np.bincount((kept * (count + 1) + distance)[asked], minlength=len(missed))
+        # Not `bincount`, which makes a table of this size for each moment.
+        np.add.at(missed, (kept * (count + 1) + distance)[asked], 1)
         least = np.maximum(least, asked.sum(0))
         # Within a moment, larger numbers are used later.
         latest[mine] = moment * count + np.arange(len(mine))
