@@ -7,8 +7,8 @@ Three rules, which the pass `offload.optimizer.grad_offload_pass` follows:
   ready (`Events.grad_ready`). This happens in every micro-batch, since the sums of micro-batches are on the
   host; a sum on the device that has been averaged before is equal on all ranks, so averaging it again with
   the new gradient does not change its earlier part.
-2. Every rank must have every gradient, in each backward: else ranks would average different parameters with
-  each other.
+2. Every rank must have every gradient, in each backward. A rank that lacks some sends zeros in their places,
+  in the order of the first backward, and raises at the end of its own.
 3. Buffers follow the first rank's, as under DistributedDataParallel (`parallel.replicas.broadcast_buffers`).
 """
 

@@ -1,9 +1,9 @@
 """One owner of averages among replicas: when a gradient is averaged, over which group, and into what.
 
 - When: a bucket is averaged in one all-reduce as soon as autograd has accumulated its last gradient, in each
-  backward. A bucket that is not full when a later one begins is averaged with zeros for its missing
-  gradients, so that ranks that use different parameters still exchange the same messages. The end of backward
-  averages the rest.
+  backward. The first backward shows the order of the messages. A bucket that is not full when a later one is
+  averaged goes first, with zeros for its missing gradients, so that ranks that use different parameters still
+  exchange the same messages. The end of backward averages the rest.
 - Over: one process group. Buckets are laid out alike on all ranks.
 - Into: each averaged gradient is given to `into`, in the order in which autograd accumulated them. A bucket
   is allocated for its first gradient, and freed when the last view of it is dropped. A bucket of one gradient
@@ -37,7 +37,7 @@ class _Bucket:
 
     parameters: list[nn.Parameter]
     place: int
-    """Of its bucket of several gradients, in the order in which backward fills them; -1 for one gradient."""
+    """Its place in the order of messages; -1 while that of a single gradient is unknown."""
     is_averaged: bool = False
     """In this backward."""
     ready: dict[nn.Parameter, None] = field(default_factory=dict)
@@ -80,7 +80,9 @@ class GradientReducer:
             for place, members in enumerate(buckets)
             for dtype in dict.fromkeys(each.dtype for each in members)
         ]
-        self._place = 0  # of the last bucket that was begun in this backward
+        self._place = 0  # of the last bucket that was averaged in this backward
+        self._is_ordered, self._averaged = False, dict[_Bucket, None]()
+        """True once a complete backward has shown the order; the buckets averaged until then."""
         self._bucket_of = {each: bucket for bucket in self._buckets for each in bucket.parameters}
         self._seen: set[nn.Parameter] = set()  # in this backward
         self.averaged_bytes = 0
@@ -98,9 +100,6 @@ class GradientReducer:
         # The bucket takes it over: autograd accumulates the next one, of another use, from nothing.
         parameter.grad = None
         self._seen.add(parameter)
-        # Before this one: a bucket that other ranks may fill must be averaged at the same place in the order
-        # of messages.
-        self._average_up_to(bucket.place)
         # Taken as it is: no copy, and the memory that autograd has allocated is averaged in place.
         if len(bucket.parameters) == 1:
             bucket.whole = gradient
@@ -113,17 +112,20 @@ class GradientReducer:
         del gradient
         bucket.ready[parameter] = None
         if len(bucket.ready) == len(bucket.parameters):
-            self._average(bucket)
+            self._average_in_order(bucket)
 
-    def _average_up_to(self, place: int) -> None:
-        """Average the buckets before `place` that this backward has not filled."""
-        if place > self._place:
-            for each in self._buckets:
-                if self._place <= each.place < place and not each.is_averaged:
-                    self._average(each)
-            self._place = place
+    def _average_in_order(self, bucket: _Bucket) -> None:
+        """Average `bucket`, and first those before it, which other ranks may have filled."""
+        begin, self._place = self._place, max(self._place, bucket.place)
+        # Sorted by place once the order is known: a backward does not walk all buckets for each gradient.
+        for each in self._buckets[begin : bucket.place] if self._is_ordered else self._buckets:
+            if begin <= each.place < bucket.place and not each.is_averaged:
+                self._average(each)
+        self._average(bucket)
 
     def _average(self, bucket: _Bucket) -> None:
+        if not self._is_ordered:
+            self._averaged[bucket] = None
         whole, ready = bucket.whole, bucket.ready
         if whole is None:
             whole = torch.zeros(bucket.numel, dtype=bucket.parameters[0].dtype, device=self._device)
@@ -143,16 +145,20 @@ class GradientReducer:
         """Average the remaining buckets after a backward; return the parameters without a gradient in it."""
         for bucket in self._buckets:
             if bucket.ready:
-                self._average(bucket)
-        seen = self._seen
+                self._average_in_order(bucket)
+        lacking = [each for each in self._bucket_of if each not in self._seen]
+        if not lacking and not self._is_ordered:
+            self._buckets, self._is_ordered = list(self._averaged), True
+            for place, bucket in enumerate(self._buckets):
+                bucket.place = place
         self.abandon()
-        return [each for each in self._bucket_of if each not in seen]
+        return lacking
 
     def abandon(self) -> None:
         """Drop the gradients of a backward that raised."""
         for bucket in self._buckets:
             bucket.whole, bucket.ready, bucket.is_averaged = None, {}, False
-        self._seen, self._place = set(), 0
+        self._seen, self._place, self._averaged = set(), 0, {}
 
 
 # -- after the last backward of a step -----------------------------------------------------------------------

@@ -92,4 +92,5 @@ def test_block_is_averaged_in_one_message_and_given_away_in_the_order_of_autogra
         assert alone  # a bucket of one gradient is that gradient
         assert missing == 0
         assert left == [None] * 4
-        assert again == [[False, False, False], [24.0], 1, [16]]
+        # Before the block's float32 zeros for bfloat16, whose gradient other ranks may have.
+        assert again == [[False, False, False], [24.0], 1, [5, 16]]
