@@ -127,9 +127,9 @@ class CallRecorder(TorchFunctionMode):
 
     Args:
         tracer: Records the ops.
-        fuse: For steps that are to be translated: run attention without its dropout, because CPU's fused
-            kernel has none and only a fused kernel lays out its output as CUDA's do; run attention for which
-            no GPU has a kernel as the composite that it is there.
+        fuse: For steps whose kernels are to be translated: run attention without its dropout, because CPU's
+            fused kernel has none and only a fused kernel lays out its output as CUDA's do; run attention for
+            which no GPU has a kernel as the composite that it is there.
     """
 
     def __init__(self, tracer: Tracer, *, fuse: bool = False) -> None:

@@ -29,6 +29,7 @@ from memtune.autotune.record.optimizer_dedup import OptimizerDedup
 from memtune.autotune.record.tracer import Tracer
 from memtune.compile import CompiledModel, Compiling
 from memtune.deferred_init import OneFakeMode
+from memtune.device import Capability, platform_of
 from memtune.errors import MemtuneError, WorkloadError
 from memtune.hardware import Device
 from memtune.memory import RealOutputs, WorkspaceTable
@@ -120,6 +121,11 @@ class Session:
             self.drawn[size] = self.workload.drawn_batches(size)
         return self.drawn[size]
 
+    @property
+    def _has_other_kernels(self) -> bool:
+        """True if `translate` has a table of the target's kernels, which are not those of a CPU."""
+        return self.target != "cpu" and Capability.TRANSLATION in platform_of(self.target).capabilities
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Enter the recording modes: fake tensors unless the rung is real, random draws from `SEED`."""
@@ -210,7 +216,7 @@ class Session:
         tracer = self._tracer(dedup.recorded)
         with self.entered(), dedup.skipping_blocks():
             batches = [self.batch(size)]
-            calls = CallRecorder(tracer, fuse=self.target != "cpu")
+            calls = CallRecorder(tracer, fuse=self._has_other_kernels)
             try:
                 with tracer.recording():
                     with calls:
@@ -257,7 +263,7 @@ class Session:
                     self.model, self.workload.loss, batches[:-1], CPU, sync=lambda last: self.sync(False)
                 )
                 batches = batches[-1:]
-            calls = CallRecorder(tracer, fuse=self.target != "cpu")
+            calls = CallRecorder(tracer, fuse=self._has_other_kernels)
             with tracer.recording():
                 with calls if self.compiled is None else _no_new_graphs():
                     loss = accumulate(
@@ -421,7 +427,7 @@ def _with_compile(session: Session, compiling: Compiling) -> Session:
         regions,
         f"recorded {compiling.backend}",
         dict(compiling.partitioning),
-        change_graph=(lambda graph: None) if session.target == "cpu" else attention_without_dropout,
+        change_graph=attention_without_dropout if session._has_other_kernels else lambda graph: None,
     )
     compiled.install()
     return replace(session, compiled=compiled, blocks=session.blocks if compiling.scope == "blocks" else [])

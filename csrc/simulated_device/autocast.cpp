@@ -17,9 +17,11 @@ struct Disabled {
   c10::impl::ExcludeDispatchKeyGuard guard{c10::DispatchKey::AutocastPrivateUse1};
 };
 
+// From the last argument to the first, the order in which GCC evaluates those of a call, and so the order of casts on a GPU.
 template <typename Function>
 void for_each_tensor(const c10::OperatorHandle& op, torch::jit::Stack* stack, Function function) {
-  for (std::size_t i = stack->size() - op.schema().arguments().size(); i < stack->size(); ++i) {
+  const std::size_t first = stack->size() - op.schema().arguments().size();
+  for (std::size_t i = stack->size(); i-- > first;) {
     IValue& value = (*stack)[i];
     if (value.isTensor()) {
       value = function(value.toTensor());

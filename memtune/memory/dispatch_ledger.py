@@ -58,6 +58,7 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
         device: Device of the model; on a GPU, CPU storages belong to the host tier.
         workspace: Kernel workspace of an op in bytes, live while that op runs; default: none.
         keep_timeline: Fill `timeline`: device bytes after each op.
+        block_bytes: Granularity of the counted bytes.
     """
 
     def __init__(
@@ -66,9 +67,11 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
         *,
         workspace: Workspace | None = None,
         keep_timeline: bool = False,
+        block_bytes: int = 1,
     ):
         super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._workspace, self._keep_timeline = torch.device(device), workspace, keep_timeline
+        self._block_bytes = block_bytes
         self._records: dict[int, _Record] = {}  # by storage address
         self._dead: deque[tuple[int, _Record]] = deque()  # filled by finalizers; `append` is thread-safe
         self._live = dict.fromkeys(TIERS, 0)
@@ -285,7 +288,10 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
         self._records[address] = record
         # At exit no component reads the counters, and torch may already be finalized.
         weakref.finalize(storage, self._dead.append, (address, record)).atexit = False
-        self._change(record, storage.nbytes())
+        self._change(record, self._bytes_of(storage))
+
+    def _bytes_of(self, storage: torch.UntypedStorage) -> int:
+        return -(-storage.nbytes() // self._block_bytes) * self._block_bytes
 
     def _drop_freed(self) -> None:
         while self._dead:
@@ -298,12 +304,12 @@ class ModeLedger(TorchDispatchMode):  # torch's __init_subclass__
     def _resized(self, storage: torch.UntypedStorage, kind: Kind) -> None:
         self._drop_freed()
         record = self._records.get(storage._cdata)
-        if record is None or record.bytes == storage.nbytes():
+        if record is None or record.bytes == self._bytes_of(storage):
             return
         if record.bytes == 0 and record.kind == Kind.TEMPORARY:
             record.kind = kind
-        before, grows = dict(self._live), storage.nbytes() > record.bytes
-        self._change(record, storage.nbytes())
+        before, grows = dict(self._live), self._bytes_of(storage) > record.bytes
+        self._change(record, self._bytes_of(storage))
         if grows:
             self._settle("UntypedStorage.resize_", before, 0)
 

@@ -96,6 +96,7 @@ if TYPE_CHECKING:
         set_lifetimes as set_lifetimes,
     )
     from memtune.program.saved_tensor_policy import (
+        HEADER_BYTES as HEADER_BYTES,
         KEEP as KEEP,
         OFFLOAD as OFFLOAD,
         RECOMPUTE as RECOMPUTE,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         float_bytes as float_bytes,
         is_cast_weight as is_cast_weight,
     )
+    from memtune.activations.offload.compression_scratch_pass import add_plain_scratch as add_plain_scratch
     from memtune.activations.offload.offloaded_tensor import (
         OffloadedTensor as OffloadedTensor,
         SavedStorage as SavedStorage,

@@ -12,6 +12,7 @@ torch's seed, of the value's place and of the value: no generator is advanced, a
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 
 from memtune import _native
 from memtune.device import accelerator
-from memtune.program import Compression, Hop, Resource, SavedTensorPolicy
+from memtune.memory import ModeLedger
+from memtune.program import HEADER_BYTES, Compression, Hop, Resource, SavedTensorPolicy
 from memtune.runtime import SeamOp, register
 
 NEAREST = -1
@@ -28,6 +30,10 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _LARGE = 253 << 23
 """Bits of 2^126: values of this size and above are kept as infinity."""
 _LEAST_STEP = 2.0**-119
+_BLOCK_BYTES = 512
+"""Granularity of the caching allocators of torch's accelerators."""
+_PART_VALUES = 1 << 20
+"""Values that plain torch converts at once: its temporaries take up to 60 bytes for each."""
 _WORD = 0xFFFFFFFF
 
 
@@ -126,6 +132,57 @@ def _decompress_fake(packed: Tensor, numel: int, dtype: torch.dtype, bits: int, 
 
 def plain_compress_(packed: Tensor, values: Tensor, bits: int, group: int, seed: int) -> None:
     """Compress as `torch.ops.memtune.compress` does, in plain torch: the reference."""
+    header, codes = _header_and_codes(packed, values.numel(), group)
+    for begin, end in _parts(values.numel(), group):
+        first, last = begin // group, -(-end // group)
+        mine = codes[begin:end] if bits == 8 else codes[begin // 2 : (end + 1) // 2]
+        _compress_part_(header[first:last], mine, values[begin:end], bits, group, seed, begin)
+
+
+def plain_decompress_(values: Tensor, packed: Tensor, bits: int, group: int) -> None:
+    """Decompress as `torch.ops.memtune.decompress` does, in plain torch: the reference."""
+    header, codes = _header_and_codes(packed, values.numel(), group)
+    for begin, end in _parts(values.numel(), group):
+        first, last = begin // group, -(-end // group)
+        mine = codes[begin:end] if bits == 8 else codes[begin // 2 : (end + 1) // 2]
+        _decompress_part_(values[begin:end], header[first:last], mine, bits, group)
+
+
+@functools.cache
+def plain_scratch_bytes(numel: int, width: int, hop: Compression) -> tuple[int, int]:
+    """Return the bytes of the temporaries of `plain_compress_` and `plain_decompress_`, for `numel` values of
+    `width` bytes.
+    """
+    numel, found = min(numel, _PART_VALUES // hop.group * hop.group), list[int]()
+    values = torch.empty(numel, dtype=torch.float32 if width == 4 else torch.bfloat16, device="meta")
+    packed = _compress_fake(values, hop.bits, hop.group, NEAREST)
+    seed = 0 if hop.at_random else NEAREST
+    ends_bytes = sum(-(-each.nbytes // _BLOCK_BYTES) * _BLOCK_BYTES for each in (values, packed))
+    for run in (
+        lambda: plain_compress_(packed, values, hop.bits, hop.group, seed),
+        lambda: plain_decompress_(values, packed, hop.bits, hop.group),
+    ):
+        with ModeLedger("meta", block_bytes=_BLOCK_BYTES) as ledger:
+            run()
+            found.append(ledger.peak_bytes() - ends_bytes)
+    return found[0], found[1]
+
+
+def _parts(numel: int, group: int) -> Iterator[tuple[int, int]]:
+    """Return begin and end of parts of whole groups, whose temporaries are small."""
+    size = _PART_VALUES // group * group
+    return ((begin, min(begin + size, numel)) for begin in range(0, numel, size))
+
+
+def _header_and_codes(packed: Tensor, numel: int, group: int) -> tuple[Tensor, Tensor]:
+    """Return views: (groups, 2) least value and step, and the bytes of the integers."""
+    end = HEADER_BYTES * -(-numel // group)
+    return packed[:end].view(torch.float32).view(-1, 2), packed[end:]
+
+
+def _compress_part_(
+    header: Tensor, packed: Tensor, values: Tensor, bits: int, group: int, seed: int, begin: int
+) -> None:
     levels, numel = 2**bits - 1, values.numel()
     x = torch.nn.functional.pad(values.float(), (0, -numel % group)).view(-1, group)
     there = torch.arange(x.numel(), device=x.device).view(x.shape) < numel
@@ -143,35 +200,31 @@ def plain_compress_(packed: Tensor, values: Tensor, bits: int, group: int, seed:
     inverse = torch.where(step > 0, torch.ones_like(step) / step, 0.0)
     t = torch.where(is_large, 0.0, x - least[:, None]) * inverse[:, None]
     t = torch.minimum(t, top[:, None])
-    codes = torch.minimum((t + _rounding_offset(t, seed)).floor(), top[:, None])
+    codes = torch.minimum((t + _rounding_offset(t, seed, begin)).floor(), top[:, None])
     special = top[:, None] + torch.where(x.isnan(), 3.0, torch.where(x > 0, 2.0, 1.0))
     whole = torch.where(is_large, special, codes).to(torch.uint8).view(-1)[: numel + numel % 2]
-    header = torch.stack([least, torch.where(has_large, -step, step)], 1)
-    at = 4 * header.numel()
-    packed[:at] = header.view(-1).view(torch.uint8)
+    header.copy_(torch.stack([least, torch.where(has_large, -step, step)], 1))
     if bits == 8:
-        packed[at : at + numel] = whole[:numel]
+        packed.copy_(whole[:numel])
     else:
         if numel % 2:
             whole[numel:] = 0
-        packed[at : at + len(whole) // 2] = whole[::2] | (whole[1::2] << 4)
+        packed.copy_(whole[::2] | (whole[1::2] << 4))
 
 
-def _rounding_offset(t: Tensor, seed: int) -> Tensor | float:
+def _rounding_offset(t: Tensor, seed: int, begin: int) -> Tensor | float:
     """Return what is added to `t` before it is rounded down: a half, or random numbers from 0 to 1."""
     if seed == NEAREST:
         return 0.5
-    place = torch.arange(t.numel(), device=t.device).view(t.shape)
+    place = torch.arange(begin, begin + t.numel(), device=t.device).view(t.shape)
     hashed = (t.view(torch.int32).long() & _WORD) ^ ((seed + place * 0x9E3779B9) & _WORD)
     hashed = ((hashed ^ (hashed >> 16)) * 0x85EBCA6B) & _WORD
     hashed = ((hashed ^ (hashed >> 13)) * 0xC2B2AE35) & _WORD
     return ((hashed ^ (hashed >> 16)) >> 8).float() * 2.0**-24
 
 
-def plain_decompress_(values: Tensor, packed: Tensor, bits: int, group: int) -> None:
-    """Decompress as `torch.ops.memtune.decompress` does, in plain torch: the reference."""
-    numel, groups = values.numel(), -(-values.numel() // group)
-    header, codes = packed[: 8 * groups].view(torch.float32).view(-1, 2), packed[8 * groups :]
+def _decompress_part_(values: Tensor, header: Tensor, codes: Tensor, bits: int, group: int) -> None:
+    numel = values.numel()
     if bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], 1).view(-1)
     codes = torch.nn.functional.pad(codes[:numel], (0, -numel % group)).view(-1, group).float()

@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from memtune import refusals
-from memtune.activations.offload import OffloadClaim, move_activations
+from memtune.activations.offload import OffloadClaim, add_plain_scratch, move_activations
+from memtune.device import Capability
 from memtune.effects import Effects
 from memtune.program import Program, SavedTensorPolicy, compress
 from memtune.runtime import Context
@@ -74,7 +75,11 @@ class Compressed(Technique):
             OffloadClaim(block, 1.0, self.min_bytes, policy=self._policy)
             for block in range(len(program.step.blocks))
         ]
-        return program.with_step(move_activations(program.step, claims, stages=program.stages))
+        step = move_activations(program.step, claims, stages=program.stages)
+        platform, hop = target.hardware.platform, self._policy.hops[0]
+        if not platform.is_host and Capability.TRITON not in platform.capabilities:
+            step = add_plain_scratch(step, hop)
+        return program.with_step(step)
 
     def apply(self, context: Context, plan: Plan) -> None:
         """Claim all blocks in the activation table."""

@@ -63,6 +63,28 @@ def test_native_compression_is_bitwise_equal_to_reference(bits: int, dtype: torc
             assert same(values_back, out)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_plain_compression_in_parts_is_bitwise_equal(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = values(5001, torch.float32)
+    for seed in (NEAREST, 3):
+        whole = packed(x, bits, 48, seed)
+        with monkeypatch.context() as patched:
+            patched.setattr(compression, "_PART_VALUES", 100)
+            assert torch.equal(packed(x, bits, 48, seed), whole)
+            out = torch.empty_like(x)
+            compression.plain_decompress_(out, whole, bits, 48)
+        back_whole = torch.empty_like(x)
+        compression.plain_decompress_(back_whole, whole, bits, 48)
+        assert same(out, back_whole)
+
+
+def test_plain_compression_has_bounded_temporaries() -> None:
+    hop = Compression()
+    small, large, larger = (compression.plain_scratch_bytes(n, 4, hop) for n in (2**12, 2**20, 2**26))
+    assert 0 < small[0] < large[0] == larger[0] < 64 * 2**20
+    assert 0 < small[1] < large[1] == larger[1] < large[0]
+
+
 @pytest.mark.parametrize(("bits", "levels"), [(4, 15), (8, 255)])
 def test_compression_error_is_at_most_half_a_step_to_the_nearest(bits: int, levels: int) -> None:
     torch.manual_seed(0)

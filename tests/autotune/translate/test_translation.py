@@ -520,3 +520,9 @@ def test_translated_live_bytes_equal_real_cuda_run(
     assert len(pairs) >= 0.95 * len(want), sorted({a for a, _ in want} - {b for b, _ in got})
     off = [(a[0], a[1] - b[1]) for a, b in pairs if abs(a[1] - b[1]) > max(4096, 0.01 * b[1])]
     assert not off, off[:10]
+
+
+@pytest.mark.parametrize(("target", "is_fused"), [("xpu", True), ("cuda", False)])
+def test_grouped_attention_is_composed_only_for_devices_with_a_table(target: str, is_fused: bool) -> None:
+    names = record(Workload.load(ZOO["hf_llama"]), target=target).step.names
+    assert any(table.CPU_ATTENTION in name for name in names) is is_fused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import median_high
 from typing import Any
@@ -18,6 +18,7 @@ from memtune.api import apply
 from memtune.autotune.record.recorder import record
 from memtune.autotune.record_parallel.sharded_recording import ShardedRecordings
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
+from memtune.autotune.translate import translate
 from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
 from memtune.runtime import node_topology
@@ -41,10 +42,11 @@ def settings(kind: str, accumulate: int = 1, **knobs: Any) -> dict[str, Any]:
 
 
 @cache
-def rewriter(path: Path, ranks: int = 2) -> Rewriter:
-    workload = Workload.load(path)
-    plain = record(workload)
-    return Rewriter(plain, Target(hardware.detect("cpu"), ranks, sharded=ShardedRecordings(workload, plain)))
+def rewriter(path: Path, ranks: int = 2, device: str = "cpu") -> Rewriter:
+    workload, on = Workload.load(path), hardware.detect(device)
+    plain, to_device = record(workload, target=device), partial(translate, hardware=on)
+    cut = ShardedRecordings(workload, plain, translate=to_device, target=device)
+    return Rewriter(to_device(plain), Target(on, ranks, sharded=cut))
 
 
 def candidate(

@@ -238,7 +238,7 @@ class ShardedSuite(TechniqueSuite):
         execution = {"micro_batch": 2, "accumulate": self.accumulate}
         path, device = self.models[model], device_under_test().type
         cut = (
-            model_parallel_runs.rewriter(path).target.sharded
+            model_parallel_runs.rewriter(path, device=device).target.sharded
             if self.technique.slot == "sharding.parallel"
             else None
         )

@@ -126,7 +126,7 @@ class Capped(Story):
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, targets = batch
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
             logits = model(inputs)
         logits = CAP * torch.tanh(logits.float() / CAP)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -151,7 +151,7 @@ class ShiftedAutocast(Shifted):
     """The same under bfloat16 autocast, cast to float32 before the cut."""
 
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
             return model(tokens).float()
 
 
