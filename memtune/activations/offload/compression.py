@@ -12,7 +12,7 @@ torch's seed, of the value's place and of the value: no generator is advanced, a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -158,10 +158,11 @@ def plain_scratch_bytes(numel: int, width: int, hop: Compression) -> tuple[int, 
     packed = _compress_fake(values, hop.bits, hop.group, NEAREST)
     seed = 0 if hop.at_random else NEAREST
     ends_bytes = sum(-(-each.nbytes // _BLOCK_BYTES) * _BLOCK_BYTES for each in (values, packed))
-    for run in (
+    runs: tuple[Callable[[], None], ...] = (
         lambda: plain_compress_(packed, values, hop.bits, hop.group, seed),
         lambda: plain_decompress_(values, packed, hop.bits, hop.group),
-    ):
+    )
+    for run in runs:
         with ModeLedger("meta", block_bytes=_BLOCK_BYTES) as ledger:
             run()
             found.append(ledger.peak_bytes() - ends_bytes)

@@ -10,7 +10,7 @@ from memtune import refusals
 from memtune.activations.offload import OffloadClaim, add_plain_scratch, move_activations
 from memtune.device import Capability
 from memtune.effects import Effects
-from memtune.program import Program, SavedTensorPolicy, compress
+from memtune.program import Compression, Program, SavedTensorPolicy, compress
 from memtune.runtime import Context
 from memtune.technique import Exactness, Plan, Reason, Target, Technique
 
@@ -76,8 +76,9 @@ class Compressed(Technique):
             for block in range(len(program.step.blocks))
         ]
         step = move_activations(program.step, claims, stages=program.stages)
-        platform, hop = target.hardware.platform, self._policy.hops[0]
-        if not platform.is_host and Capability.TRITON not in platform.capabilities:
+        platform, (hop,) = target.hardware.platform, self._policy.hops
+        in_torch = not platform.is_host and Capability.TRITON not in platform.capabilities
+        if in_torch and isinstance(hop, Compression):
             step = add_plain_scratch(step, hop)
         return program.with_step(step)
 
