@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         accepts as accepts,
         float_bytes as float_bytes,
         is_cast_weight as is_cast_weight,
+        plain_scratch_bytes as plain_scratch_bytes,
     )
     from memtune.activations.offload.compression_scratch_pass import add_plain_scratch as add_plain_scratch
     from memtune.activations.offload.offloaded_tensor import (

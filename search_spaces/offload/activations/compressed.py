@@ -79,7 +79,9 @@ class Compressed(Technique):
         platform, (hop,) = target.hardware.platform, self._policy.hops
         in_torch = not platform.is_host and Capability.TRITON not in platform.capabilities
         if in_torch and isinstance(hop, Compression):
-            step = add_plain_scratch(step, hop)
+            from memtune.activations.offload import plain_scratch_bytes  # imports torch
+
+            step = add_plain_scratch(step, hop, plain_scratch_bytes)
         return program.with_step(step)
 
     def apply(self, context: Context, plan: Plan) -> None:
