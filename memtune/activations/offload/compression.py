@@ -33,7 +33,7 @@ _LEAST_STEP = 2.0**-119
 _BLOCK_BYTES = 512
 """Granularity of the caching allocators of torch's accelerators."""
 _PART_VALUES = 1 << 20
-"""Values that plain torch converts at once: its temporaries take up to 60 bytes for each."""
+"""Values that plain torch converts at once: each has temporaries of 60 bytes or less."""
 _WORD = 0xFFFFFFFF
 
 
