@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from memtune.autotune.predict.simulation import simulate as simulate
     from memtune.autotune.predict.snapshot import Trace as Trace, read_trace as read_trace
     from memtune.autotune.predict.tight_memory import (
+        AS_CONFIGURED as AS_CONFIGURED,
         TightSetting as TightSetting,
         rank_settings as rank_settings,
     )

@@ -18,6 +18,8 @@ from memtune.program import Step
 DEVICE_CALL_S = 0.5e-3
 """Estimate for a cudaMalloc or cudaFree of a segment: both map or unmap memory and synchronize."""
 _STEPS = 4
+AS_CONFIGURED = "as configured"
+"""Name of a config's own settings of the allocator, if they are none of those that are suggested."""
 _SUGGESTED = ("", "expandable_segments:True", "max_split_size_mb:512", "max_split_size_mb:128")
 
 
@@ -47,7 +49,7 @@ def rank_settings(step: Step, own: AllocatorSettings, limit_bytes: int) -> tuple
     events, fewer = event_stream(step, _STEPS), event_stream(step, _STEPS - 1)
     asked = {text: AllocatorSettings.parse(text) for text in _SUGGESTED}
     if own not in asked.values():
-        asked["as configured"] = own
+        asked[AS_CONFIGURED] = own
     found = []
     for text, settings in asked.items():
         result = replay(events, settings, limit_bytes)

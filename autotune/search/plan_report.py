@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from memtune.api import begins_with_shards, starts_off_device
 from memtune.autotune.predict import (
+    AS_CONFIGURED,
     AllocatorSettings,
     ParallelMap,
     PeakRow,
@@ -46,7 +47,7 @@ from memtune.executors import Probing
 from memtune.progress import advance
 from memtune.search_spaces import find, is_null, matching
 from memtune.technique import Reason, Technique
-from memtune.units import format_bytes, format_rate
+from memtune.units import format_bytes, format_rate, format_seconds
 
 SCHEMA = 1
 EXACT_ROWS = 5
@@ -64,8 +65,8 @@ class PlanRow:
     settings: dict[str, Any]
     status: Status
     """`ok` if the predicted peak is within the budget; `tight` if allocated bytes are, but reserved ones are
-    not, so that the allocator returns cached memory and asks again; `oom` if neither, `unfit` if a technique
-    refused.
+    not, so that the allocator returns cached memory and asks again; `oom` if neither, or if replays under
+    the budget run out of memory with all settings of the allocator; `unfit` if a technique refused.
     """
     reason: str = ""
     baseline: str = ""
@@ -103,7 +104,7 @@ class PlanRow:
     unmet: tuple[str, ...] = ()
     """Lines on what the settings ask for and their plans do not do."""
     allocators: tuple[TightSetting, ...] = ()
-    """Settings of the allocator under the budget, best first, for a config that is `tight`."""
+    """Settings of the allocator under the budget, best first, where only allocated bytes fit."""
     details: dict[str, Any] = field(default_factory=dict)
     """The full prediction."""
 
@@ -375,11 +376,47 @@ def _ranked_settings(setup: Setup, scored: Scored, row: PlanRow) -> PlanRow:
     if row.status != "tight" or budget is None:
         return row
     own = AllocatorSettings.from_env(scored.choice.env())
-    ranked = rank_settings(setup.scorer.program(scored.choice).step, own, budget)
+    return _replayed(row, rank_settings(setup.scorer.program(scored.choice).step, own, budget), own, budget)
+
+
+def _replayed(
+    row: PlanRow, ranked: tuple[TightSetting, ...], own: AllocatorSettings, budget_bytes: int
+) -> PlanRow:
+    """Return a tight `row` as replays under the budget found it: `ranked`, of which one is its `own`."""
+    mine = next(
+        each
+        for each in ranked
+        if each.settings == AS_CONFIGURED or AllocatorSettings.parse(each.settings) == own
+    )
     best = ranked[0]
-    better = f"; PYTORCH_ALLOC_CONF={best.settings} would need {format_bytes(best.peak_reserved_bytes)}"
-    advice = better if best.settings and best.fits else ""
-    return replace(row, reason=row.reason + advice, allocators=ranked)
+    if mine.retries and mine.fits:
+        does = f"{_ASKS_AGAIN}, {mine.retries} times a step, which takes {format_seconds(mine.retry_s)}"
+    elif mine.fits:
+        does = f"{_ASKS_AGAIN}, in the first steps only"
+    else:
+        does = "the allocator runs out of memory, whose free parts are too small for some tensor"
+    other = f"PYTORCH_ALLOC_CONF={best.settings}" if best.settings else "torch's defaults"
+    better = f"; {other} would need {format_bytes(best.peak_reserved_bytes)}"
+    advice = better if best.fits and best is not mine else ""
+    slower = 1 + (mine.retry_s / row.step_s if row.step_s and mine.fits else 0.0)
+    times = {name: None if (was := getattr(row, name)) is None else was * slower for name in _TIMES}
+    rates = {name: None if (was := getattr(row, name)) is None else was / slower for name in _RATES}
+    return replace(
+        row,
+        status="tight" if best.fits else "oom",
+        reason=_reserves_more(row.peak_reserved_bytes or 0, budget_bytes) + does + advice,
+        allocators=ranked,
+        **times,
+        **rates,
+    )
+
+
+_ASKS_AGAIN = "the allocator returns cached memory and asks again"
+_TIMES, _RATES = ("step_s", "step_low_s", "step_high_s"), ("samples_per_s", "tokens_per_s")
+
+
+def _reserves_more(reserved_bytes: int, budget_bytes: int) -> str:
+    return f"{format_bytes(reserved_bytes)} would be reserved, more than {format_bytes(budget_bytes)}: "
 
 
 def _row(setup: Setup, scored: Scored, pruner: Pruner, *, baseline: str = "", n_equal: int = 1) -> PlanRow:
@@ -391,10 +428,7 @@ def _row(setup: Setup, scored: Scored, pruner: Pruner, *, baseline: str = "", n_
     interval, tokens = prediction.interval, setup.tokens_per_sample
     tight = fits and budget is not None and prediction.peak_reserved_bytes > budget
     if tight:
-        reason = (
-            f"{format_bytes(prediction.peak_reserved_bytes)} would be reserved, more than"
-            f" {format_bytes(budget or 0)}: the allocator returns cached memory and asks again"
-        )
+        reason = _reserves_more(prediction.peak_reserved_bytes, budget or 0) + _ASKS_AGAIN
     device_bytes, device_low_bytes, device_high_bytes = prediction.device_bytes
     return PlanRow(
         summary=scored.choice.summary,

@@ -68,8 +68,8 @@ def render(
         parts.append(_table([report.config], report.facts))
         if report.config.status == "unfit":
             parts.append(Text(f"cannot be used: {report.config.reason}"))
-        elif report.config.status == "tight":
-            parts.append(Text(f"tight: {report.config.reason}", "bold"))
+        elif report.config.allocators:
+            parts.append(Text(f"{report.config.status}: {report.config.reason}", "bold"))
             parts += [Text(_setting_line(each)) for each in report.config.allocators]
         parts += _written(report, command)
     else:

@@ -13,6 +13,7 @@ from rich.console import Console
 from support import zoo_paths
 from support.search.prepared_search import AXES, Probed
 
+from memtune.autotune.predict import AllocatorSettings, TightSetting
 from memtune.autotune.search import plan_report
 from memtune.autotune.search.plan_report import PlanReport
 from memtune.autotune.search.trials import run_trial
@@ -84,6 +85,41 @@ def test_plan_ranks_fastest_fitting_first_without_gpu(ranking: PlanReport):
     assert all((each.peak_allocated_bytes or 0) <= BUDGET for each in fitting)
     assert ranking.n_pruned > 0
     assert len(ranking.rows) <= 10
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("fits", "retries", "status", "says"),
+    [
+        ((True, True), 3, "tight", "asks again, 3 times a step, which takes 2.00 ms; PYTORCH_ALLOC_CONF=expand"),
+        ((True, True), 0, "tight", "asks again, in the first steps only; PYTORCH_ALLOC_CONF=expand"),
+        (
+            (True, False),
+            3,
+            "tight",
+            "runs out of memory, whose free parts are too small for some tensor; PYT",
+        ),
+        ((False, False), 3, "oom", "runs out of memory, whose free parts are too small for some tensor"),
+    ],
+)
+def test_plan_tells_by_replays_whether_a_tight_config_runs(
+    fits: tuple[bool, bool], retries: int, status: str, says: str
+):
+    ranked = (
+        TightSetting("expandable_segments:True", 90 * MIB, 0, 0.0, fits[0]),
+        TightSetting("", 99 * MIB, retries, 0.002 if retries else 0.0, fits[1]),
+    )
+    row = plan_report.PlanRow("", {}, "tight", peak_reserved_bytes=110 * MIB, step_s=0.1, samples_per_s=40.0)
+    found = plan_report._replayed(row, ranked, AllocatorSettings(), 100 * MIB)
+    assert (found.status, found.allocators) == (status, ranked)
+    assert found.reason.startswith("110 MiB would be reserved, more than 100 MiB: ")
+    assert says in found.reason
+    assert ("PYTORCH_ALLOC_CONF" in found.reason) == fits[0]
+    is_slower = fits[1] and retries > 0
+    assert found.step_s == pytest.approx(0.102 if is_slower else 0.1)
+    assert found.samples_per_s == pytest.approx(40 / 1.02 if is_slower else 40.0)
 
 
 def test_plan_includes_baselines(ranking: PlanReport):
