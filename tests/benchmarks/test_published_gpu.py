@@ -85,7 +85,7 @@ def test_ranges_hold_nine_of_ten_of_every_source_and_are_tried_on_the_others() -
     assert found.held == 0.5
 
 
-def test_ranges_without_trials_are_those_that_the_committed_results_give() -> None:
+def test_ranges_without_trials_hold_those_that_the_committed_results_give() -> None:
     from published_ranges import derive_all
 
     from memtune.autotune.predict.calibration import (
@@ -96,7 +96,10 @@ def test_ranges_without_trials_are_those_that_the_committed_results_give() -> No
 
     rows = json.loads((BENCHMARKS / "results/published-gpu.json").read_text())["rows"]
     found = derive_all(rows)
-    assert found["torch"].factors == UNCALIBRATED_PEAK == UNCALIBRATED_RESERVED
+    low, high = found["torch"].factors
+    assert UNCALIBRATED_PEAK == UNCALIBRATED_RESERVED
+    assert UNCALIBRATED_PEAK[0] <= low
+    assert high <= UNCALIBRATED_PEAK[1]
     assert found["device"].factors == UNCALIBRATED_DEVICE
 
 
