@@ -171,7 +171,8 @@ def _composed_note(step: Step, hints: Hints) -> list[str]:
         return []
     return [
         f"{COMPOSED_ATTENTION} {count} times, so its scores are kept for backward: a fused kernel keeps none"
-        " (torch.nn.functional.scaled_dot_product_attention; in transformers attn_implementation='sdpa')"
+        " (torch.nn.functional.scaled_dot_product_attention; nn.MultiheadAttention needs need_weights=False,"
+        " transformers attn_implementation='sdpa')"
     ]
 
 

@@ -93,7 +93,7 @@ MIB = 2**20
 @pytest.mark.parametrize(
     ("fits", "retries", "status", "says"),
     [
-        ((True, True), 3, "tight", "asks again, 3 times a step, which takes 2.00 ms; PYTORCH_ALLOC_CONF=expand"),
+        ((True, True), 3, "tight", "3 times a step, which takes 2.00 ms; PYTORCH_ALLOC_CONF=expand"),
         ((True, True), 0, "tight", "asks again, in the first steps only; PYTORCH_ALLOC_CONF=expand"),
         (
             (True, False),
@@ -317,6 +317,7 @@ def test_plan_shows_that_attention_keeps_its_scores(tmp_path: Path):
     console.print(render(report))
     shown = console.export_text()
     assert "attention is computed from its parts 1 times" in shown
+    assert "nn.MultiheadAttention needs need_weights=False" in shown
     assert all(each not in shown for each in report.recording_notes)
 
 
