@@ -399,15 +399,16 @@ def _replayed(
     better = f"; {other} would need {format_bytes(best.peak_reserved_bytes)}"
     advice = better if best.fits and best is not mine else ""
     slower = 1 + (mine.retry_s / row.step_s if row.step_s and mine.fits else 0.0)
-    times = {name: None if (was := getattr(row, name)) is None else was * slower for name in _TIMES}
-    rates = {name: None if (was := getattr(row, name)) is None else was / slower for name in _RATES}
+    factors = dict.fromkeys(_TIMES, slower) | dict.fromkeys(_RATES, 1 / slower)
+    changed: dict[str, Any] = {
+        name: by * was for name, by in factors.items() if (was := getattr(row, name)) is not None
+    }
     return replace(
         row,
         status="tight" if best.fits else "oom",
         reason=_reserves_more(row.peak_reserved_bytes or 0, budget_bytes) + does + advice,
         allocators=ranked,
-        **times,
-        **rates,
+        **changed,
     )
 
 
