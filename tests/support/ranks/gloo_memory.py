@@ -28,7 +28,7 @@ def freed_to(ledger: Ledger, most_bytes: int | None = None, limit_s: float = 10.
         if time.monotonic() > end:
             break
         before_bytes = live_bytes
-        time.sleep(0.01)
+        time.sleep(0.05)
     return live_bytes
 
 
