@@ -251,6 +251,7 @@ class FsdpUnits:
     """Op after which it is resharded."""
     first_backward: I32
     last_backward: I32
+    """-1: the unit has no backward, as all its calls are without gradients."""
 
     def __len__(self) -> int:
         """Return the number of units."""
@@ -259,7 +260,7 @@ class FsdpUnits:
 
 @functools.lru_cache(maxsize=8)
 def units_of(step: Step, blocks_per_unit: int) -> FsdpUnits:
-    """Return the FSDP units of `step`; blocks without parameters or a backward have none."""
+    """Return the FSDP units of `step`; blocks without parameters or a call have none."""
     n_blocks = len(step.blocks)
     n_units = 1 + -(-n_blocks // blocks_per_unit)  # unit 0 is the root, removed below if it is empty
     block = columns_of(step.parameters).block
@@ -291,7 +292,11 @@ def units_of(step: Step, blocks_per_unit: int) -> FsdpUnits:
         int(inside[0]) if len(inside) else int(end), int(first_backward[1:].min(initial=end))
     )
     last_backward[0] = end
-    existing = np.flatnonzero((count > 0) & (last_backward >= 0))
+    # FSDP2 unshards blocks under no_grad as well, such as those of a frozen reference model.
+    in_forward = np.zeros(n_units, bool)
+    in_forward[_unit(step.calls.block, blocks_per_unit)] = True
+    in_forward[_unit(step.calls.block[step.calls.grad_enabled > 0], blocks_per_unit)] = False
+    existing = np.flatnonzero((count > 0) & ((last_backward >= 0) | in_forward))
     parameters = Ragged(order, count).picked(existing)
     columns = (column[existing] for column in (first_forward, last_forward, first_backward, last_backward))
     return FsdpUnits(parameters, bool(count[0]), existing, *columns)

@@ -19,7 +19,13 @@ from typing import Literal
 
 import numpy as np
 
-from memtune.parallel.sharding.unit_visits import UnitVisits, backward_visits, forward_visits, model_ends
+from memtune.parallel.sharding.unit_visits import (
+    UnitVisits,
+    backward_visits,
+    forward_visits,
+    mistargeted_prefetches,
+    model_ends,
+)
 from memtune.program import (
     I32,
     I64,
@@ -45,6 +51,7 @@ from memtune.program import (
 )
 
 _CAST, _EMPTY = "aten._to_copy.default", "aten.empty.memory_format"
+_CAST_SHARDS = "aten._foreach_copy_.default"
 
 
 def shard_states(step: Step, sharding: Sharding) -> Step:
@@ -52,14 +59,19 @@ def shard_states(step: Step, sharding: Sharding) -> Step:
     units = units_of(step, sharding.blocks_per_unit)
     edit = Edit(step)
     uses = _Redirect(step)
+    # Units without a backward are resharded, or their prefetch is dropped, when the whole backward has ended.
+    to_the_end = [np.empty(0, np.int32)]
     if len(units):
         kept = np.full(len(units), not sharding.reshard_after_forward)
         # Unit 0 is the root if parameters lie outside of the blocks.
         kept[0] |= units.has_root and sharding.keeps_root
-        secondary = _forward(edit, step, sharding, units, kept, uses)
+        secondary = _forward(edit, step, sharding, units, kept, uses, to_the_end)
         if not kept.all() or not backward_visits(step, sharding.blocks_per_unit).is_first.all():
             _backward(edit, step, sharding, units, kept, secondary, uses)
+        if sharding.prefetch is None:
+            to_the_end.append(_prefetch_without_use(edit, step, sharding, units, kept))
     reduced = reduce_gradients(edit, step, sharding)
+    edit.hold_through(np.concatenate(to_the_end), reduced.last)
     # Last: the edits above add uses of full parameters that must not be redirected.
     edit.set_uses(storage=uses.apply(edit.uses.storage))
     return _resized(edit, step, sharding, reduced)
@@ -109,7 +121,13 @@ def _parameter_uses(step: Step) -> tuple[I64, I32, Mask]:
 
 
 def _forward(
-    edit: Edit, step: Step, sharding: Sharding, units: FsdpUnits, kept: Mask, uses: _Redirect
+    edit: Edit,
+    step: Step,
+    sharding: Sharding,
+    units: FsdpUnits,
+    kept: Mask,
+    uses: _Redirect,
+    to_the_end: list[I32],
 ) -> _Secondary | None:
     """Gather each unit when its forward starts; it is held until the next unit has copied out."""
     visits = forward_visits(step, sharding.blocks_per_unit)
@@ -143,6 +161,7 @@ def _forward(
     until[backward.unit[backward.is_first]] = backward.last[backward.is_first]
     held = np.where(kept[gathered.unit], until[gathered.unit], gathered.last)
     edit.hold_through(made.whole, held[whole.part])
+    to_the_end.append(made.whole[(kept & (units.last_backward < 0))[gathered.unit][whole.part]])
     # FSDP2 keeps the last all-gather's result until the next copy-out has been issued on its stream.
     ends = model_ends(step)[gathered.model_call]
     follows = np.append(gathered.model_call[1:] == gathered.model_call[:-1], False)
@@ -282,7 +301,7 @@ def _backward(
     made = gather_units(
         edit,
         whole,
-        GatherTiming(_issued(visits, sharding, bool(units.has_root))[place], place, visits.first),
+        GatherTiming(_issued(step, visits, sharding, bool(units.has_root))[place], place, visits.first),
         Phase.BACKWARD,
         groups,
         prefetch_distance=sharding.prefetch_distance(Phase.BACKWARD),
@@ -292,14 +311,44 @@ def _backward(
     edit.hold_through(made.whole, gathered.last[whole.part])
     uses.add_copies(parameters.values, gathered.first[whole.part], made.whole, forward=False)
     if secondary is not None:
-        copy = np.full(len(units), -1, np.int32)
+        copy = np.where(units.last_backward < 0, step.backward_end, -1).astype(np.int32)
         copy[gathered.unit[gathered.is_first]] = made.copy[gathered.is_first]
         parts = Ragged(secondary.part, units.parameters.count)
         there = parts.values >= 0
         edit.hold_through(parts.values[there], copy[parts.part[there]])
 
 
-def _issued(visits: UnitVisits, sharding: Sharding, has_root: bool) -> I64:
+def _prefetch_without_use(edit: Edit, step: Step, sharding: Sharding, units: FsdpUnits, kept: Mask) -> I32:
+    """Gather units that FSDP2 prefetches although they have no backward; return the buffers."""
+    visit, unit = mistargeted_prefetches(step, sharding.blocks_per_unit)
+    visit, unit = visit[~kept[unit]], unit[~kept[unit]]
+    parameters = units.parameters.picked(unit)
+    n_bytes = _unsharded_bytes(step, sharding, parameters).sums()
+    anchor = backward_visits(step, sharding.blocks_per_unit).first[visit]
+    casts, group = _cast_parameters(step, sharding, parameters), sharding.group_after_forward
+    n_casts = 0 if casts is None else 2
+    make = (2 + n_casts) * np.arange(len(unit)) + n_casts
+    link = Resource.INTRA_LINK, n_bytes, group, sharding.gather_stream
+    ops = [
+        PlacedOps(make, _EMPTY, NOTHING, anchor=anchor),
+        PlacedOps(make + 1, "memtune.all_gather_into_.default", *link, anchor=anchor),
+    ]
+    if casts is not None:
+        whole = _unsharded_bytes(step, sharding, parameters)
+        cast_bytes = replace(whole, values=whole.values * casts).sums() // group
+        ops.append(PlacedOps(make - 2, _EMPTY, NOTHING, anchor=anchor))
+        ops.append(PlacedOps(make - 1, _CAST_SHARDS, traffic_bytes=3 * cast_bytes, anchor=anchor))
+    rows = edit.add_placed_ops(ops, phase=Phase.BACKWARD)
+    buffer = edit.add_storages(n_bytes, producer=rows[make], kind=Kind.COMMUNICATION)
+    if casts is not None:
+        flat = edit.add_storages(cast_bytes, producer=rows[make - 2], kind=Kind.COMMUNICATION)
+        edit.add_uses(rows[make - 1], writes=flat)
+        edit.add_uses(rows[make + 1], flat)
+    edit.add_uses(rows[make + 1], buffer, writes=buffer)
+    return buffer
+
+
+def _issued(step: Step, visits: UnitVisits, sharding: Sharding, has_root: bool) -> I64:
     """Return (visits,) the place at which the gather of each is issued."""
     # FSDP2 prefetches one unit in backward by default, none in forward. A model that runs twice has no
     # prefetch from the backward of one call to that of the other where units name what they prefetch, or
@@ -312,6 +361,9 @@ def _issued(visits: UnitVisits, sharding: Sharding, has_root: bool) -> I64:
         # FSDP2's default is given once per backward of a unit, and the root's lasts to the end.
         root_again = (visits.unit == 0) & ~visits.is_first
         early = np.where(np.append(False, root_again[:-1]), place, early)
+    if sharding.prefetch is None:
+        mistargeted, _ = mistargeted_prefetches(step, sharding.blocks_per_unit)
+        early = np.where(np.isin(place - 1, mistargeted), place, early)
     # A unit that runs again right after itself is still unsharded when it would be prefetched.
     follows = np.append(False, visits.unit[1:] == visits.unit[:-1])
     return np.where(follows, place, early)
@@ -463,7 +515,7 @@ def gather_units(
     ops = [
         PlacedOps(flat, _EMPTY, NOTHING, anchor=before),
         # A cast reads shards of float32 and writes half of their bytes.
-        PlacedOps(cast, "aten._foreach_copy_.default", traffic_bytes=3 * cast_bytes, anchor=before),
+        PlacedOps(cast, _CAST_SHARDS, traffic_bytes=3 * cast_bytes, anchor=before),
         PlacedOps(make, _EMPTY, NOTHING, anchor=before),
         PlacedOps(gather, "memtune.all_gather_into_.default", *link, anchor=before),
         PlacedOps(allocate, "memtune.allocate", NOTHING, anchor=copied_before[whole.part]),
@@ -535,6 +587,8 @@ class ReducedUnit:
 
     of: Reductions
     taken: I32
+    last: int
+    """Last op of backward, with the reductions that wait for its end."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -573,7 +627,7 @@ def reduce_gradients(edit: Edit, step: Step, sharding: Sharding) -> ReducedUnit:
     of = _reductions(step, sharding.blocks_per_unit, sharding.sums)
     shards = shards_of(columns_of(step.parameters), sharding.degree)
     if not len(of.after):
-        return ReducedUnit(of, np.empty(0, np.int32))
+        return ReducedUnit(of, np.empty(0, np.int32), step.backward_end)
     mine = of.parameters
     n_bytes = replace(mine, values=shards.n_bytes[mine.values]).sums()
     sent = _in_type(step, mine, n_bytes, sharding)
@@ -616,7 +670,7 @@ def reduce_gradients(edit: Edit, step: Step, sharding: Sharding) -> ReducedUnit:
         edit.hold_to_the_end_of_backward(op)
     if sharding.replicas > 1 and sharding.two_hop:
         _average_the_last(edit, step, sharding, int(exchanged[-1]), _averages(step, of, taken, sharding)[-1:])
-    return ReducedUnit(of, taken)
+    return ReducedUnit(of, taken, int(rows.last[-1]) if of.after[-1] == end else end)
 
 
 def _insert(

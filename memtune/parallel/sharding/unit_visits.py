@@ -65,8 +65,9 @@ def forward_visits(step: Step, blocks_per_unit: int) -> UnitVisits:
     """Return the visits of forward; the root unit has one per call of the model."""
     units = units_of(step, blocks_per_unit)
     if _runs_once(step):
-        nth = np.arange(len(units))
-        return UnitVisits(nth, units.first_forward, units.last_forward, np.zeros_like(nth))
+        # Blocks are in the order of the model's lists, in which they need not run.
+        nth = np.argsort(units.first_forward, kind="stable")
+        return UnitVisits(nth, units.first_forward[nth], units.last_forward[nth], np.zeros_like(nth))
     unit, model_call, first, last = _of_calls(step, units, blocks_per_unit, (Phase.FORWARD,))
     # Ops that an earlier pass inserted around a block's first and last forward run inside FSDP2's hooks.
     found = UnitVisits(unit, first, last, model_call)
@@ -91,6 +92,7 @@ def backward_visits(step: Step, blocks_per_unit: int) -> UnitVisits:
         order = order[np.argsort(units.first_backward[order], kind="stable")]
         if units.has_root:  # its backward begins where the model's does
             order = np.concatenate([[0], order[order != 0]])
+        order = order[units.last_backward[order] >= 0]
         first, last = units.first_backward[order], units.last_backward[order]
         return UnitVisits(order, first, last, np.zeros(len(order), np.int64))
     unit, model_call, first, last = _of_calls(step, units, blocks_per_unit, (Phase.BACKWARD, Phase.RECOMPUTE))
@@ -109,6 +111,31 @@ def backward_visits(step: Step, blocks_per_unit: int) -> UnitVisits:
     ends = np.repeat(units.last_backward[:1], len(starts))
     of_root = UnitVisits(np.zeros(len(starts), np.int64), np.asarray(starts, np.int32), ends, calls)
     return _in_time(of_root, found)
+
+
+def mistargeted_prefetches(step: Step, blocks_per_unit: int) -> tuple[I64, I64]:
+    """Return backward visits whose unit prefetches one without a backward, and that unit, once each.
+
+    By default FSDP2 prefetches in backward the unit whose forward ended before (`post_forward_order`), also
+    if that one ran under no_grad. It frees the result when backward ends (`finalize_backward`).
+    """
+    units, backward = units_of(step, blocks_per_unit), backward_visits(step, blocks_per_unit)
+    if (units.last_backward >= 0).all():
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    forward = forward_visits(step, blocks_per_unit)
+    # The root's forward ends after that of the last block.
+    ended = forward.picked(np.lexsort((units.has_root & (forward.unit == 0), forward.last)))
+    visits, targets, taken = [], [], set[int]()
+    for visit, (unit, call) in enumerate(zip(backward.unit, backward.model_call, strict=True)):
+        places = np.flatnonzero((ended.unit == unit) & (ended.model_call == call))
+        if not len(places) or places[-1] == 0:
+            continue
+        target = int(ended.unit[places[-1] - 1])
+        if units.last_backward[target] < 0 and target not in taken:
+            taken.add(target)
+            visits.append(visit)
+            targets.append(target)
+    return np.asarray(visits, np.int64), np.asarray(targets, np.int64)
 
 
 def _runs_once(step: Step) -> bool:

@@ -85,6 +85,11 @@ class Fsdp(_FsdpUnits):
                 " of each only once",
                 "no prefetch, which is FSDP2's own order",
             )
+        if self.prefetch and len(np.setdiff1d(block, step.calls.block[step.calls.grad_enabled > 0])):
+            return Reason(
+                f"a block runs without gradients, and prefetch={self.prefetch} would name it in backward too",
+                "no prefetch, which is FSDP2's own order",
+            )
         return None
 
     def _no_such_group(self, target: Target) -> Reason | None:

@@ -132,6 +132,13 @@ CASES = (
     Case("teacher"),
     Case("rootless"),
     Case("rootless", prefetch=2),
+    Case("reference before"),
+    Case("reference before", param=torch.bfloat16),
+    Case("reference before", blocks_per_unit=2, recompute="full"),
+    Case("reference after"),
+    Case("reference after", keeps_root=False, micro_batches=2),
+    Case("reference after", reshard=False, host=True),
+    Case("reference after", prefetch=0),
 )
 _LAYERS = """
 import torch
@@ -162,6 +169,24 @@ def batch(size): return torch.randn(size, 16)
 def loss(model, x): return LOSS
 def blocks(model): return list(model.layers)
 """
+_REFERENCE = """
+import copy
+
+class Preference(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.policy = Model()
+        self.reference = copy.deepcopy(self.policy).requires_grad_(False)
+
+    def forward(self, x):
+        FORWARD
+        return (policy - reference).pow(2).mean() + policy.mean()
+
+def model(): return Preference()
+def loss(model, x): return model(x)
+def blocks(model): return [*model.policy.layers, *model.reference.layers]
+"""
+_RUNS = "policy = self.policy(x)", "with torch.no_grad(): reference = self.reference(x)"
 TEXTS = {
     name: _LAYERS.replace("HAS_ROOT", str(has_root)).replace("ORDER", str(order)).replace("LOSS", loss)
     for name, has_root, order, loss in (
@@ -177,6 +202,12 @@ TEXTS = {
     )
 }
 """Models that run their layers several times: FSDP2 gathers once per call."""
+_PLAIN = TEXTS["twice"].replace("+ model(0.5 * x).mean()", "")
+TEXTS |= {
+    f"reference {place}": _PLAIN + _REFERENCE.replace("FORWARD", "\n        ".join(order))
+    for place, order in (("before", _RUNS[::-1]), ("after", _RUNS))
+}
+"""A frozen copy under no_grad: FSDP2 gathers its units in forward, and in backward the one it prefetches."""
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -64,6 +64,14 @@ def test_fits_refuses_prefetch_of_units_that_run_several_times() -> None:
     assert Fsdp(prefetch=0).fits(twice, target(2)) is None
 
 
+def test_fits_refuses_prefetch_of_units_without_a_backward() -> None:
+    plain = program()
+    frozen = replace(plain.step.calls, grad_enabled=np.zeros_like(plain.step.calls.grad_enabled))
+    reference = plain.with_step(replace(plain.step, calls=frozen))
+    assert "without gradients" in str(Fsdp(prefetch=1).fits(reference, target(2)))
+    assert "without gradients" not in str(Fsdp(prefetch=0).fits(reference, target(2)))
+
+
 def test_fits_refuses_two_types_in_one_unit() -> None:
     assert "another type" in str(Fsdp().fits(with_parameter(5, itemsize=2), target(2)))
     assert Fsdp().fits(with_parameter(5, itemsize=2, trainable=False), target(2)) is None
