@@ -116,8 +116,8 @@ def backward_visits(step: Step, blocks_per_unit: int) -> UnitVisits:
 def mistargeted_prefetches(step: Step, blocks_per_unit: int) -> tuple[I64, I64]:
     """Return backward visits whose unit prefetches one without a backward, and that unit, once each.
 
-    By default FSDP2 prefetches in backward the unit whose forward ended before (`post_forward_order`), also
-    if that one ran under no_grad. It frees the result when backward ends (`finalize_backward`).
+    By default FSDP2 prefetches in backward the unit whose forward ended before (torch's post-forward order),
+    also if that one ran under no_grad. It drops the result when backward ends.
     """
     units, backward = units_of(step, blocks_per_unit), backward_visits(step, blocks_per_unit)
     if (units.last_backward >= 0).all():
