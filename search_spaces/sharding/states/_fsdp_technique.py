@@ -145,8 +145,8 @@ class _FsdpUnits(Technique):
             )
         if self.blocks_per_unit > 1 and not _runs_as_one(step, self.blocks_per_unit):
             return Reason(
-                "some blocks of a unit run more often than others, or in turns, and a unit is freed once all"
-                " its blocks have run",
+                "some blocks of a unit run more often than others, in turns, or alone without gradients, and a"
+                " unit is freed once all its blocks have run",
                 "blocks_per_unit: 1",
             )
         scalar = next((p.name for p in step.parameters if not p.shape), None)
@@ -232,12 +232,16 @@ def in_stages(target: Target) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _runs_as_one(step: Step, blocks_per_unit: int) -> bool:
-    """Return whether between two calls of a block all other blocks of its unit run once."""
+    """Return whether between two calls of a block all others of its unit run once, and gradients as there."""
     block = step.calls.block
     for first in range(0, len(step.blocks), blocks_per_unit):
         members = np.arange(first, min(first + blocks_per_unit, len(step.blocks)))
-        calls = block[np.isin(block, members)]
+        rows = np.flatnonzero(np.isin(block, members))
+        calls = block[rows]
         if len(calls) % len(members):
+            return False
+        with_grad = step.calls.grad_enabled[rows].reshape(-1, len(members)) > 0
+        if (with_grad != with_grad[:, :1]).any():  # backward would find the unit resharded
             return False
         if (np.sort(calls.reshape(-1, len(members)), axis=1) != members).any():
             return False

@@ -72,6 +72,15 @@ def test_fits_refuses_prefetch_of_units_without_a_backward() -> None:
     assert "without gradients" not in str(Fsdp(prefetch=0).fits(reference, target(2)))
 
 
+def test_fits_refuses_units_of_blocks_with_and_without_gradients() -> None:
+    plain = program()
+    enabled = np.ones_like(plain.step.calls.grad_enabled)
+    enabled[::2] = 0  # every second block is of a frozen copy under no_grad
+    mixed = plain.with_step(replace(plain.step, calls=replace(plain.step.calls, grad_enabled=enabled)))
+    assert "alone without gradients" in str(Fsdp(blocks_per_unit=2).fits(mixed, target(2)))
+    assert Fsdp().fits(mixed, target(2)) is None
+
+
 def test_fits_refuses_two_types_in_one_unit() -> None:
     assert "another type" in str(Fsdp().fits(with_parameter(5, itemsize=2), target(2)))
     assert Fsdp().fits(with_parameter(5, itemsize=2, trainable=False), target(2)) is None
