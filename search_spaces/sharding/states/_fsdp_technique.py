@@ -145,8 +145,8 @@ class _FsdpUnits(Technique):
             )
         if self.blocks_per_unit > 1 and not _runs_as_one(step, self.blocks_per_unit):
             return Reason(
-                "some blocks of a unit run more often than others, in turns, or alone without gradients, and a"
-                " unit is freed once all its blocks have run",
+                "some blocks of a unit run more often than others, in turns, or alone without gradients, and"
+                " a unit is freed once all its blocks have run",
                 "blocks_per_unit: 1",
             )
         scalar = next((p.name for p in step.parameters if not p.shape), None)
