@@ -21,7 +21,6 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from memtune.autotune.space import is_unreached
 from memtune.config import TunedConfig, file_texts, save, save_text
 from memtune.errors import EnvironmentFault, UsageError, existing_file
 
@@ -202,6 +201,8 @@ class StudyFolder:
             with contextlib.closing(sqlite3.connect(self.database)) as connection:
                 sound = connection.execute("PRAGMA quick_check").fetchone() == ("ok",)
         except sqlite3.DatabaseError as error:
+            from memtune.autotune.space import is_unreached  # loads torch, which refusals of a command do not
+
             sound = is_unreached(error)  # the next open raises it
         return None if sound else self.set_database_aside()
 
