@@ -322,29 +322,26 @@ def _prefetch_without_use(edit: Edit, step: Step, sharding: Sharding, units: Fsd
     """Gather units that FSDP2 prefetches although they have no backward; return the buffers."""
     visit, unit = mistargeted_prefetches(step, sharding.blocks_per_unit)
     visit, unit = visit[~kept[unit]], unit[~kept[unit]]
+    if not len(unit):
+        return np.empty(0, np.int32)
     parameters = units.parameters.picked(unit)
-    n_bytes = _unsharded_bytes(step, sharding, parameters).sums()
-    anchor = backward_visits(step, sharding.blocks_per_unit).first[visit]
-    casts, group = _cast_parameters(step, sharding, parameters), sharding.group_after_forward
-    n_casts = 0 if casts is None else 2
-    make = (2 + n_casts) * np.arange(len(unit)) + n_casts
-    link = Resource.INTRA_LINK, n_bytes, group, sharding.gather_stream
-    ops = [
-        PlacedOps(make, _EMPTY, NOTHING, anchor=anchor),
-        PlacedOps(make + 1, "memtune.all_gather_into_.default", *link, anchor=anchor),
-    ]
-    if casts is not None:
-        whole = _unsharded_bytes(step, sharding, parameters)
-        cast_bytes = replace(whole, values=whole.values * casts).sums() // group
-        ops.append(PlacedOps(make - 2, _EMPTY, NOTHING, anchor=anchor))
-        ops.append(PlacedOps(make - 1, _CAST_SHARDS, traffic_bytes=3 * cast_bytes, anchor=anchor))
+    whole = _unsharded_bytes(step, sharding, parameters)
+    cast_bytes = _bytes_cast(
+        whole, _cast_parameters(step, sharding, parameters), sharding.group_after_forward
+    )
+    n_rows = 2 if cast_bytes is None else 4
+    make = n_rows * np.arange(len(unit)) + n_rows - 2
+    ops = _gather_ops(
+        make,
+        whole.sums(),
+        cast_bytes,
+        backward_visits(step, sharding.blocks_per_unit).first[visit],
+        sharding.group_after_forward,
+        sharding.gather_stream,
+    )
     rows = edit.add_placed_ops(ops, phase=Phase.BACKWARD)
-    buffer = edit.add_storages(n_bytes, producer=rows[make], kind=Kind.COMMUNICATION)
-    if casts is not None:
-        flat = edit.add_storages(cast_bytes, producer=rows[make - 2], kind=Kind.COMMUNICATION)
-        edit.add_uses(rows[make - 1], writes=flat)
-        edit.add_uses(rows[make + 1], flat)
-    edit.add_uses(rows[make + 1], buffer, writes=buffer)
+    buffer = edit.add_storages(whole.sums(), producer=rows[make], kind=Kind.COMMUNICATION)
+    _add_gather_uses(edit, rows, make, buffer, cast_bytes)
     return buffer
 
 
@@ -506,18 +503,12 @@ def gather_units(
     # Per gather: [flat tensor, cast,] buffer, all-gather; per copy-out: one allocation per parameter, the
     # copy.
     sums, before, copied_before = whole.sums(), when.op[when.issued], when.op[when.used]
-    n_casts = 0 if casts is None else 2
+    cast_bytes = _bytes_cast(whole, casts, group)
+    n_casts = 0 if cast_bytes is None else 2
     begin, first = when.starts(whole.count, 2 + n_casts)
-    flat, cast, make = (begin, begin + 1, begin + n_casts) if n_casts else (begin[:0], begin[:0], begin)
-    gather, allocate, copy = make + 1, whole.places(first), first + whole.count
-    cast_bytes = sums[:0] if casts is None else replace(whole, values=whole.values * casts).sums() // group
-    link = Resource.INTRA_LINK, sums, group, stream, prefetch_distance
+    make, allocate, copy = begin + n_casts, whole.places(first), first + whole.count
     ops = [
-        PlacedOps(flat, _EMPTY, NOTHING, anchor=before),
-        # A cast reads shards of float32 and writes half of their bytes.
-        PlacedOps(cast, _CAST_SHARDS, traffic_bytes=3 * cast_bytes, anchor=before),
-        PlacedOps(make, _EMPTY, NOTHING, anchor=before),
-        PlacedOps(gather, "memtune.all_gather_into_.default", *link, anchor=before),
+        *_gather_ops(make, sums, cast_bytes, before, group, stream, prefetch_distance),
         PlacedOps(allocate, "memtune.allocate", NOTHING, anchor=copied_before[whole.part]),
         PlacedOps(copy, "fsdp.split_with_sizes_copy.default", traffic_bytes=2 * sums, anchor=copied_before),
     ]
@@ -532,15 +523,60 @@ def gather_units(
             (inside, rows[allocate], whole.values, Kind.COMMUNICATION),
         ],
     )
-    made = GatheredUnit(storages[buffer], rows[gather], rows[copy], storages[inside])
-    if n_casts:
-        narrow = edit.add_storages(cast_bytes, producer=rows[flat], kind=Kind.COMMUNICATION)
-        edit.add_uses(rows[cast], writes=narrow)
-        edit.add_uses(rows[gather], narrow)
-    edit.add_uses(rows[gather], made.buffer, writes=made.buffer)
+    made = GatheredUnit(storages[buffer], rows[make + 1], rows[copy], storages[inside])
+    _add_gather_uses(edit, rows, make, made.buffer, cast_bytes)
     edit.add_uses(made.copy, made.buffer)
     edit.add_uses(made.copy[whole.part], writes=made.whole)
     return made
+
+
+def _bytes_cast(whole: Ragged, casts: Mask | None, group: int | I64) -> I64 | None:
+    """Return (units,) bytes of each unit's shards of the parameters in `casts`; None without casts."""
+    return None if casts is None else replace(whole, values=whole.values * casts).sums() // group
+
+
+def _gather_ops(
+    make: I64,
+    n_bytes: I64,
+    cast_bytes: I64 | None,
+    anchor: I32,
+    group: int | I64,
+    stream: int,
+    prefetch_distance: int = 0,
+) -> list[PlacedOps]:
+    """Return the ops of gathers: [a flat tensor, the cast into it,] the buffer in row `make`, the all-gather.
+
+    Args:
+        make: (units,) rows of the buffers.
+        n_bytes: (units,) bytes of the gathered parameters.
+        cast_bytes: (units,) bytes of the shards that are cast first; None for no casts.
+        anchor: (units,) op before which each gather stands.
+        group: Ranks that hold a shard each.
+        stream: Stream of the gathers.
+        prefetch_distance: As in `gather_units`.
+    """
+    link = Resource.INTRA_LINK, n_bytes, group, stream, prefetch_distance
+    ops = [
+        PlacedOps(make, _EMPTY, NOTHING, anchor=anchor),
+        PlacedOps(make + 1, "memtune.all_gather_into_.default", *link, anchor=anchor),
+    ]
+    if cast_bytes is None:
+        return ops
+    return [
+        PlacedOps(make - 2, _EMPTY, NOTHING, anchor=anchor),
+        # A cast reads shards of float32 and writes half of their bytes.
+        PlacedOps(make - 1, _CAST_SHARDS, traffic_bytes=3 * cast_bytes, anchor=anchor),
+        *ops,
+    ]
+
+
+def _add_gather_uses(edit: Edit, rows: I32, make: I64, buffer: I32, cast_bytes: I64 | None) -> None:
+    """Add the uses of the ops of `_gather_ops`, which are at `rows`."""
+    if cast_bytes is not None:
+        narrow = edit.add_storages(cast_bytes, producer=rows[make - 2], kind=Kind.COMMUNICATION)
+        edit.add_uses(rows[make - 1], writes=narrow)
+        edit.add_uses(rows[make + 1], narrow)
+    edit.add_uses(rows[make + 1], buffer, writes=buffer)
 
 
 # FSDP2's reductions of gradients, unit by unit: what is packed, sent and added up, and the buffers it takes.

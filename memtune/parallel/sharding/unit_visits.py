@@ -113,6 +113,7 @@ def backward_visits(step: Step, blocks_per_unit: int) -> UnitVisits:
     return _in_time(of_root, found)
 
 
+@functools.lru_cache(maxsize=8)
 def mistargeted_prefetches(step: Step, blocks_per_unit: int) -> tuple[I64, I64]:
     """Return backward visits whose unit prefetches one without a backward, and that unit, once each.
 
