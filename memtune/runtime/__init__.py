@@ -79,6 +79,7 @@ if TYPE_CHECKING:
         generators_of as generators_of,
         generators_of_files as generators_of_files,
         is_autocast_on as is_autocast_on,
+        is_python_generator as is_python_generator,
         no_autocast_contexts as no_autocast_contexts,
         observe_kept as observe_kept,
         seed_generators as seed_generators,

@@ -133,6 +133,11 @@ _IN_PYTHON = (_random.Random, np.random.Generator, np.random.RandomState)
 """Generators of other libraries that a module may have."""
 
 
+def is_python_generator(value: Any) -> bool:
+    """Return True for a generator of Python or numpy."""
+    return isinstance(value, _IN_PYTHON)
+
+
 def _state_of(generator: Any) -> Any:
     if isinstance(generator, _random.Random):
         return generator.getstate()
@@ -209,7 +214,7 @@ def undone_draws(module: nn.Module) -> Iterator[Callable[[], bool]]:
     # torch's generators are not touched, because fake tensors draw nothing.
     before = PythonRandomState.now()
     generators = [*generators_of(module), *generators_of_files(module)]
-    own = [(each, _state_of(each)) for each in generators if isinstance(each, _IN_PYTHON)]
+    own = [(each, _state_of(each)) for each in generators if is_python_generator(each)]
 
     def drawn() -> bool:
         return not (before.is_now() and all(_is_same(state, _state_of(each)) for each, state in own))

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from memtune.activations.capture.python_draws import draws_named_in
 from memtune.activations.capture.side_effects import no_side_effects
 from memtune.activations.capture.tape import (
     CaptureError,
@@ -97,7 +98,7 @@ def capture(
         without_hooks(),
         FakeTensorMode() as fake,
         torch.enable_grad(),
-        _no_random_draws(module),
+        _no_random_draws(module, forward),
         _unchanged(module),
         no_side_effects(module, SideEffectError),
         fakes_look_real(),
@@ -274,13 +275,15 @@ def _grad_ready_hook(
 
 
 @contextmanager
-def _no_random_draws(module: nn.Module) -> Iterator[None]:
+def _no_random_draws(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Refuse draws from generators of Python and numpy, which a captured region could not repeat."""
     # They are restored in any case, so that the run that follows draws the same numbers.
     with undone_draws(module) as drawn:
         yield
         if drawn():
             raise CaptureError("its forward draws random numbers in Python")
+        if named := draws_named_in(module, forward):
+            raise CaptureError(f"its forward draws random numbers in Python in some steps: it names {named}")
 
 
 @contextmanager

@@ -291,6 +291,36 @@ def test_refusals_name_the_reason_without_side_effects(what: str, why: str) -> N
     assert all(type(p) is nn.Parameter and type(p.data) is Tensor for p in net.parameters())
 
 
+class Later(nn.Module):
+    """Draws in a step that is not its first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y * random.random() if torch.initial_seed() > 7 else y
+
+
+@pytest.mark.filterwarnings("ignore:memtune runs the model without its schedule")
+def test_draws_of_a_later_step_are_made() -> None:
+    net = Later()
+    plain = copy.deepcopy(net)
+    frozen = ScheduledRegion(net, Schedule("?", (), ()), CPU)
+    frozen.install()
+    for seed in (7, 8):
+        grads = []
+        for each in (plain, net):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            each.zero_grad()
+            each(torch.ones(2, 4)).sum().backward()
+            grads.append(each.linear.weight.grad)
+        assert torch.equal(*grads)
+    assert "draws random numbers in Python in some steps: it names random" in frozen.runs.why_plain
+
+
 def test_warning_names_autocast_that_the_schedule_lacks() -> None:
     (net, frozen), x = frozen_net(), torch.randn(5, 6)
     with (
