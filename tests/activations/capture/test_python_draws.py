@@ -63,12 +63,12 @@ class Net(nn.Module):
         return npr.rand()
 
 
-class Late(Net):
+class FromPython(Net):
     def forward(self, x: Tensor) -> Tensor:
         return x * random.random() if torch.initial_seed() > 7 else x
 
 
-class LateNumpy(Net):
+class FromNumpy(Net):
     def forward(self, x: Tensor) -> Tensor:
         return x * np.random.rand() if torch.initial_seed() > 7 else x
 
@@ -140,7 +140,8 @@ def found_in(net: nn.Module) -> str:
 
 
 @pytest.mark.parametrize(
-    "kind", [Late, LateNumpy, Own, OfFile, InMethod, InProperty, InHelper, InFunction, Imports, InLambda]
+    "kind",
+    [FromPython, FromNumpy, Own, OfFile, InMethod, InProperty, InHelper, InFunction, Imports, InLambda],
 )
 def test_generators_that_a_forward_names_are_found(kind: type[Net]) -> None:
     assert found_in(nn.Sequential(nn.Linear(3, 3), kind()))
