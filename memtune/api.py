@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from memtune.config import (
     fingerprint,
     load_config,
 )
-from memtune.deferred_init import agreed_state, construction_of, fill, require_untouched
+from memtune.deferred_init import agreed_state, construction_of, fill, fill_shards, require_untouched
 from memtune.device import (
     accelerator,
     backend_of,
@@ -483,7 +484,7 @@ def _put_in_place(context: Context, config: TunedConfig, *, moves: bool) -> None
     device.
 
     A deferred model gets its values as late as its sharding allows: here if no axis shards parameters, after
-    model parallelism if only that does, and inside `sharding.states` otherwise.
+    model parallelism if only that does, and shard by shard otherwise.
     """
     ranks = context.placement.world_size
     at_rest = rest_off_device(context) if starts_off_device(config, ranks) else {}
@@ -493,8 +494,15 @@ def _put_in_place(context: Context, config: TunedConfig, *, moves: bool) -> None
         if not begins_with_shards(config, ranks):
             context.placement.at_rest.update(fill(context.model, context.optimizer, rebind, at_rest))
             move_model(context, at_rest)  # weights that the construction has read from files
+        else:
+            # After sharding, so that a deferred model never has a full parameter on a rank.
+            context.events.parameters_sharded.subscribe(partial(_fill_shards, context))
     elif moves:
         move_model(context, at_rest)
+
+
+def _fill_shards(context: Context, off_device: Collection[str]) -> None:
+    context.placement.at_rest.update(fill_shards(context.model, off_device))
 
 
 def _apply_to_saved_tensors(context: Context, config: TunedConfig) -> None:

@@ -7,7 +7,7 @@ the order of the slots in `apply`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec
@@ -111,6 +111,13 @@ class Events:
 
     Emitted by ZeRO's shards (`states`) after each all-gather that follows `optimizer.step()`. Subscriber: the
     check for external writes.
+    """
+    parameters_sharded: Event[[Collection[str]]] = field(default_factory=Event)
+    """(names of the parameters whose shards start off the device): FSDP2 shards the parameters from here on.
+
+    Emitted once, by `sharding.shard`, before anything reads a shard's values and before the optimizer is
+    rebound, so that a subscriber may replace the shards. Subscriber: `apply`, which fills the shards of a
+    deferred model.
     """
     states_sharded: Event[[]] = field(default_factory=Event)
     """(): `sharding.states` has been applied; the sharding of parameters and the ranks that average gradients

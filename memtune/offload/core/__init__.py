@@ -8,12 +8,9 @@ from memtune._door import open_door
 
 if TYPE_CHECKING:
     from memtune.offload.core.at_rest import (
-        freed_memory as freed_memory,
-        host_values as host_values,
         move_model as move_model,
         move_to_device as move_to_device,
         rest_off_device as rest_off_device,
-        ssd_values as ssd_values,
     )
     from memtune.offload.core.deferred_updates_plan import (
         BlockTimes as BlockTimes,
@@ -31,6 +28,8 @@ if TYPE_CHECKING:
         adopt_together as adopt_together,
         allocate_together as allocate_together,
         free_together as free_together,
+        freed_memory as freed_memory,
+        host_values as host_values,
         in_chunks as in_chunks,
         place_in as place_in,
         put_back as put_back,

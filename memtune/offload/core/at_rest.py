@@ -2,8 +2,7 @@
 
 So a model whose weights exceed the device can start. `apply` materializes a deferred model's parameters one
 by one on their tier (`Effects.parameters_on`), and takes those of a model on the CPU as they are. Until the
-technique takes them over they show that memory, as between two uses; its host copy is this memory, not a
-second one.
+technique takes them over (`offloaded_parameter`) they show that memory, as between two uses.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from torch.distributed.tensor import DTensor
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune.offload.core.fsdp_shards import GatheredBlocks
 from memtune.offload.core.offloaded_parameter import set_data
-from memtune.offload.core.optimizer_param import to_host_now
-from memtune.runtime import DEVICE, HOST, SSD, Context, host_like, local, mark, memory_of, tier_of, transfer
+from memtune.runtime import DEVICE, HOST, SSD, Context, host_like, mark, memory_of, tier_of, transfer
 from memtune.ssd import ssd_tensors
 
 AtRest = dict[str, Callable[[Tensor], Tensor]]
@@ -90,47 +88,6 @@ def move_model(context: Context, at_rest: AtRest) -> None:
 def _move_back(parameter: nn.Parameter, device: torch.device) -> None:
     with torch.no_grad():
         set_data(parameter, memory_of(parameter).to(device, copy=True))
-
-
-def host_values(context: Context, parameter: nn.Parameter) -> Tensor:
-    """Return host memory with the values of `parameter`: its own if it rests there, else a complete copy."""
-    if parameter not in context.placement.at_rest:
-        host = to_host_now(local(parameter))
-    else:
-        host = memory_of(parameter)
-        if tier_of(host) == SSD:
-            # In memory: a copy to the device from the file's mapping would read the drive each time.
-            host = host_like(host, locked=transfer.pins(context.device)).copy_(host)
-    mark(host, HOST)
-    return host
-
-
-def ssd_values(context: Context, parameter: nn.Parameter, name: str) -> Tensor:
-    """Return a tensor on SSD with the values of `parameter`: its own if it rests there.
-
-    Raises:
-        EnvironmentFault: There is no room on SSD; names the parameter.
-    """
-    if parameter in context.placement.at_rest and tier_of(memory := memory_of(parameter)) == SSD:
-        return memory
-    return _on_ssd(name, host_values(context, parameter))
-
-
-def freed_memory(
-    context: Context, parameter: nn.Parameter, gathered: GatheredBlocks | None = None
-) -> Tensor | None:
-    """Return freed device memory for a parameter at rest, which is at rest no more; None for other ones."""
-    # Its owner is `OffloadedParameter` from here on.
-    if parameter not in context.placement.at_rest:
-        return None
-    context.placement.at_rest.discard(parameter)
-    if gathered is not None:
-        return gathered.free_rows(parameter, context.device)
-    memory = torch.empty_strided(
-        parameter.size(), parameter.stride(), dtype=parameter.dtype, device=context.device
-    )
-    memory.untyped_storage().resize_(0)
-    return memory
 
 
 @torch.no_grad()

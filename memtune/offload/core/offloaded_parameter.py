@@ -40,13 +40,18 @@ from memtune.offload.core.optimizer_param import changed_type_error, to_host_now
 from memtune.offload.core.parameter_layout import Chunks
 from memtune.runtime import (
     HOST,
+    SSD,
     Context,
     ShowsGrad,
     class_of,
+    host_like,
     is_data_used,
+    local,
     mark,
     memory_of,
     plain_type,
+    tier_of,
+    transfer,
     version_of_data,
 )
 
@@ -413,3 +418,36 @@ def put_back(parameter: nn.Parameter, own: Tensor, values: Tensor) -> None:
     with _unsafe_preserve_version_counter(own):  # it is the parameter's, and nothing changes
         own.copy_(values)
     set_data(parameter, own)
+
+
+# -- parameters at rest, which `apply` has put on their tier already -----------------------------------------
+
+
+def host_values(context: Context, parameter: nn.Parameter) -> Tensor:
+    """Return host memory with the values of `parameter`: its own if it rests there, else a complete copy."""
+    if parameter not in context.placement.at_rest:
+        host = to_host_now(local(parameter))
+    else:
+        host = memory_of(parameter)
+        if tier_of(host) == SSD:
+            # In memory: a copy to the device from the file's mapping would read the drive each time.
+            host = host_like(host, locked=transfer.pins(context.device)).copy_(host)
+    mark(host, HOST)
+    return host
+
+
+def freed_memory(
+    context: Context, parameter: nn.Parameter, gathered: GatheredBlocks | None = None
+) -> Tensor | None:
+    """Return freed device memory for a parameter at rest, which is at rest no more; None for other ones."""
+    # Its owner is `OffloadedParameter` from here on.
+    if parameter not in context.placement.at_rest:
+        return None
+    context.placement.at_rest.discard(parameter)
+    if gathered is not None:
+        return gathered.free_rows(parameter, context.device)
+    memory = torch.empty_strided(
+        parameter.size(), parameter.stride(), dtype=parameter.dtype, device=context.device
+    )
+    memory.untyped_storage().resize_(0)
+    return memory

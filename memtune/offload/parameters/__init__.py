@@ -34,11 +34,13 @@ if TYPE_CHECKING:
         moment_of_ops as moment_of_ops,
         native_update_bytes as native_update_bytes,
         not_in_layers as not_in_layers,
+        replicas as replicas,
         sizes_in_blocks as sizes_in_blocks,
         state_bytes as state_bytes,
         stream_parameters as stream_parameters,
         stream_weights as stream_weights,
         streamed_parameters as streamed_parameters,
+        window_of as window_of,
     )
     from memtune.offload.parameters.ssd_values import (
         Mappings as Mappings,

@@ -49,6 +49,7 @@ from memtune.program import (
     Kind,
     Mask,
     Phase,
+    Program,
     Residency,
     Resource,
     Step,
@@ -60,6 +61,7 @@ from memtune.program import (
     optimizer_moments,
     order_of_use,
     pending_copy_sources,
+    window_residency,
 )
 
 
@@ -155,6 +157,16 @@ def bytes_without_chunks(step: Step, in_place: bool = False) -> Units:
     most = np.zeros(2 * len(step.blocks), np.int64)
     np.maximum.at(most, np.maximum(moment, 0), np.where(moment >= 0, live, 0))
     return tuple(most.tolist())
+
+
+def replicas(program: Program) -> int:
+    """Return the number of ranks that have all weights."""
+    return 1 if gathers_of(program.step) is not None else program.ranks
+
+
+def window_of(program: Program, slots: int) -> Residency:
+    """Return the residency of `slots` blocks of `program`, or of a rank's rows, on the device at once."""
+    return window_residency(len(program.step.blocks), slots, gathered=gathers_of(program.step) is not None)
 
 
 def stream_parameters(

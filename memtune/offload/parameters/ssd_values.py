@@ -37,14 +37,14 @@ from memtune.offload.core import (
     OffloadedParameter,
     Piece,
     adopt_together,
+    host_values,
     own_grad,
     set_own_grad,
-    ssd_values,
     to_host_now,
 )
 from memtune.offload.parameters.block_units import BlockUnits
 from memtune.program import WRITES_IN_FLIGHT, Residency, ssd_reads_by_moment
-from memtune.runtime import HOST, Context, local, tier, transfer
+from memtune.runtime import HOST, SSD, Context, local, memory_of, tier, tier_of, transfer
 from memtune.ssd import ssd_tensors
 
 ParameterTier = Literal["host", "ssd"]
@@ -53,7 +53,18 @@ ParameterTier = Literal["host", "ssd"]
 def on_ssd(context: Context) -> Callable[[nn.Parameter], Tensor]:
     """Return a function that returns the copy of a parameter on SSD, or raises with its name (Rule 1)."""
     names = {parameter: name for name, parameter in context.model.named_parameters()}
-    return lambda parameter: ssd_values(context, parameter, names[parameter])
+    return lambda parameter: _ssd_values(context, parameter, names[parameter])
+
+
+def _ssd_values(context: Context, parameter: nn.Parameter, name: str) -> Tensor:
+    """Return a tensor on SSD with the values of `parameter`: its own if it rests there.
+
+    Raises:
+        EnvironmentFault: There is no room on SSD; names the parameter.
+    """
+    if parameter in context.placement.at_rest and tier_of(memory := memory_of(parameter)) == SSD:
+        return memory
+    return ssd_tensors.stored(host_values(context, parameter), f"the weight {name}")
 
 
 K = TypeVar("K")

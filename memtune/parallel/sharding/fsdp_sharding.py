@@ -49,7 +49,6 @@ from torch.optim import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune import refusals
-from memtune.deferred_init import fill_shards
 from memtune.device import streams
 from memtune.errors import ApplyError
 from memtune.parallel.ranks import (
@@ -248,9 +247,10 @@ def shard(
     # gather. In a stage other micro-batches come in between.
     frees_root = bool(reshard_after_forward) and (in_stages or not keep_root)
     _shard_units(context, units, mesh, bool(reshard_after_forward), frees_root, precision)
-    # After sharding, so that a deferred model never has a full parameter on a rank.
+    # A deferred model gets values now: a rank never has a full parameter. Shards that are divided further, or
+    # are parts of layers, start on the device.
     is_whole = sharers is None and placement.model_parallel_size == 1
-    placement.at_rest.update(fill_shards(context.model, context.off_device() if is_whole else ()))
+    context.events.parameters_sharded.emit(context.off_device() if is_whole else ())
     if grid is not None and placement.model_parallel_size > 1 and not in_stages:
         allow_nested_collectives(grid.both)
         for module in context.model.modules():

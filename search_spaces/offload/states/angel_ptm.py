@@ -12,9 +12,8 @@ from memtune.offload.core import ALIGNMENT
 from memtune.offload.parameters import sizes_in_blocks
 from memtune.program import Program
 from memtune.runtime import Context
-from memtune.search_spaces.offload.states import state_settings
 from memtune.search_spaces.offload.states._common.chunk_technique import are_sharded
-from memtune.search_spaces.offload.states._common.layer_offload import (
+from memtune.search_spaces.offload.states._common.layer_rules import (
     EAGER_ONLY,
     cannot_run_on_ranks,
     other_gathers,
@@ -182,7 +181,9 @@ class AngelPtm(Technique):
         knobs |= {"optimizer_prefetch": self.optimizer_prefetch} if self._on_ssd is not None else {}
         knobs |= {"resume": self.resume} if self.effects.keeps_steps else {}
         trigger = "lock_free" if self.lock_free else "end_of_step"
-        return state_settings(parameters="host", optimizer=self.optimizer, trigger=trigger, **knobs)
+        return {
+            "states.offload": {"parameters": "host", "optimizer": self.optimizer, "trigger": trigger, **knobs}
+        }
 
     def exactly(self) -> Exactness:
         return Exactness.LOSSY if self.lock_free else Exactness.REORDERED

@@ -15,9 +15,8 @@ from memtune.offload.layer_major import Packs, Span, StageLayout, balanced, gree
 from memtune.offload.multiplexed import Partitions
 from memtune.program import F64, Program
 from memtune.runtime import Context
-from memtune.search_spaces.offload.states import state_settings
 from memtune.search_spaces.offload.states._common.block_sizes import block_bytes
-from memtune.search_spaces.offload.states._common.layer_offload import EAGER_ONLY
+from memtune.search_spaces.offload.states._common.layer_rules import EAGER_ONLY
 from memtune.search_spaces.offload.states._common.multiplexed_technique import (
     StagesPlan,
     apply_stages,
@@ -156,7 +155,14 @@ class Harmony(Technique):
 
     def record(self, target: Target) -> dict[str, Any]:
         knobs = {name: value for name, value in self.knobs() if name != "parallelism" or target.ranks > 1}
-        return state_settings(parameters="host", optimizer="host", trigger="in_backward", packs=knobs)
+        return {
+            "states.offload": {
+                "parameters": "host",
+                "optimizer": "host",
+                "trigger": "in_backward",
+                "packs": knobs,
+            }
+        }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         # Prefetch hides copies and takes room. Few packs copy least; as many as blocks leave less at the ends

@@ -8,16 +8,15 @@ from pydantic import model_validator
 
 from memtune.effects import Effects
 from memtune.offload.layer_major import Packs, spans
+from memtune.offload.parameters import window_of
 from memtune.program import Program
 from memtune.runtime import Context
-from memtune.search_spaces.offload.states import state_settings
 from memtune.search_spaces.offload.states._common.layer_apply import apply_layers
-from memtune.search_spaces.offload.states._common.layer_offload import (
+from memtune.search_spaces.offload.states._common.layer_offload import in_layers
+from memtune.search_spaces.offload.states._common.layer_rules import (
     EAGER_ONLY,
     cannot_run_on_ranks,
-    in_layers,
     other_gathers,
-    window_of,
 )
 from memtune.search_spaces.offload.states._common.pack_technique import (
     apply_packs,
@@ -131,7 +130,7 @@ class L2L(Technique):
     def record(self, target: Target) -> dict[str, Any]:
         knobs: dict[str, Any] = {"parameters": "host", "optimizer": "host", "trigger": "in_backward"}
         if not self._is_layer_major:
-            return state_settings(**knobs, slots=1)
+            return {"states.offload": {**knobs, "slots": 1}}
         packs = {
             "packing": "balanced",
             "backward": 1,
@@ -140,7 +139,12 @@ class L2L(Technique):
             "boundaries": self.stash,
             "prefetch": False,
         }
-        return state_settings(**knobs, packs=packs | ({"parallelism": "data"} if target.ranks > 1 else {}))
+        return {
+            "states.offload": {
+                **knobs,
+                "packs": packs | ({"parallelism": "data"} if target.ranks > 1 else {}),
+            }
+        }
 
 
 def _of_one_block(blocks: int) -> Packs:

@@ -11,7 +11,6 @@ from memtune.offload.optimizer import UPDATES, GradientOffload, no_native_update
 from memtune.offload.ssd_states import SsdOverlappedOptimizer, not_overlappable, optimizer_on_ssd_overlapped
 from memtune.program import Program
 from memtune.runtime import Context
-from memtune.search_spaces.offload.states import state_settings
 from memtune.search_spaces.offload.states._common.grad_offload_technique import (
     cannot_offload_on_grad_ready,
     replicas_of,
@@ -103,7 +102,14 @@ class Lohan(NativelyUpdated):
     def record(self, target: Target) -> dict[str, Any]:
         knobs: dict[str, Any] = {"update": self.update, "bucket_bytes": self._bucket_bytes}
         knobs |= {"resume": self.resume} if self.effects.keeps_steps else {}
-        return state_settings(optimizer="ssd", gradients="grad_ready", trigger="per_gradient", **knobs)
+        return {
+            "states.offload": {
+                "optimizer": "ssd",
+                "gradients": "grad_ready",
+                "trigger": "per_gradient",
+                **knobs,
+            }
+        }
 
 
 def _reducing_ranks(program: Program, target: Target) -> int:

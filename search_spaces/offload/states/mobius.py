@@ -19,9 +19,8 @@ from memtune.offload.multiplexed import StageCosts, fastest_stages, memory_bytes
 from memtune.offload.parameters import native_update_bytes
 from memtune.program import F64, Program, Step, columns_of, memoized
 from memtune.runtime import Context
-from memtune.search_spaces.offload.states import state_settings
 from memtune.search_spaces.offload.states._common.block_sizes import block_bytes
-from memtune.search_spaces.offload.states._common.layer_offload import EAGER_ONLY
+from memtune.search_spaces.offload.states._common.layer_rules import EAGER_ONLY
 from memtune.search_spaces.offload.states._common.multiplexed_technique import (
     StagesPlan,
     apply_stages,
@@ -193,7 +192,14 @@ class Mobius(Technique):
         settings: dict[str, Any] = {"stages": self.stages or "solved", "boundaries": "host", "prefetch": True}
         settings |= {"mapping": self.mapping} if target.ranks > 1 else {}
         settings |= {"deferred": "solved" if self.deferred is None else list(self.deferred)}
-        return state_settings(parameters="host", optimizer="host", trigger="in_backward", packs=settings)
+        return {
+            "states.offload": {
+                "parameters": "host",
+                "optimizer": "host",
+                "trigger": "in_backward",
+                "packs": settings,
+            }
+        }
 
 
 @functools.lru_cache(maxsize=64)

@@ -22,11 +22,7 @@ from memtune.offload.parameters import BlockGradients, BlockUpdates, ParameterOf
 from memtune.program import Program, Rule, gathers_of, window_residency
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
-from memtune.search_spaces.offload.states import state_settings
-from memtune.search_spaces.offload.states._common.layer_offload import (
-    EAGER_ONLY,
-    cannot_run_on_ranks,
-)
+from memtune.search_spaces.offload.states._common.layer_rules import EAGER_ONLY, cannot_run_on_ranks
 from memtune.ssd import offload_dir
 from memtune.technique import Exactness, Plan, Reason, Target, Technique, no_directory
 from memtune.units import format_bytes
@@ -166,7 +162,9 @@ class Moesys(Technique):
             "read_prefetch": self.read_prefetch,
             "on_device": self.on_device,
         }
-        return state_settings(experts="ssd", optimizer="device", trigger="in_backward", **knobs)
+        return {
+            "states.offload": {"experts": "ssd", "optimizer": "device", "trigger": "in_backward", **knobs}
+        }
 
 
 def _used(program: Program) -> tuple[Expert, ...]:

@@ -19,7 +19,6 @@ from memtune.offload.optimizer import (
 )
 from memtune.program import Kind, Program
 from memtune.runtime import Context
-from memtune.search_spaces.offload.states import state_settings
 from memtune.search_spaces.offload.states._common.grad_offload_technique import (
     apply_on_grad_ready,
     cannot_offload_on_grad_ready,
@@ -125,7 +124,7 @@ class OptimizerCpu(Technique):
 
     def record(self, target: Target) -> dict[str, Any]:
         knobs = {} if self.update == "user" else {"update": self.update, "moments": self.moments}
-        return state_settings(optimizer="host", trigger=self.trigger, **knobs)
+        return {"states.offload": {"optimizer": "host", "trigger": self.trigger, **knobs}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         # Lossy narrow moments are never proposed.

@@ -22,8 +22,7 @@ from memtune.offload.parameters import (
 from memtune.program import Kind, Program, RankClass, Step, window_residency
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
-from memtune.search_spaces.offload.states import state_settings
-from memtune.search_spaces.offload.states._common.layer_offload import EAGER_ONLY
+from memtune.search_spaces.offload.states._common.layer_rules import EAGER_ONLY
 from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
 from memtune.units import MIB
 
@@ -192,7 +191,15 @@ class TensorMovement(Technique):
             "slots": self.window,
         }
         slot = {"slot_mib": self.slot_mib} if self.mode == "token" else {}
-        return state_settings(parameters="host", optimizer="host", trigger="end_of_step", **knobs, **slot)
+        return {
+            "states.offload": {
+                "parameters": "host",
+                "optimizer": "host",
+                "trigger": "end_of_step",
+                **knobs,
+                **slot,
+            }
+        }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         return {"mode": ("disjoint", "token")}

@@ -17,7 +17,6 @@ from memtune.offload.optimizer import (
 )
 from memtune.program import Program
 from memtune.runtime import Context
-from memtune.search_spaces.offload.states import state_settings
 from memtune.search_spaces.offload.states._common.grad_offload_technique import (
     cannot_offload_on_grad_ready,
     replicas_of,
@@ -165,9 +164,14 @@ class SmartInfinity(NativelyUpdated):
         kept = {"resume": self.resume} if self.effects.keeps_steps else {}
         size: dict[str, Any] = {"sub_group_numel": self._sub_group_numel, "buffers": self.buffers}
         size |= {"gradients": "grad_ready", "bucket_bytes": self._bucket_bytes} if self._in_backward else {}
-        return state_settings(
-            **knobs, **size, **{"topk_ratio": self.topk_ratio} if self.topk_ratio else {}, **kept
-        )
+        return {
+            "states.offload": {
+                **knobs,
+                **size,
+                **({"topk_ratio": self.topk_ratio} if self.topk_ratio else {}),
+                **kept,
+            }
+        }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         # A share of the gradients is lossy: never proposed.

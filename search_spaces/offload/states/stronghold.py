@@ -13,18 +13,15 @@ from memtune import refusals
 from memtune.effects import Effects
 from memtune.hardware import Hardware
 from memtune.offload.core import BlockTimes, deferred_blocks
-from memtune.offload.parameters import Overlap, native_update_bytes, not_in_layers
+from memtune.offload.parameters import Overlap, native_update_bytes, not_in_layers, window_of
 from memtune.program import Program, Step, columns_of, gathers_of, smallest_window
 from memtune.runtime import Context
-from memtune.search_spaces.offload.states import state_settings
 from memtune.search_spaces.offload.states._common.layer_apply import apply_layers
-from memtune.search_spaces.offload.states._common.layer_offload import (
+from memtune.search_spaces.offload.states._common.layer_offload import compute_s_of_moments, in_layers
+from memtune.search_spaces.offload.states._common.layer_rules import (
     EAGER_ONLY,
     cannot_run_on_ranks,
-    compute_s_of_moments,
-    in_layers,
     other_gathers,
-    window_of,
 )
 from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
 
@@ -141,7 +138,12 @@ class Stronghold(Technique):
     def record(self, target: Target) -> dict[str, Any]:
         slots = self.window if self.window is not None else "solved"
         knobs = {"parameters": "host", "optimizer": "host", "trigger": self.trigger, "slots": slots}
-        return state_settings(**knobs, deferred="solved" if self.deferred is None else list(self.deferred))
+        return {
+            "states.offload": {
+                **knobs,
+                "deferred": "solved" if self.deferred is None else list(self.deferred),
+            }
+        }
 
 
 def _too_many_blocks(blocks: int, slots: int, deferred: Sequence[int]) -> Reason | None:

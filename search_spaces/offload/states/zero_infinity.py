@@ -29,7 +29,9 @@ from memtune.offload.parameters import (
     SsdGradients,
     SsdValues,
     on_ssd,
+    replicas,
     stream_parameters,
+    window_of,
 )
 from memtune.offload.ssd_states import (
     OffloadedParameters,
@@ -52,13 +54,10 @@ from memtune.offload.tiles import (
 from memtune.program import Program, gathers_of, is_in_expert, window_residency
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
-from memtune.search_spaces.offload.states import state_settings
-from memtune.search_spaces.offload.states._common.layer_offload import (
+from memtune.search_spaces.offload.states._common.layer_rules import (
     EAGER_ONLY,
     cannot_run_on_ranks,
     other_gathers,
-    replicas,
-    window_of,
 )
 from memtune.search_spaces.offload.states._common.natively_updated import NativelyUpdated
 from memtune.ssd import offload_dir
@@ -341,7 +340,7 @@ class ZeroInfinity(NativelyUpdated):
             knobs |= {"parameters": self.parameters, "on_device": self.on_device, **prefetch}
             knobs |= {"gradients": "ssd"} if self.gradients == "ssd" else {}
             knobs |= {"tiles": self.tiles} if self.tiles > 1 else {}
-        return state_settings(**knobs, **{"resume": self.resume} if self.effects.keeps_steps else {})
+        return {"states.offload": {**knobs, **({"resume": self.resume} if self.effects.keeps_steps else {})}}
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         tiers = {"optimizer": ("ssd", "host"), "parameters": ("device", "host", "ssd")}

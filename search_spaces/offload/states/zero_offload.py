@@ -22,7 +22,6 @@ from memtune.offload.optimizer import (
 from memtune.program import Program, Step
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
-from memtune.search_spaces.offload.states import state_settings
 from memtune.search_spaces.offload.states._common.grad_offload_technique import (
     apply_on_grad_ready,
     cannot_offload_on_grad_ready,
@@ -197,7 +196,15 @@ class ZeroOffload(NativelyUpdated):
         how = {"update": self.update, "moments": self.moments, "bucket_bytes": self._bucket_bytes}
         knobs: dict[str, Any] = {"delay_after": self.delay_after} if self.delayed else {}
         knobs |= {"ratio": "smallest" if self.ratio is None else self.ratio} if self.ratio != 1.0 else {}
-        return state_settings(optimizer="host", gradients="grad_ready", trigger=trigger, **how, **knobs)
+        return {
+            "states.offload": {
+                "optimizer": "host",
+                "gradients": "grad_ready",
+                "trigger": trigger,
+                **how,
+                **knobs,
+            }
+        }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
         # Lossy delay and narrow moments are never proposed.

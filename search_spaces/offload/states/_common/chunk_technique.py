@@ -26,17 +26,16 @@ from memtune.offload.parameters import (
     ParameterOffloader,
     bytes_without_chunks,
     in_blocks,
+    replicas,
     sizes_in_blocks,
     stream_parameters,
 )
 from memtune.program import Program, Rule, Step, Units, cache_residency, columns_of, gathers_of, memoized
 from memtune.runtime import Context
-from memtune.search_spaces.offload.states import state_settings
-from memtune.search_spaces.offload.states._common.layer_offload import (
+from memtune.search_spaces.offload.states._common.layer_rules import (
     EAGER_ONLY,
     cannot_run_on_ranks,
     other_gathers,
-    replicas,
 )
 from memtune.technique import Exactness, Facts, Plan, Reason, Target, Technique
 from memtune.units import format_bytes
@@ -129,7 +128,9 @@ class InChunks(Technique):
         """Return the settings; `searched`: the aim of the search for a chunk size."""
         knobs = {"unit": "chunk", "chunk_bytes": self.chunk_bytes or searched, "evict": self.rule} | knobs
         knobs["device_updates"] = self.device_updates
-        return state_settings(parameters="host", optimizer="host", trigger="end_of_step", **knobs)
+        return {
+            "states.offload": {"parameters": "host", "optimizer": "host", "trigger": "end_of_step", **knobs}
+        }
 
 
 def chunk_plan_of(found: ChunkPlan) -> ChunksPlan:

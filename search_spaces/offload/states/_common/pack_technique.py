@@ -27,7 +27,7 @@ from memtune.parallel.ranks import require_ranks
 from memtune.program import Program, memoized
 from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
-from memtune.search_spaces.offload.states._common.layer_offload import cannot_run
+from memtune.search_spaces.offload.states._common.layer_rules import cannot_run
 from memtune.technique import Plan, Reason, Target, Technique
 
 

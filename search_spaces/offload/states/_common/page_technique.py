@@ -18,6 +18,7 @@ from memtune.offload.parameters import (
     OffloadedBlocks,
     ParameterOffloader,
     in_blocks,
+    replicas,
     sizes_in_blocks,
     state_bytes,
     stream_parameters,
@@ -39,7 +40,7 @@ from memtune.search_spaces.offload.states._common.chunk_technique import (
     update_resident_first,
     wrong_model_error,
 )
-from memtune.search_spaces.offload.states._common.layer_offload import compute_s_of_moments, replicas
+from memtune.search_spaces.offload.states._common.layer_offload import compute_s_of_moments
 from memtune.technique import Plan
 from memtune.units import MIB
 
