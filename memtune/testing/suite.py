@@ -6,6 +6,7 @@ import functools
 import gc
 import json
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -45,7 +46,11 @@ from memtune.testing.training import (
 )
 
 _FINALIZERS = ("forget", "_forget", "__del__")
-"""Functions that the garbage collector calls; it prints their exceptions, so they cannot fail `apply`."""
+"""Functions that Python calls when an object is freed, other than through `weakref.finalize`.
+
+It prints their exceptions, so they cannot fail `apply`.
+"""
+_FINALIZE = weakref.finalize.__call__.__code__
 _ROOMS = (
     "activations",
     "checkpointer",
@@ -349,13 +354,23 @@ class _Failing:
         name = frame.f_globals.get("__name__", "")
         if not name.startswith(_OURS) or name.endswith((*_WAY_BACK, *_PLAIN)):
             return
-        if frame.f_code.co_name in _FINALIZERS:
+        if frame.f_code.co_name in _FINALIZERS or _is_finalizing(frame):
             return
         function = f"{name}.{frame.f_code.co_qualname}"
         self._numbers[function] += 1
         self.seen.append(_Call(function, self._numbers[function]))
         if self.seen[-1] == self._at:
             raise _InjectedError
+
+
+def _is_finalizing(frame: FrameType) -> bool:
+    """Return whether `frame` is called by `weakref.finalize`, directly or not."""
+    # Of an earlier model's storages, say, which a recorder watches: when they are freed depends on what ran
+    # before.
+    back = frame.f_back
+    while back is not None and back.f_code is not _FINALIZE:
+        back = back.f_back
+    return back is not None
 
 
 def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
