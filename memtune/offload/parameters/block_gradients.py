@@ -18,6 +18,7 @@ from memtune import refusals
 from memtune.errors import ApplyError
 from memtune.offload.gradients import OffloadedGradients, Sums
 from memtune.offload.parameters.block_units import OffloadedBlocks
+from memtune.parallel.ranks import second_group
 from memtune.parallel.replicas import GradientReducer
 from memtune.runtime import Context, EarlyUpdates, call_when_grad_ready, weakly, without_grad
 
@@ -94,9 +95,12 @@ class BlockGradients:
         """Return the reducer of the blocks' gradients; None on one rank."""
         # The gradients `ready` of a block are a bucket. The others are averaged in place: as sums of all
         # micro-batches so far, which are equal on all ranks up to the last one.
-        group = dist.group.WORLD
-        if context.placement.world_size == 1 or group is None:
+        if context.placement.world_size == 1 or not dist.is_initialized():
             return None
+        # DDP averages the rest in the default group. A rank that lacks a block's gradients reaches DDP's
+        # bucket first, which in one group would meet the block's message, of another size: gloo then ends a
+        # process, and the error that names the gradients is lost.
+        group = second_group()
         offloaded = set(self._blocks.parameters)
         resident = [
             each
