@@ -7,7 +7,9 @@ fails `available()` returns the reason and `memtune.memory.ledger.ModeLedger` is
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -71,10 +73,21 @@ def _library_path() -> Path:
     )
 
 
+def _ensure_built(target: Path) -> None:
+    """Compile the ledger to `target` if it is not there; one of the processes that start together does."""
+    if target.exists():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.with_suffix(".lock").open("w") as lock:
+        with contextlib.suppress(OSError):  # a file system without locks: each process compiles
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            _build(target)
+
+
 def _build(target: Path) -> None:
     """Compile the ledger to `target`; concurrent builds are safe, as rename is atomic."""
     command = _compile_command()
-    target.parent.mkdir(parents=True, exist_ok=True)
     # In the same file system, or the rename would be a copy that others see half done.
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name
@@ -106,8 +119,7 @@ def _load() -> ctypes.PyDLL | EnvironmentFault:
     """Return the compiled ledger, or the fault that prevents it; decided once per process."""
     path = _library_path()
     try:
-        if not path.exists():
-            _build(path)
+        _ensure_built(path)
         # PyDLL keeps the GIL: every call here is shorter than releasing and acquiring it.
         library = ctypes.PyDLL(str(path))
     except EnvironmentFault as fault:

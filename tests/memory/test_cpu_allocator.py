@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import subprocess
@@ -265,3 +266,22 @@ def test_concurrent_builds_count_from_zero(tmp_path: Path) -> None:
     ]
     assert [int(child.communicate(timeout=120)[0]) for child in children] == [4 * (10 * 20 + 20)] * 2
     assert [path.suffix for path in (tmp_path / "native").iterdir()] == [".so"]
+
+
+def test_processes_that_start_together_compile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One compiles under a lock, for a second of CPU time; the others wait for it."""
+    compiled: list[Path] = []
+    monkeypatch.setattr(cpu_allocator, "_build", compiled.append)
+    target = tmp_path / "native" / "ledger.so"
+    target.parent.mkdir()
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process
+        thread = threading.Thread(target=cpu_allocator._ensure_built, args=(target,))
+        thread.start()
+        thread.join(0.2)
+        target.touch()
+    thread.join()
+    assert compiled == []
+    target.unlink()
+    cpu_allocator._ensure_built(target)
+    assert compiled == [target]

@@ -34,7 +34,6 @@ from memtune.api import apply
 from memtune.autotune.predict.simulation import simulate
 from memtune.autotune.space.candidates import Candidate, Choice
 from memtune.errors import MemtuneError
-from memtune.memory import cpu_allocator
 from memtune.parallel.sharding import sharded_buckets
 from memtune.parallel.sharding.factors import Bytes, Factors, Schedule, all_factors, traffic
 from memtune.parallel.sharding.nested_sharding_pass import Division, divide_states
@@ -198,7 +197,7 @@ def test_hops_overlap_with_backward_from_the_second_step_on(ranks: list[Any], na
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(cpu_allocator.available() is not None, reason="peaks are not measured here")
+@pytest.mark.native_ledger
 def test_hops_during_backward_have_the_predicted_peak() -> None:
     asked, predicted = dict[str, Any](), dict[str, int]()
     for p, g, o, accumulate in ((2, 2, 4, 1), (2, 2, 4, 2), (2, 1, 4, 2)):
