@@ -158,9 +158,10 @@ def _freeze_live_objects() -> Iterator[None]:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start with what the imports have made: recordings of other workers, objects that stay."""
     if "memtune.testing" in sys.modules:
-        from support import shared_recordings
+        from support import forked_measurements, shared_recordings
 
         shared_recordings.install()
+        forked_measurements.install()
     gc.freeze()
     gc.enable()
 

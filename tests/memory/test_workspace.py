@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import forked_measurements
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memtune.errors import EnvironmentFault
@@ -229,6 +230,7 @@ def test_cached_table_depends_on_threads() -> None:
     assert WorkspaceTable.cached().entries == {}
 
 
+@pytest.mark.usefixtures("started")
 def test_fill_in_child_measures_the_same() -> None:
     here, child = WorkspaceTable(), WorkspaceTable()
     keys = [CUMSUM, key_of(aten.addmm.default, torch.ones(8).bfloat16(), *[torch.ones(8, 8).bfloat16()] * 2)]
@@ -237,6 +239,13 @@ def test_fill_in_child_measures_the_same() -> None:
     assert child == here
 
 
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children are started, not forked from the server of the tests."""
+    monkeypatch.setattr(workspace, "_start_child", forked_measurements.started)
+
+
+@pytest.mark.usefixtures("started")
 def test_child_loading_starts_the_child_of_fill_in_child_once_and_ends_it() -> None:
     table = WorkspaceTable()
     with table.child_loading():
@@ -254,6 +263,7 @@ def test_child_loading_starts_the_child_of_fill_in_child_once_and_ends_it() -> N
     assert empty._child is None
 
 
+@pytest.mark.usefixtures("started")
 def test_fill_in_child_reports_dead_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace.sys, "executable", "false")
     with pytest.raises(EnvironmentFault, match="measures kernel workspaces died"):

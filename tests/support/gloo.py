@@ -41,8 +41,11 @@ class ForkedFromImports(ForkServerContext):
 
 
 def _start_server() -> None:
-    """Start the server with the path of tests/: Python 3.11 ignores `sys.path` when it preloads, silently."""
-    before = os.environ.get("PYTHONPATH")
+    """Start the server with the path of tests/: Python 3.11 ignores `sys.path` when it preloads, silently.
+
+    Its processes have its environment: not the cache directory of the test that starts it.
+    """
+    before, cache = os.environ.get("PYTHONPATH"), os.environ.pop("MEMTUNE_CACHE", None)
     here = str(Path(__file__).parents[1])
     os.environ["PYTHONPATH"] = here if before is None else os.pathsep.join((here, before))
     try:
@@ -52,6 +55,8 @@ def _start_server() -> None:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = before
+        if cache is not None:
+            os.environ["MEMTUNE_CACHE"] = cache
 
 
 PRELOADED = (

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.search import studies_in_memory
 from support.search.prepared_search import prepared, truth
 from support.search.search_runs import asked, of, run
 from support.search.simulated_executor import SimulatedExecutor
@@ -29,6 +30,7 @@ COUNTED = ("baseline", "search", "audit")
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(study, "prepare", prepared)
+    studies_in_memory.install(monkeypatch)
 
 
 class Cluster(SimulatedExecutor):
@@ -75,6 +77,7 @@ def searches(tmp_path_factory: pytest.TempPathFactory) -> Searches:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("searches"))
         patch.setattr(study, "prepare", prepared)
+        studies_in_memory.install(patch)
         # Neither search ends before its trials are used up, or the cluster would rightly run empty.
         patch.setattr(proposals, "_WORTHWHILE", 0.0)
         return searched(1), searched(side_by_side(RANKS, NODES))

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.search import studies_in_memory
 from support.search.prepared_search import prepared, truth
 from support.search.search_runs import BUDGET, asked, log, of, run
 
@@ -29,6 +30,7 @@ from memtune.technique import Reason
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(study, "prepare", prepared)
+    studies_in_memory.install(monkeypatch)
 
 
 @pytest.fixture(scope="module")

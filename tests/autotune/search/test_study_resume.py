@@ -4,17 +4,20 @@ import contextlib
 import hashlib
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import zoo_paths
 from support.search.prepared_search import prepared, truth
 from support.search.search_runs import BUDGET, asked, of, run
 from support.search.simulated_executor import SimulatedExecutor
@@ -35,6 +38,34 @@ from memtune.ssd.offload_dir import VARIABLE
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(study, "prepare", prepared)
+
+
+@pytest.fixture(scope="module")
+def studies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int | None], Path]]:
+    """Return the folder of a search that was interrupted after so many trials, or ended (None)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study, "prepare", prepared)
+
+        @cache
+        def folder(after: int | None) -> Path:
+            made, options, control = tmp_path_factory.mktemp("study"), asked(), Control()
+            with contextlib.chdir(made):
+                run(options, None if after is None else interrupting(truth(options), after, control), control)
+            return made
+
+        yield folder
+
+
+@pytest.fixture
+def ended(here: None, studies: Callable[[int | None], Path]) -> None:
+    """A finished study in the current folder."""
+    shutil.copytree(studies(None), ".", dirs_exist_ok=True)
+
+
+@pytest.fixture
+def interrupted(here: None, studies: Callable[[int | None], Path]) -> None:
+    """A study in the current folder that was interrupted while its sixth trial ran."""
+    shutil.copytree(studies(5), ".", dirs_exist_ok=True)
 
 
 def interrupting(
@@ -118,9 +149,8 @@ def test_second_ctrl_c_ends_at_once_and_leaves_a_study_to_resume(after: int):
     assert len(counted) == len(set(counted)) == 8
 
 
-def test_resume_continues_interrupted_search_to_same_result():
-    options, control = asked(), Control()
-    run(options, interrupting(truth(options), 4, control), control)
+def test_resume_continues_interrupted_search_to_same_result(interrupted: None):
+    options = asked()
     told = [(each.number, each.result) for each in of(search_events.TrialFinished)]
     outcome = run(replace(options, resume=True))
     assert outcome.status == "done"
@@ -132,9 +162,8 @@ def test_resume_continues_interrupted_search_to_same_result():
     assert len(set(counted)) == 8
 
 
-def test_resume_adds_results_missing_from_log():
-    options, control = asked(), Control()
-    run(options, interrupting(truth(options), 3, control), control)
+def test_resume_adds_results_missing_from_log(interrupted: None):
+    options = asked()
     path = Path(".memtune/s/events.jsonl")
     lines = path.read_bytes().splitlines(keepends=True)
     last = max(i for i, line in enumerate(lines) if b'"trial_finished"' in line[:40])
@@ -168,8 +197,8 @@ def test_resume_runs_no_suggestion_that_was_not_started(monkeypatch: pytest.Monk
     assert len(counted) == 8
 
 
-def test_resume_of_finished_study_prints_result():
-    outcome = run(asked())
+def test_resume_of_finished_study_prints_result(ended: None):
+    written = load_config("tuned.yaml").document()
 
     def never(trial: Trial) -> TrialResult:
         raise AssertionError("a trial was run")
@@ -177,38 +206,37 @@ def test_resume_of_finished_study_prints_result():
     for _ in range(3):
         Path("tuned.yaml").unlink()
         again = run(asked(resume=True), never)
-        assert again.config == outcome.config
-        assert load_config("tuned.yaml").document() == outcome.config
+        assert again.config == written
+        assert load_config("tuned.yaml").document() == written
 
 
-@pytest.mark.parametrize("name", ["gpt.py", "layers.py"])
-def test_resume_of_finished_study_refuses_changed_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-):
-    model, layers = tmp_path / "gpt.py", tmp_path / "layers.py"
-    model.write_bytes(Path(asked().workload).read_bytes())
+def test_resume_of_finished_study_refuses_changed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model, layers = tmp_path / "model.py", tmp_path / "layers.py"
+    model.write_bytes(zoo_paths.ZOO["tied"].read_bytes())  # the least to record
     layers.write_text("WIDTH = 1\n")
     imports = {"layers.py": hashlib.sha256(layers.read_bytes()).hexdigest()}
     monkeypatch.setattr("memtune.workload.workload.Workload.imports", lambda self: imports)
-    outcome = run(asked(workload=str(model)))
-    assert run(asked(workload=str(model), resume=True)).config == outcome.config
-    (tmp_path / name).write_text("WIDTH = 2\n")
-    with pytest.raises(UsageError, match="made for another setup") as caught:
-        run(asked(workload=str(model), resume=True))
-    assert ("workload.imports.layers.py" if name == "layers.py" else "source_sha256") in caught.value.evidence
+    options = asked(workload=str(model), axes=("recompute",), trials=3)
+    outcome = run(options)
+    assert run(replace(options, resume=True)).config == outcome.config
+    for changed, what in ((layers, "workload.imports.layers.py"), (model, "source_sha256")):
+        before = changed.read_bytes()
+        changed.write_text("WIDTH = 2\n")
+        with pytest.raises(UsageError, match="made for another setup") as caught:
+            run(replace(options, resume=True))
+        assert what in caught.value.evidence
+        changed.write_bytes(before)
 
 
 @pytest.mark.parametrize("changed", [{"budget_bytes": 123 * 2**20}, {"goal": "memory"}], ids=str)
-def test_resume_of_finished_study_refuses_changed_options(changed: dict[str, Any]):
-    run(asked())
+def test_resume_of_finished_study_refuses_changed_options(ended: None, changed: dict[str, Any]):
     with pytest.raises(UsageError, match="made for another setup") as caught:
         run(asked(resume=True, **changed))
     assert f"options.{next(iter(changed))}" in caught.value.evidence
 
 
-def test_resume_overwrites_only_its_own_config():
-    options, control = asked(), Control()
-    run(options, interrupting(truth(options), 4, control), control)
+def test_resume_overwrites_only_its_own_config(interrupted: None):
+    options = asked()
     so_far = Path("tuned.yaml").read_text()
     Path("tuned.yaml").write_text(so_far + "# the author's own line\n")
     with pytest.raises(UsageError, match=r"tuned\.yaml exists") as caught:
@@ -254,9 +282,8 @@ def test_resume_refuses_study_in_use():
         run(asked())
 
 
-def test_resume_rebuilds_damaged_study_from_log():
-    options, control = asked(), Control()
-    run(options, interrupting(truth(options), 5, control), control)
+def test_resume_rebuilds_damaged_study_from_log(interrupted: None):
+    options = asked()
     told = {each.summary for each in of(search_events.TrialFinished)}
     Path(".memtune/s/study.db").write_bytes(b"garbage" * 1000)
     outcome = run(replace(options, resume=True))
@@ -275,10 +302,9 @@ def test_resume_rebuilds_damaged_study_from_log():
         "key = 'resulu'",
     ],
 )
-def test_resume_rebuilds_study_that_differs_from_log(damage: str):
+def test_resume_rebuilds_study_that_differs_from_log(interrupted: None, damage: str):
     """SQLite finds nothing wrong; the rebuilt study has the same numbers, so that it is not rebuilt again."""
-    options, control = asked(), Control()
-    run(options, interrupting(truth(options), 5, control), control)
+    options = asked()
     told = {each.number: each.summary for each in of(search_events.TrialFinished)}
     with contextlib.closing(sqlite3.connect(".memtune/s/study.db")) as database:
         changed = database.execute(
@@ -322,6 +348,7 @@ DRIVER = """
 import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
+from support import zoo_paths
 from support.search.prepared_search import prepared, truth
 from memtune.autotune.search import search_events, study
 from support.search.simulated_executor import SimulatedExecutor

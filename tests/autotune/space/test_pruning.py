@@ -111,7 +111,7 @@ def test_scores_are_equal_on_several_cores(monkeypatch: pytest.MonkeyPatch):
 def test_scoring_skips_larger_micro_batches_only_where_none_fits(monkeypatch: pytest.MonkeyPatch):
     budget = 2 * 2**20
     made = rewriter(budget_bytes=budget)
-    space = build_space(made, 64, axes=AXES)
+    space = build_space(made, 16, axes=AXES)
 
     def fitting(found: Scores) -> dict[str, Scored]:
         return {

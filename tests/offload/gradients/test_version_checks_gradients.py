@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -66,19 +67,24 @@ def trained(model: Net, optimizer: torch.optim.Optimizer, clear: Callable[..., N
     return weights(model)
 
 
+@cache
+def trained_plain(clear: Callable[..., None]) -> dict[str, Tensor]:
+    return trained(*build(), clear)
+
+
 @pytest.mark.parametrize(
     "how", ["model", *(pytest.param(each, marks=pytest.mark.slow) for each in ("to zero", "children"))]
 )
 @pytest.mark.parametrize("name", ALL)
 def test_zero_grad_of_the_model_frees_gradients_of_a_skipped_step(name: str, how: str) -> None:
     model, optimizer, _ = made(name)
-    assert_equal(trained(model, optimizer, CLEARS[how]), trained(*build(), CLEARS[how]))
+    assert_equal(trained(model, optimizer, CLEARS[how]), trained_plain(CLEARS[how]))
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_gradients_set_to_none_after_a_skipped_step_are_cleared(name: str) -> None:
     model, optimizer, _ = made(name)
-    assert_equal(trained(model, optimizer, none), trained(*build(), none))
+    assert_equal(trained(model, optimizer, none), trained_plain(none))
 
 
 def test_copy_of_the_model_clears_only_its_own_gradients() -> None:
@@ -112,9 +118,14 @@ def clipped(
     return norms, weights(model)
 
 
+@cache
+def clipped_plain() -> tuple[list[Tensor], dict[str, Tensor]]:
+    return clipped(*build())
+
+
 @pytest.mark.parametrize("name", [*ALL, *AT_END])
 def test_clipping_through_param_groups_clips_all_gradients(name: str) -> None:
-    (norms, mine), (wanted, plain) = clipped(*made(name)[:2]), clipped(*build())
+    (norms, mine), (wanted, plain) = clipped(*made(name)[:2]), clipped_plain()
     assert norms == wanted
     assert norms[0] > 1e-2
     assert_equal(mine, plain)
@@ -138,9 +149,14 @@ def replaced(model: Net, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return weights(model)
 
 
+@cache
+def replaced_plain() -> dict[str, Tensor]:
+    return replaced(*build())
+
+
 @pytest.mark.parametrize("name", [*ALL, *AT_END])
 def test_gradients_assigned_to_the_optimizers_parameters_are_used(name: str) -> None:
-    assert_equal(replaced(*made(name)[:2]), replaced(*build()))
+    assert_equal(replaced(*made(name)[:2]), replaced_plain())
 
 
 EARLY = ["l2l", "late", "per_gradient", "one by one"]
@@ -370,24 +386,32 @@ def test_changes_of_offloaded_gradients_train_as_the_plain_model(
 ) -> None:
     """Gradients are `grad` of the parameters until the step, and the next backward adds to them."""
     model, optimizer, _ = made(name)
-    runs = []
-    for net, own in ((model, optimizer), build()):
-        seen: dict[str, Tensor] = {}
-        for index in range(3):
-            for part in range(2):
-                loss(net, batch(2 * index + part)).backward()  # type: ignore[no-untyped-call]
-                seen |= {
-                    f"{index} {part} {key}": each.grad.clone()
-                    for key, each in net.named_parameters()
-                    if each.grad is not None
-                }
-                if index != 1 or part == 0:
-                    change(net)
-            own.step()
-            own.zero_grad(set_to_none=index == 0)
-        runs.append(weights(net) | seen)
-    assert runs[0].keys() == runs[1].keys()
-    assert_equal(*runs)
+    found, wanted = changed(model, optimizer, change), changed_plain(change)
+    assert found.keys() == wanted.keys()
+    assert_equal(found, wanted)
+
+
+def changed(net: Net, optimizer: torch.optim.Optimizer, change: Callable[[Net], None]) -> dict[str, Tensor]:
+    """Return the weights and all gradients of three steps with `change` after backward."""
+    seen: dict[str, Tensor] = {}
+    for index in range(3):
+        for part in range(2):
+            loss(net, batch(2 * index + part)).backward()  # type: ignore[no-untyped-call]
+            seen |= {
+                f"{index} {part} {key}": each.grad.clone()
+                for key, each in net.named_parameters()
+                if each.grad is not None
+            }
+            if index != 1 or part == 0:
+                change(net)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=index == 0)
+    return weights(net) | seen
+
+
+@cache
+def changed_plain(change: Callable[[Net], None]) -> dict[str, Tensor]:
+    return changed(*build(), change)
 
 
 @pytest.mark.parametrize("name", ALL)

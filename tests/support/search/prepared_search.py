@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from support import zoo_paths
+from support.shared_recordings import made_once
 
 from memtune import hardware
 from memtune.autotune.search import preparation
@@ -49,8 +50,12 @@ def _recorded_once(workload: Workload, **how: Any) -> Recording:
     sizes = (tuple(sorted(how[name])) for name in ("sizes", "between"))
     key = (workload.path, how["target"], table, *sizes)
     if key not in _RECORDED:
-        _RECORDED[key] = _record(workload, **how)
+        _RECORDED[key] = made_once(_file_name("recording", key), lambda: _record(workload, **how))
     return _RECORDED[key]
+
+
+def _file_name(what: str, key: tuple[object, ...]) -> str:
+    return f"{what}-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
 
 
 preparation.record = _recorded_once
@@ -87,11 +92,15 @@ def _prepared(
 class _ScoredOnce(Setup):
     """A setup whose space is scored once for all searches of the same options: it was half of their time."""
 
+    made_of: tuple[object, ...] = ()
+    """Options that its scores depend on."""
+
     def score(self, seed: int, trials: int | None = None) -> Scores:
         drawn = (seed, trials) if self.space.size > ENUMERATE_UP_TO else ()
         key = (self.scorer.rewriter, *drawn)
         if key not in _SCORES:
-            _SCORES[key] = super().score(seed, trials)
+            name = _file_name("scores", (*self.made_of, *drawn))
+            _SCORES[key] = made_once(name, lambda: Setup.score(self, seed, trials))
         found = _SCORES[key]
         return replace(found, by_key=dict(found.by_key))  # a search refines its own
 
@@ -110,18 +119,17 @@ def prepared(options: TargetOptions, **_: object) -> Setup:
         options.global_batch,
         options.budget_bytes if batch else None,
     )
-    scorer = Scorer(
-        _rewriter(
-            options.workload,
-            options.ranks,
-            options.goal,
-            options.axes,
-            options.global_batch,
-            options.budget_bytes,
-        )
+    made_of = (
+        options.workload,
+        options.ranks,
+        options.goal,
+        options.axes,
+        options.global_batch,
+        options.budget_bytes,
     )
     values = {each.name: getattr(made, each.name) for each in fields(Setup)}
-    return _ScoredOnce(**{**values, "budget_bytes": options.budget_bytes, "scorer": scorer})
+    values |= {"budget_bytes": options.budget_bytes, "scorer": Scorer(_rewriter(*made_of))}
+    return _ScoredOnce(**values, made_of=(*made_of, made.space.size))
 
 
 @cache
