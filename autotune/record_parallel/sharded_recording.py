@@ -63,6 +63,7 @@ from memtune.parallel.model import (
     rotate_layers,
     shard_fake_blocks,
     shard_fake_sequence,
+    with_attention,
 )
 from memtune.parallel.ranks import Ring, put_placeholders
 from memtune.parallel.sharding import meshes
@@ -216,7 +217,10 @@ class ShardedRecordings:
         alone = self._recorded(partial(attend_within_shares, ranks=degree, seen=seen), ranks)
         if isinstance(alone, Reason):
             return alone
-        reason = positions_differ(self._plain, alone, (), degree, seen.drops, apart=True, fix=FIX)
+        plain = self._recorded(attend_without_dropout, ranks) if seen.drops_weights else self._plain
+        if isinstance(plain, Reason):
+            return plain
+        reason = positions_differ(plain, alone, (), degree, seen.drops, apart=True, fix=FIX)
         return seen if reason is None else reason
 
     def _recorded(self, change: Callable[[Session], None], ranks: int) -> Recording | Reason:
@@ -376,6 +380,21 @@ class AttentionArguments:
     """True if any call masks later positions."""
     drops: set[str] = field(default_factory=set)
     """Names of the dropouts, which draw for all positions."""
+    drops_weights: bool = False
+    """True if any call drops weights."""
+
+
+def attend_without_dropout(session: Session) -> None:
+    """Make attention in the blocks of `session`'s model drop nothing: it is one op, as within shares."""
+    attend = F.scaled_dot_product_attention
+
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
+        return attend(**AttentionCall(*args, **kwargs)._replace(dropout_p=0.0)._asdict())
+
+    with session.entered():
+        for name in session.blocks:
+            block = session.model.get_submodule(name)
+            block.forward = with_attention(block.forward, attention)
 
 
 def attend_within_shares(session: Session, *, ranks: int, seen: AttentionArguments) -> None:
@@ -387,7 +406,10 @@ def attend_within_shares(session: Session, *, ranks: int, seen: AttentionArgumen
         call.require_plain()
         seen.heads.add(call.query.shape[1])
         seen.causal |= call.is_causal
-        return attend(**call._asdict())
+        # Dropout is the runtime's, which draws for all pairs of positions; only code between attentions is
+        # checked here.
+        seen.drops_weights |= call.dropout_p > 0
+        return attend(**call._replace(dropout_p=0.0)._asdict())
 
     seen.drops.update(dropouts(session.model, session.blocks))
     group = meshes("cpu", ranks)[1].get_group().group_name

@@ -15,10 +15,11 @@ def made() -> list[Tensor]:
     return [torch.randn(SAMPLES, n, LENGTH, HEAD) for n in (HEADS, SHARED, SHARED, HEADS)]
 
 
-def one_rank(causal: bool) -> list[Tensor]:
-    """Return output and gradients."""
+def one_rank(causal: bool, dropout_p: float = 0.0) -> list[Tensor]:
+    """Return output and gradients; what is dropped is drawn from seed 1."""
     *given, gradient = made()
     given = [each.requires_grad_() for each in given]
-    out = F.scaled_dot_product_attention(*given, is_causal=causal, enable_gqa=True)
+    torch.manual_seed(1)
+    out = F.scaled_dot_product_attention(*given, dropout_p=dropout_p, is_causal=causal, enable_gqa=True)
     out.backward(gradient)
     return [out.detach(), *(each.grad for each in given if each.grad is not None)]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         divide_sequence as divide_sequence,
         divided_attention as divided_attention,
         shard_fake_blocks as shard_fake_blocks,
+        with_attention as with_attention,
     )
     from memtune.parallel.model.expert_dispatch import Load as Load
     from memtune.parallel.model.expert_parallel import (

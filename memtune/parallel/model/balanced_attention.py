@@ -25,7 +25,7 @@ Legend: B samples, H heads, G heads of key and value, P positions of a context, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -34,12 +34,16 @@ from torch import Tensor
 
 from memtune.parallel.model.block_attention import (
     Attended,
+    WeightMask,
     accumulation_dtype,
     attend,
     attend_backward,
     merge,
 )
 from memtune.parallel.ranks import Hop, Ring
+
+Dropout = Callable[[int, int], WeightMask | None]
+"""Returns the weights that are kept, by contexts of queries and keys, one of them this rank's."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ def balance_rounds(contexts: int, context: int) -> Iterator[BalanceRound]:
         )
 
 
-def forward(ring: Ring, query: Tensor, pair: Tensor, scale: float | None) -> Attended:
+def forward(ring: Ring, query: Tensor, pair: Tensor, scale: float | None, kept: Dropout) -> Attended:
     """Return attention of queries (B, H, P, D) of this context to all earlier keys (2, B, G, P, D).
 
     Args:
@@ -78,19 +82,22 @@ def forward(ring: Ring, query: Tensor, pair: Tensor, scale: float | None) -> Att
         query: (B, H, P, D).
         pair: Keys and values, (2, B, G, P, D).
         scale: Scale of the scores; None: D ** -0.5.
+        kept: The weights that are not dropped.
     """
     # Made before the own attention: its first messages overlap with that (rule 3).
     questions = _HelperQueries(ring, (query,), pair)
-    own = attend(query, *pair, causal=True, scale=scale)
+    own = attend(query, *pair, causal=True, scale=scale, kept=kept(ring.rank, ring.rank))
     # Results of all rounds are added in the wide type; rounding after each would add up.
     total = Attended(own.out.to(accumulation_dtype(query.dtype)), own.lse)
     del own
     for round_ in balance_rounds(ring.ranks, ring.rank):
         come, found = questions.next(), list[Tensor]()
         if round_.attends:
-            merge(total, attend(query, *come[0], causal=False, scale=scale))
+            drop = kept(ring.rank, ring.rank - round_.distance)
+            merge(total, attend(query, *come[0], causal=False, scale=scale, kept=drop))
         elif round_.helps:
-            found += attend(come[0], *pair, causal=False, scale=scale)
+            drop = kept(ring.rank - round_.distance + ring.ranks, ring.rank)
+            found += attend(come[0], *pair, causal=False, scale=scale, kept=drop)
         del come  # before `_exchange` allocates what arrives
         # A helper's result has the shapes of the query and of the log-sum-exp, which serve as templates for
         # the receives.
@@ -105,7 +112,13 @@ def forward(ring: Ring, query: Tensor, pair: Tensor, scale: float | None) -> Att
 
 
 def backward(
-    ring: Ring, gradient: Tensor, query: Tensor, pair: Tensor, all_keys: Attended, scale: float | None
+    ring: Ring,
+    gradient: Tensor,
+    query: Tensor,
+    pair: Tensor,
+    all_keys: Attended,
+    scale: float | None,
+    kept: Dropout,
 ) -> tuple[Tensor, Tensor]:
     """Return gradients of `query` and `pair`, of this rank's context."""
     # More than forward sends: softmax cannot be differentiated block by block without the statistics of all
@@ -114,7 +127,8 @@ def backward(
     to_query, to_pair = (
         torch.zeros_like(each, dtype=accumulation_dtype(each.dtype)) for each in (query, pair)
     )
-    own = attend_backward(gradient, query, pair[0], pair[1], all_keys, causal=True, scale=scale)
+    drop = kept(ring.rank, ring.rank)
+    own = attend_backward(gradient, query, pair[0], pair[1], all_keys, causal=True, scale=scale, kept=drop)
     to_query.add_(own[0])
     _add_pair(to_pair, own[1:])
     del own
@@ -122,13 +136,17 @@ def backward(
         come, found = questions.next(), list[Tensor]()
         if round_.attends:
             key, value = come[0]
-            mine = attend_backward(gradient, query, key, value, all_keys, causal=False, scale=scale)
+            drop = kept(ring.rank, ring.rank - round_.distance)
+            mine = attend_backward(
+                gradient, query, key, value, all_keys, causal=False, scale=scale, kept=drop
+            )
             to_query.add_(mine[0])
             found += mine[1:]
             del mine, key, value
         elif round_.helps:
+            drop = kept(ring.rank - round_.distance + ring.ranks, ring.rank)
             theirs = attend_backward(
-                come[1], come[0], pair[0], pair[1], Attended(*come[2:]), causal=False, scale=scale
+                come[1], come[0], pair[0], pair[1], Attended(*come[2:]), causal=False, scale=scale, kept=drop
             )
             found.append(theirs[0])
             _add_pair(to_pair, theirs[1:])

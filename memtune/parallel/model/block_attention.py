@@ -31,9 +31,35 @@ class Attended(NamedTuple):
     """(B, H, Q) in fp32 at least: log of the sum of exp of the scaled scores."""
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None) -> Attended:
+class WeightMask(NamedTuple):
+    """Dropout of attention's weights; applied before they are normalized, so that results can be merged."""
+
+    pairs: Tensor
+    """(B, H, Q, K): True for each weight that is kept."""
+    scale: float
+    """Factor of the weights that are kept."""
+
+    def part(self, rows: slice, columns: slice) -> WeightMask:
+        """Return the dropout of some queries and keys."""
+        return WeightMask(self.pairs[:, :, rows, columns], self.scale)
+
+    def apply_(self, weights: Tensor) -> Tensor:
+        """Drop in place."""
+        return weights.mul_(self.pairs).mul_(self.scale)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    kept: WeightMask | None = None,
+) -> Attended:
     """Return attention of `query` (B, H, Q, D) to (B, G, K, D); `causal` has Q and K at equal positions."""
-    kernel = _kernel(query)
+    # Fused kernels draw numbers of their own, if they drop at all.
+    kernel = _kernel(query) if kept is None else "plain"
     if kernel == "cpu":
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, scale=scale
@@ -50,11 +76,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: fl
         )
         # The kernel pads the rows of the log-sum-exp to a multiple of 32.
         return Attended(out, lse[:, :, : query.shape[2]])
-    # No fused kernel returns a log-sum-exp here (old GPUs, odd head sizes, float64): the scores exist in
-    # full.
+    # No fused kernel returns a log-sum-exp here (old GPUs, odd head sizes, float64), or some weights are
+    # dropped: the scores exist in full.
     scores = _scores(query, key, causal, scale)
     lse = scores.logsumexp(-1)
-    out = scores.sub_(lse.unsqueeze(-1)).exp_() @ value.to(scores.dtype)
+    weights = scores.sub_(lse.unsqueeze(-1)).exp_()
+    out = (weights if kept is None else kept.apply_(weights)) @ value.to(scores.dtype)
     # In the layout of the queries, as the kernels have it.
     return Attended(torch.empty_like(query).copy_(out), lse)
 
@@ -68,6 +95,7 @@ def attend_backward(
     *,
     causal: bool,
     scale: float | None,
+    kept: WeightMask | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the contributions of these keys to the gradients of `query`, `key` and `value`.
 
@@ -79,9 +107,10 @@ def attend_backward(
         all_keys: Attention of these queries to all keys.
         causal: As in `attend`.
         scale: As in `attend`.
+        kept: As in `attend`.
     """
     out, lse = all_keys
-    kernel = _kernel(query)
+    kernel = _kernel(query) if kept is None else "plain"
     if kernel == "cpu":
         backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
         return tuple(backward(gradient, query, key, value, out, lse, 0.0, causal, scale=scale))
@@ -111,7 +140,7 @@ def attend_backward(
     if kernel == "efficient":
         found = _efficient_backward(gradient, query, key, value, all_keys, causal, scale)
     else:
-        found = _plain_backward(gradient, query, key, value, all_keys, causal, scale)
+        found = _plain_backward(gradient, query, key, value, all_keys, causal, scale, kept)
     return found[0], _of_shared_heads(found[1], heads), _of_shared_heads(found[2], heads)
 
 
@@ -214,15 +243,19 @@ def _plain_backward(
     all_keys: Attended,
     causal: bool,
     scale: float | None,
+    kept: WeightMask | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Dao et al. 2022, appendix B.2: dS = P ∘ (dP - rowsum(dO ∘ O))."""
+    """Dao et al. 2022, appendix B.2 and B.4: dS = P ∘ (Z ∘ dP - rowsum(dO ∘ O)), Z the dropout."""
     weights = _scores(query, key, causal, scale).sub_(all_keys.lse.unsqueeze(-1)).exp_()
     dtype = weights.dtype
     gradient = gradient.to(dtype)
-    to_value = weights.transpose(-1, -2) @ gradient
+    dropped = weights if kept is None else kept.apply_(weights.clone())
+    to_value = dropped.transpose(-1, -2) @ gradient
+    del dropped
+    of_weights = gradient @ value.to(dtype).transpose(-1, -2)
+    if kept is not None:
+        kept.apply_(of_weights)
     delta = (gradient * all_keys.out.to(dtype)).sum(-1, keepdim=True)
-    of_scores = (
-        (gradient @ value.to(dtype).transpose(-1, -2)).sub_(delta).mul_(weights).mul_(_scale(query, scale))
-    )
+    of_scores = of_weights.sub_(delta).mul_(weights).mul_(_scale(query, scale))
     to_query, to_key = of_scores @ key.to(dtype), of_scores.transpose(-1, -2) @ query.to(dtype)
     return to_query.to(query.dtype), to_key.to(key.dtype), to_value.to(value.dtype)

@@ -82,6 +82,20 @@ class Split:
         rings = (("outer", self.contexts // self.inner), ("inner", self.inner))
         return (("heads", self.heads), *rings) if self.context_first else (*rings, ("heads", self.heads))
 
+    def positions_of(self, tensor: Tensor, context: int, dim: int) -> Tensor:
+        """Return a context's positions of `tensor`, which has all of them in `dim`; a view if it can be."""
+        order, runs = self.order(), list[tuple[int, int]]()
+        for first, number in (
+            piece for head in range(self.heads) for piece in order[self.rank(context, head)]
+        ):
+            if runs and sum(runs[-1]) == first:
+                runs[-1] = (runs[-1][0], runs[-1][1] + number)
+            else:
+                runs.append((first, number))
+        unit = tensor.shape[dim] // self.units
+        parts = [tensor.narrow(dim, first * unit, number * unit) for first, number in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
     def order(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Return the units of each rank, in the form of `SequenceLayout.order` (rule 4)."""
         found: list[tuple[tuple[int, int], ...]] = []
@@ -116,6 +130,11 @@ class Grid:
     def context(self) -> int:
         """Number of this rank's context."""
         return self.outer.rank * self.inner.ranks + self.inner.rank
+
+    @property
+    def head(self) -> int:
+        """Number of this rank among those of its context, which divide attention's heads."""
+        return self.split.place(self.layout.rank)[1]
 
     def source(self, round_: int, step: int) -> int:
         """Return the context whose keys and values this rank has in `step` of an inner ring, in `round_`."""

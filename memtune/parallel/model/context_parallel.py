@@ -14,7 +14,8 @@ Five rules:
 4. With a causal mask, contiguous contexts have unequal work: the last one attends to all. In zigzag each
   context has a piece from the front and its mirror image from the back, so half of every block but its own is
   unmasked; or ranks help each other (`parallel.model.balanced_attention`).
-5. Saved tensors: queries, keys, values and output by heads, and the log-sum-exp.
+5. Saved tensors: queries, keys, values and output by heads, the log-sum-exp, and the pairs of positions that
+  dropout keeps (`parallel.model.attention_dropout`).
 
 Source: Gu et al. 2024, LoongTrain (arXiv:2406.18485).
 """
@@ -35,8 +36,10 @@ from memtune import refusals
 from memtune._replaced import replaced
 from memtune.errors import ApplyError
 from memtune.parallel.model import balanced_attention
+from memtune.parallel.model.attention_dropout import PairDropout, draw_pairs
 from memtune.parallel.model.block_attention import (
     Attended,
+    WeightMask,
     accumulation_dtype,
     attend,
     attend_backward,
@@ -65,6 +68,7 @@ from memtune.workload import map_tensors
 FIX = "parallel: {kind: none}"
 HEAD_CONTEXT = "head context "
 """Prefix of a division's name in `Target.sharded`."""
+Dropout = balanced_attention.Dropout
 Attention = Callable[..., Tensor]
 """With the arguments of `F.scaled_dot_product_attention`."""
 
@@ -79,15 +83,24 @@ class _Call:
     grid: Grid
     causal: bool
     scale: float | None
+    dropout_p: float
 
     @property
-    def _helped(self) -> bool:
+    def helped(self) -> bool:
+        """True if ranks attend for others."""
         return self.causal and self.grid.split.work_sharing
 
-    def forward(self, query: Tensor, pair: Tensor) -> Attended:
+    def dropout(self, pairs: Sequence[Tensor | None]) -> Dropout:
+        """Return the weights that are kept, by contexts of queries and keys."""
+        rows, columns = pairs
+        if rows is None:
+            return lambda queries, keys: None
+        return PairDropout(self.grid, self.dropout_p, rows, columns).of
+
+    def forward(self, query: Tensor, pair: Tensor, kept: Dropout) -> Attended:
         """Return attention of queries (B, H, P, D) here to all contexts' keys and values (2, B, G, P, D)."""
-        if self._helped:
-            return balanced_attention.forward(self.grid.inner, query, pair, self.scale)
+        if self.helped:
+            return balanced_attention.forward(self.grid.inner, query, pair, self.scale, kept)
         total: Attended | None = None
         grid = self.grid
         # The outer ring's hop is in flight during a full round of the inner one: links between nodes get that
@@ -96,18 +109,21 @@ class _Call:
         for round_ in range(grid.outer.ranks):
             inner = RingRound(grid.inner, outer.next(), prefetch=False)
             for step in range(grid.inner.ranks):
-                total = self._attend(total, query, inner.next(), grid.source(round_, step))
+                total = self._attend(total, query, inner.next(), grid.source(round_, step), kept)
             del inner
         assert total is not None
         return Attended(total.out.to(query.dtype), total.lse)
 
-    def _attend(self, total: Attended | None, query: Tensor, pair: Tensor, source: int) -> Attended | None:
+    def _attend(
+        self, total: Attended | None, query: Tensor, pair: Tensor, source: int, kept: Dropout
+    ) -> Attended | None:
         # A block that the causal mask hides entirely is passed on without compute: other ranks need it.
         seen = self.grid.visible_slices(source, query.shape[2], self.causal)
         if seen is None:
             return total
         rows, columns, causal = seen
-        more = attend(query[:, :, rows], *pair[:, :, :, columns], causal=causal, scale=self.scale)
+        drop = self._part(kept, source, rows, columns)
+        more = attend(query[:, :, rows], *pair[:, :, :, columns], causal=causal, scale=self.scale, kept=drop)
         if total is None:
             # Sums over contexts are kept wide, because merging rescales them once per context.
             alone = self.grid.split.contexts == 1
@@ -115,12 +131,18 @@ class _Call:
         merge(Attended(total.out[:, :, rows], total.lse[:, :, rows]), more)
         return total
 
+    def _part(self, kept: Dropout, source: int, rows: slice, columns: slice) -> WeightMask | None:
+        drop = kept(self.grid.context, source)
+        return None if drop is None else drop.part(rows, columns)
+
     def backward(
-        self, gradient: Tensor, query: Tensor, pair: Tensor, all_keys: Attended
+        self, gradient: Tensor, query: Tensor, pair: Tensor, all_keys: Attended, kept: Dropout
     ) -> tuple[Tensor, Tensor]:
         """Return gradients of `query` and `pair`, of this rank's own positions and heads."""
-        if self._helped:
-            return balanced_attention.backward(self.grid.inner, gradient, query, pair, all_keys, self.scale)
+        if self.helped:
+            return balanced_attention.backward(
+                self.grid.inner, gradient, query, pair, all_keys, self.scale, kept
+            )
         grid = self.grid
         # Summed in float32 over contexts, as FlashAttention sums over its blocks of keys.
         to_query = torch.zeros_like(query, dtype=accumulation_dtype(query.dtype))
@@ -137,7 +159,7 @@ class _Call:
                     to_pair = torch.zeros_like(block, dtype=accumulation_dtype(block.dtype))
                 # Shifted by one against forward: the own block is the last, and its sums end on the owner.
                 source = grid.source(round_ % grid.outer.ranks, step % grid.inner.ranks)
-                self._add_gradients(to_query, to_pair, source, gradient, query, block, all_keys)
+                self._add_gradients(to_query, to_pair, source, gradient, query, block, all_keys, kept)
                 del block
                 sums.add(to_pair)
             del inner, sums
@@ -157,6 +179,7 @@ class _Call:
         query: Tensor,
         pair: Tensor,
         all_keys: Attended,
+        kept: Dropout,
     ) -> None:
         # As in forward: a hidden block is passed on, and its sums with it, for the ranks that see it.
         seen = self.grid.visible_slices(source, query.shape[2], self.causal)
@@ -166,7 +189,14 @@ class _Call:
         given = Attended(all_keys.out[:, :, rows], all_keys.lse[:, :, rows])
         key, value = pair[:, :, :, columns]
         found = attend_backward(
-            gradient[:, :, rows], query[:, :, rows], key, value, given, causal=causal, scale=self.scale
+            gradient[:, :, rows],
+            query[:, :, rows],
+            key,
+            value,
+            given,
+            causal=causal,
+            scale=self.scale,
+            kept=self._part(kept, source, rows, columns),
         )
         to_query[:, :, rows].add_(found[0])
         to_pair[0, :, :, columns].add_(found[1])
@@ -177,24 +207,28 @@ class _Attention(torch.autograd.Function):
     """Attention of this rank's positions to all positions of the group."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: _Call, *pairs: Tensor | None
+    ) -> Tensor:
         grid = call.grid
         mine, pair = grid.by_heads(query)[0], grid.by_heads(key, value)
-        attended = call.forward(mine, pair)
+        attended = call.forward(mine, pair, call.dropout(pairs))
         # By heads, so that backward exchanges only gradients between positions and heads.
-        ctx.save_for_backward(mine, pair, *attended)
+        ctx.save_for_backward(mine, pair, *attended, *pairs)
         ctx.call = call
         return grid.by_positions(attended.out.unsqueeze(0))[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query, pair, out, lse = ctx.saved_tensors
-        grid = ctx.call.grid
-        to_query, to_pair = ctx.call.backward(grid.by_heads(gradient)[0], query, pair, Attended(out, lse))
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, pair, out, lse, *pairs = ctx.saved_tensors
+        grid, kept = ctx.call.grid, ctx.call.dropout(pairs)
+        to_query, to_pair = ctx.call.backward(
+            grid.by_heads(gradient)[0], query, pair, Attended(out, lse), kept
+        )
         to_query = grid.by_positions(to_query.unsqueeze(0))[0]
         to_key, to_value = grid.by_positions(to_pair)
-        return to_query, to_key, to_value, None
+        return to_query, to_key, to_value, None, None, None
 
 
 def divided_attention(grid: Grid) -> Attention:
@@ -209,7 +243,9 @@ def divided_attention(grid: Grid) -> Attention:
         # The replaced function is on autocast's list, a custom Function is not: torch would have cast these
         # inputs.
         query, key, value = (_as_autocast_wants(each) for each in (call.query, key, value))
-        made: Tensor = _Attention.apply(query, key, value, _Call(grid, call.is_causal, call.scale))  # type: ignore[no-untyped-call]
+        ours = _Call(grid, call.is_causal, call.scale, call.dropout_p)
+        pairs = draw_pairs(grid, query, ours.dropout_p, helps=ours.helped) if ours.dropout_p else (None, None)
+        made: Tensor = _Attention.apply(query, key, value, ours, *pairs)  # type: ignore[no-untyped-call]
         return made
 
     return attention
@@ -237,13 +273,11 @@ class AttentionCall(NamedTuple):
         """Check that the call can be divided.
 
         Raises:
-            ApplyError: It has a mask or dropout, its tensors are not samples × heads × positions × features,
-                or its keys do not match its queries.
+            ApplyError: It has a mask, its tensors are not samples × heads × positions × features, or its keys
+                do not match its queries.
         """
         if self.attn_mask is not None:
             raise not_divisible("attention is given a mask other than is_causal", FIX)
-        if self.dropout_p:
-            raise not_divisible("attention drops, and its random numbers would be others on each rank", FIX)
         query, key, value = shapes = [tuple(each.shape) for each in self[:3]]
         like = len(query) == 4 and key == value == (query[0], key[1], *query[2:])
         if not like or (query[1] != key[1] and not (self.enable_gqa and query[1] % key[1] == 0)):
@@ -294,6 +328,7 @@ def _on_shares(
     forward: Callable[..., Any], name: str, layout: SequenceLayout, attention: Attention
 ) -> Callable[..., Any]:
     """Return a block's `forward` for a share of the positions; arguments by position are divided too."""
+    attending = with_attention(forward, attention)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         x = first_tensor(args, kwargs)
@@ -303,6 +338,15 @@ def _on_shares(
         args, kwargs = map_tensors(
             (args, kwargs), lambda each: each if each is x else _own_of(each, length, name, layout)
         )
+        return attending(*args, **kwargs)
+
+    return run
+
+
+def with_attention(forward: Callable[..., Any], attention: Attention) -> Callable[..., Any]:
+    """Return a block's `forward` with `attention` instead of torch's."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
         # The attribute that models call; replaced only inside a block's forward.
         with replaced(F, scaled_dot_product_attention=attention):
             return forward(*args, **kwargs)

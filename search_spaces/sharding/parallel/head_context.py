@@ -44,6 +44,11 @@ class HeadContext(MicroBatchRotation):
     return the results. That is equal for odd numbers of contexts; for even ones, the first half has c/2 + 1/2
     blocks, one less.
 
+    Where attention drops weights (`dropout_p`), each rank draws for all pairs of positions, as one rank does
+    without a fused kernel, keeps those of its queries and heads as booleans, and computes scores in full:
+    numbers are those of one rank, except where its own attention would run in a fused kernel of a GPU, which
+    draws others of the same distribution. Long sequences want `dropout_p=0`.
+
     Reordered: softmax is that of the plain step, its sums over keys are taken context by context; a weight's
     gradient in the blocks is a sum of `degree` partial sums over the positions.
     """

@@ -4,6 +4,8 @@ each receives.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,21 +35,21 @@ def helped(splits: list[Split]) -> list[Found]:
         scores[which] += query.shape[2] * key.shape[2] * (0.5 if causal else 1)
 
     def attend(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float | None
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, **how: Any
     ) -> object:
         counted(0, query, key, causal)
-        return plain[0](query, key, value, causal=causal, scale=scale)
+        return plain[0](query, key, value, causal=causal, **how)
 
     def backward(
         gradient: torch.Tensor,
         query: torch.Tensor,
         key: torch.Tensor,
-        *more: object,
+        *more: Any,
         causal: bool,
-        scale: float | None,
+        **how: Any,
     ) -> object:
         counted(1, query, key, causal)
-        return plain[1](gradient, query, key, *more, causal=causal, scale=scale)  # type: ignore[arg-type]
+        return plain[1](gradient, query, key, *more, causal=causal, **how)
 
     group, rank = dist.distributed_c10d._get_default_group().group_name, dist.get_rank()
     found: list[Found] = []

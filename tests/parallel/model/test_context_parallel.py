@@ -26,11 +26,13 @@ EIGHT = [
 ]
 
 
-def shares(splits: list[Split]) -> list[tuple[dict[str, int], dict[bool, float]]]:
+def shares(splits: list[Split], dropout_p: float = 0.0) -> list[tuple[dict[str, int], dict[bool, float]]]:
     """Per split: bytes counted, and how far this rank's output and gradients are off, where later positions
     are masked or not.
     """
-    wanted = {causal: one_rank(causal) for causal in (False, True)}
+    wanted, drawn = dict[bool, list[torch.Tensor]](), dict[bool, torch.Tensor]()
+    for causal in (False, True):
+        wanted[causal], drawn[causal] = one_rank(causal, dropout_p), torch.get_rng_state()
     group, rank = dist.distributed_c10d._get_default_group().group_name, dist.get_rank()
     found = []
     for split in splits:
@@ -39,7 +41,9 @@ def shares(splits: list[Split]) -> list[tuple[dict[str, int], dict[bool, float]]
             *given, gradient = (grid.layout.shard(each, 2) for each in made())
             given = [each.requires_grad_() for each in given]
             COUNTERS.take()
-            out = divided_attention(grid)(*given, is_causal=causal, enable_gqa=True)
+            torch.manual_seed(1)
+            out = divided_attention(grid)(*given, dropout_p=dropout_p, is_causal=causal, enable_gqa=True)
+            assert torch.equal(torch.get_rng_state(), drawn[causal])
             out.backward(gradient)
             counted = COUNTERS.take()
             mine = [out.detach(), *(each.grad for each in given)]
@@ -51,10 +55,28 @@ def shares(splits: list[Split]) -> list[tuple[dict[str, int], dict[bool, float]]
     return found
 
 
+FOUR = [
+    Split(1, 4, 4, False, zigzag=True),
+    Split(1, 4, 2, False, zigzag=False),
+    Split(2, 2, 2, True, zigzag=True),
+    Split(4, 1, 1, False, zigzag=False),
+    Split(1, 4, 4, False, zigzag=False, work_sharing=True),
+    Split(2, 2, 2, False, zigzag=False, work_sharing=True),
+]
+
+
+@pytest.mark.parametrize("dropout_p", [0.3, 1.0])
+def test_dropout_of_divided_attention_is_that_of_one_rank(dropout_p: float) -> None:
+    for rank in run_ranks(shares, 4, FOUR, dropout_p):
+        for split, (_, off) in zip(FOUR, rank, strict=True):
+            assert max(off.values()) < 1e-5, (split, off)
+
+
 @pytest.mark.slow
-def test_context_parallel_splits_of_eight_ranks() -> None:
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+def test_context_parallel_splits_of_eight_ranks(dropout_p: float) -> None:
     query = SAMPLES * HEADS * LENGTH // 8 * HEAD * 4
-    for rank in run_ranks(shares, 8, EIGHT, deadline_s=280):
+    for rank in run_ranks(shares, 8, EIGHT, dropout_p, deadline_s=280):
         for split, (counted, off) in zip(EIGHT, rank, strict=True):
             assert max(off.values()) < 1e-5, (split, off)
             key = query * max(SHARED, split.heads) // HEADS  # repeated until every rank has one
@@ -70,7 +92,6 @@ def test_context_parallel_refuses_unsupported_attention() -> None:
     square: Any = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
     for arguments, said in (
         ((query, key, value, square, 0.0, True), "a mask"),
-        ((query, key, value, None, 0.1, True), "drops"),
         ((query, key, value, None, 0.0, False), "have shapes"),
         ((query, key[:, :, 1:], value[:, :, 1:], None, 0.0, True), "have shapes"),
         ((query[0], key[0], value[0], None, 0.0, True), "have shapes"),

@@ -26,6 +26,7 @@ from support.ranks.model_parallel_runs import (
     candidate,
     config,
     measured,
+    peak,
     refusal,
     rewriter,
     settings,
@@ -157,7 +158,6 @@ def test_fits_refuses_heads_that_do_not_divide() -> None:
 REASONS = {
     "odd": "cannot each take an equal share of two positions and more in 4 equal pieces",
     "masked": "attention is given a mask",
-    "drops": "attention drops",
     "both ways": "masks no later positions",
     "first": "uses the first positions of what is whole",
     "learned": "uses the first positions of what is whole",
@@ -335,6 +335,51 @@ def test_peaks_and_dropout_with_activation_techniques(knobs: dict[str, Any]) -> 
     for document in documents.values():
         assert_trained_as_one(
             run_ranks(trained, 2, 2, document, False, 1, True), trained(2, None, False, 1, True), atol=1e-5
+        )
+
+
+DROPPING = MODELS / "dropping.py"
+DROPS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "zigzag": {},
+        "recomputed": {"other_slots": OTHERS["full"]},
+        "heads": {"head_degree": 2},
+    },
+    4: {
+        "zigzag": {},
+        "double ring": {"inner_ring": 2, "load_balance": "none"},
+        "heads": {"head_degree": 2},
+        "work_sharing": {"load_balance": "work_sharing"},
+        "work_sharing, recomputed": {"load_balance": "work_sharing", "other_slots": OTHERS["full"]},
+    },
+}
+"""Divisions of a model that drops weights of attention."""
+
+
+def dropping(ranks: int, documents: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {**trained(ranks, document, dropout=True, path=DROPPING), "peak": peak(document, DROPPING)}
+        for name, document in documents.items()
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_dropped_weights_of_attention_are_those_of_one_rank(ranks: int) -> None:
+    documents = {
+        name: config(KIND, ranks, path=DROPPING, **{"other_slots": None, **knobs})
+        for name, knobs in DROPS[ranks].items()
+    }
+    found = run_ranks(dropping, ranks, ranks, documents)
+    wanted = trained(ranks, None, dropout=True, path=DROPPING)
+    for name, knobs in DROPS[ranks].items():
+        assert_trained_as_one([each[name] for each in found], wanted, atol=1e-5)
+        program = candidate(KIND, DROPPING, ranks, **knobs).program
+        predicted = simulate(program, hardware.detect("cpu")).peak_allocated_bytes
+        highest = max(each[name]["peak"] for each in found)
+        assert cpu_allocator.available() is not None or abs(highest - predicted) <= 0.02 * predicted, (
+            name,
+            highest,
+            predicted,
         )
 
 
