@@ -222,6 +222,7 @@ def main() -> None:
         if args.swapping:
             results[name]["swapping"] = swapping(trace, base)
             print(name, results[name]["swapping"], flush=True)
+            _write(args.json, results)
             continue
         results[name] = {
             "ops": len(trace.op_cost),
@@ -236,8 +237,6 @@ def main() -> None:
             {system: found["percent"] for system, found in results[name]["smallest"].items()},
             flush=True,
         )
-        _write(args.json, results)
-    if args.swapping:
         _write(args.json, results)
     if not results:
         print(f"no logs: {dtr_logs.VARIABLE} does not say where the DTR artifact's logs are")
