@@ -3,10 +3,8 @@ them.
 
 Five rules:
 
-1. Experts are modules of a list (`expert_lists`), or the rows of the weights of one module, (experts, …).
-  That one is called with tokens, the experts that each is routed to, and their weights: (T, H), (T, K),
-  (T, K), and returns (T, H), as in nearly all models of Transformers 5; or with rows sorted by expert and the
-  number of each expert's: (R, H), (E), and returns (R, H), as in torchtitan.
+1. Experts are modules of a list (`expert_lists`), or the rows of the weights of one module, (experts, …)
+  (`stacked_experts`).
 2. A weight of one module is a DTensor of the plain shape with this rank's experts; the module's own forward
   runs with them for the tokens that arrive, on one expert a row. Weights of other ranks' experts of a list
   are placeholders, whose gradients are the norms of the real ones (`ranks.remote_parameters`).
@@ -23,9 +21,7 @@ MoE training system of MoESys.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,13 +33,19 @@ from torch.distributed.tensor import DTensor
 from memtune import refusals
 from memtune.deferred_init import Piece, keep_only
 from memtune.errors import ApplyError
-from memtune.parallel.model.expert_dispatch import Load, Owners, Route, combined, dispatched, unused
+from memtune.parallel.model.expert_dispatch import Load, Owners, Route, combined, dispatched
 from memtune.parallel.model.expert_lists import ExpertList, list_refusal
 from memtune.parallel.model.expert_replicas import (
     NO_REPLICAS,
     Boundaries,
     ReplicaRule,
     ReplicatedLayer,
+)
+from memtune.parallel.model.stacked_experts import (
+    StackedExperts,
+    is_named_experts,
+    shared_weight,
+    stack_refusal,
 )
 from memtune.parallel.model.tensor_parallel import (
     LastBackward,
@@ -54,11 +56,11 @@ from memtune.parallel.model.tensor_parallel import (
 )
 from memtune.parallel.ranks import SharedNorms, keep_own, require_groups, require_ranks
 from memtune.parallel.sharding import meshes, rebind
-from memtune.runtime import Context, ForwardWrapper, after_step, local, node_topology
+from memtune.runtime import Context, after_step, local, node_topology
 
 
-class Experts:
-    """A module of experts of which this rank owns some; replaces its forward.
+class Experts(StackedExperts):
+    """A module of experts of which this rank owns some.
 
     Args:
         module: The module; its weights have been divided.
@@ -78,20 +80,11 @@ class Experts:
         seen: list[Load] | None = None,
         replicas: ReplicatedLayer | None = None,
     ) -> None:
-        self.replicas = replicas
-        self.module, self.name, self.experts, self.owners = module, name, experts, owners
-        self._seen, self._forward = seen, module.forward
-        self._names = tuple(inspect.signature(module.forward).parameters)
-        module.forward = ForwardWrapper(self._run, module.forward)
+        super().__init__(module, name, experts, "expert parallelism")
+        self.owners, self.replicas, self._seen = owners, replicas, seen
 
-    def _run(self, *args: Any, **kwargs: Any) -> Tensor:
+    def run_routed(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return the outputs of this rank's tokens, whose rows visit the owners of their experts."""
-        given = (*args, *(kwargs[name] for name in self._names[len(args) :]))
-        return self._run_routed(*given) if len(given) == 3 else self._run_sorted(*given)
-
-    def _run_routed(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        if index.shape != weights.shape or index.dim() != 2 or x.shape[:-1] != index.shape[:1]:
-            raise self._other_tensors(x, index, weights)
         route = self._route(index.flatten())
         held = self._weights()
         rows, row_weights = dispatched(x, weights, route)
@@ -101,16 +94,12 @@ class Experts:
         del rows, row_weights
         return combined(made, index.shape[1], route)
 
-    def _run_sorted(self, x: Tensor, counts: Tensor) -> Tensor:
-        if counts.shape != (self.experts,):
-            raise self._other_tensors(x, counts)
-        # Rows of no expert, as some kernels need for alignment, would be sent to a wrong one.
-        torch._assert_async(counts.sum() == len(x))
-        experts = torch.arange(self.experts, device=x.device)
-        route = self._route(torch.repeat_interleave(experts, counts.to(torch.int64), output_size=len(x)))
+    def run_sorted(self, x: Tensor, index: Tensor, kind: torch.dtype) -> Tensor:
+        """Return the outputs of this rank's rows, which visit the owners of their experts."""
+        route = self._route(index)
         held = self._weights()
         rows, _ = dispatched(x, None, route)
-        return combined(self._at_hosts(held, rows, route.experts, counts.dtype), 1, route)
+        return combined(self._at_hosts(held, rows, route.experts, kind), 1, route)
 
     def _route(self, index: Tensor) -> Route:
         experts = self.experts
@@ -137,7 +126,7 @@ class Experts:
         """
         mine = self.experts // self.owners.ranks
         if self.replicas is None:
-            return self._at_host(held[0], mine, rows, experts, other)
+            return self.run_with(held[0], mine, rows, experts, other)
         is_guest, n_guests = experts >= mine, self.replicas.n_guests
         # Two runs, so that no weight is copied.
         order = torch.argsort(is_guest.to(torch.uint8), stable=True)
@@ -148,58 +137,8 @@ class Experts:
         ):
             given = other.index_select(0, at) if isinstance(other, Tensor) else other
             part = rows.index_select(0, at), experts.index_select(0, at) - first
-            made.append(self._at_host(weights, n_experts, *part, given))
+            made.append(self.run_with(weights, n_experts, *part, given))
         return torch.cat(made).index_select(0, torch.argsort(order))
-
-    def _at_host(
-        self,
-        weights: dict[str, Tensor],
-        n_experts: int,
-        rows: Tensor,
-        experts: Tensor,
-        other: Tensor | torch.dtype,
-    ) -> Tensor:
-        """Return the outputs of rows of `n_experts` experts, whose weights are given."""
-        if isinstance(other, Tensor):
-            return self._run_with(weights, n_experts, rows, experts.unsqueeze(1), other.unsqueeze(1))
-        # Rows arrive sorted by rank, then expert.
-        order = torch.argsort(experts, stable=True)
-        counts = torch.zeros(n_experts, dtype=torch.int64, device=rows.device)
-        counts = counts.scatter_add(0, experts, torch.ones_like(experts)).to(other)
-        made = self._run_with(weights, n_experts, rows.index_select(0, order), counts)
-        return made.index_select(0, torch.argsort(order))
-
-    def _run_with(self, weights: dict[str, Tensor], n_experts: int, rows: Tensor, *others: Tensor) -> Tensor:
-        with self._holding(weights, n_experts):
-            if len(rows):
-                made: Tensor = self._forward(rows, *others)
-            else:
-                inputs = [each for each in (rows, *others, *weights.values()) if each.is_floating_point()]
-                made = unused(*inputs)
-        return made
-
-    def _other_tensors(self, *given: Tensor) -> ApplyError:
-        shapes = ", ".join(str(tuple(each.shape)) for each in given)
-        return ApplyError(
-            f"{self.name} is called with other tensors than expert parallelism knows: {shapes}.",
-            evidence="It takes (tokens, features), (tokens, chosen), (tokens, chosen), or (rows, features)"
-            " and the number of rows of each expert.",
-            fix="parallel: {kind: none}",
-            code="MT390",
-        )
-
-    @contextmanager
-    def _holding(self, weights: dict[str, Tensor], n_experts: int) -> Iterator[None]:
-        """Give the module these weights, and their number where it has a number of experts."""
-        whole = {name: weight for name, weight in self.module._parameters.items() if weight is not None}
-        numbers = _numbers(self.module, self.experts)
-        self.module._parameters.update(weights)  # type: ignore[arg-type]
-        vars(self.module).update(dict.fromkeys(numbers, n_experts))
-        try:
-            yield
-        finally:
-            self.module._parameters.update(whole)
-            vars(self.module).update(dict.fromkeys(numbers, self.experts))
 
 
 def _number(is_guest: Tensor, assumed: int) -> int:
@@ -210,11 +149,6 @@ def _number(is_guest: Tensor, assumed: int) -> int:
         return assumed
 
 
-def _numbers(module: nn.Module, experts: int) -> list[str]:
-    """Return the attributes of `module` that hold its number of experts."""
-    return [name for name, value in vars(module).items() if "expert" in name and value == experts]
-
-
 def divisible_experts(model: nn.Module, degree: int) -> tuple[dict[str, int], list[str]]:
     """Return the experts of each module that `degree` ranks can divide, and a line on similar others."""
     owners: dict[int, list[str]] = {}
@@ -222,54 +156,21 @@ def divisible_experts(model: nn.Module, degree: int) -> tuple[dict[str, int], li
         owners.setdefault(id(parameter), []).append(name)
     found, refused = dict[str, int](), list[str]()
     for name, module in model.named_modules():
-        named = "expert" in f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
         # A module without weights of its own is a layer around experts.
         is_list = isinstance(module, nn.ModuleList) and len(module) > 1
-        if not named or not (module._parameters or is_list):
+        if not is_named_experts(name, module) or not (module._parameters or is_list):
             continue
         if isinstance(module, nn.ModuleList):
             path, _, own = name.rpartition(".")
             holder = model.get_submodule(path)
-            why = list_refusal(own, module, holder, degree) or _shared(module, owners)
+            why = list_refusal(own, module, holder, degree) or shared_weight(module, owners)
         else:
-            why = _not_divisible(module, degree, owners)
+            why = stack_refusal(module, degree, owners)
         if why:
             refused.append(f"{name or 'the model'} {why}")
         else:
             found[name] = len(module) if isinstance(module, nn.ModuleList) else len(next(module.parameters()))
     return found, refused
-
-
-def _shared(module: nn.Module, owners: dict[int, list[str]]) -> str:
-    shared = next((owners[id(each)] for each in module.parameters() if len(owners[id(each)]) > 1), None)
-    return f"shares its weight: {' and '.join(shared)}" if shared else ""
-
-
-def _not_divisible(module: nn.Module, degree: int, owners: dict[int, list[str]]) -> str:
-    mine = [each for each in module._parameters.values() if each is not None]
-    if any(each._parameters for each in module.modules() if each is not module):
-        return "has weights in modules of its own, of which an owner would need a share"
-    rows = {each.shape[:1] for each in mine}
-    if len(rows) > 1 or any(each.dim() < 2 for each in mine):
-        return "has weights that are not all of (experts, …)"
-    if module._buffers:
-        return "has buffers, of which an owner would need a share"
-    experts = mine[0].shape[0]
-    if experts % degree:
-        return f"has {experts} experts, which {degree} ranks do not divide"
-    if not _takes_tokens(module.forward):
-        return (
-            "takes neither tokens, the experts of each and their weights, nor rows and num_tokens_per_expert"
-        )
-    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
-        return "has hooks or a forward of its own"
-    return _shared(module, owners)
-
-
-def _takes_tokens(forward: Callable[..., Any]) -> bool:
-    names = list(inspect.signature(forward).parameters)
-    routed = len(names) == 3 and ("ind" in names[1] or "idx" in names[1]) and "weight" in names[2]
-    return routed or (len(names) == 2 and "tokens_per_expert" in names[1])
 
 
 def divide_layers(

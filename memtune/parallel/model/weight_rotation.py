@@ -5,7 +5,8 @@ Six rules:
 
 1. A weight of n rows is a DTensor of the plain shape, n/ranks rows on each rank. In forward the shards pass
   round the ring once, and each rank computes with the current one while the next is in flight: a linear
-  layer's outputs, an embedding's rows.
+  layer's outputs, an embedding's rows, a convolution's output channels; of a transposed one, whose rows are
+  input channels, a summand of all outputs.
 2. In backward they pass round again, shifted by one, so that a rank's own shard is its last. The sum of each
   shard's gradient rotates with it: it starts one rank after the shard's owner and is complete, over all
   ranks, when it reaches the owner.
@@ -19,7 +20,8 @@ Six rules:
   between the rings, and gradients of replicated parameters are averaged inside a ring, once per step.
 6. All ranks of a ring must call the same layers in the same order, or a rank would receive a shard of another
   weight. Experts, whose calls depend on the samples, are called in a fixed order by all ranks
-  (`parallel.model.rotated_experts`), and in the 1st, 2nd, 4th, 8th … forward ranks compare their calls.
+  (`parallel.model.rotated_experts`), those of one module are called by every rank's router
+  (`parallel.model.rotated_stacks`), and in the 1st, 2nd, 4th, 8th … forward ranks compare their calls.
 
 Source: Luo et al. 2023, RTP (arXiv:2311.01635).
 """
@@ -52,6 +54,8 @@ from memtune.parallel.model.rotated_experts import (
     order_experts,
     remove_gradients_of_unused,
 )
+from memtune.parallel.model.rotated_stacks import RotatedStack, rotation_refusal
+from memtune.parallel.model.stacked_experts import is_named_experts, stack_refusal
 from memtune.parallel.model.tensor_parallel import average_whole, mix_plain_and_sharded, part
 from memtune.parallel.ranks import Ring, RingRound, RingSums, require_groups, require_ranks
 from memtune.parallel.sharding import meshes, rebind
@@ -68,13 +72,14 @@ def _add_product(sums: Tensor | None, left: Tensor, right: Tensor, dtype: torch.
 
 
 def _by_shards(ring: Ring, weight: Tensor, dim: int, run: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """Return the outputs of `run(shard, index)` of all shards of `weight`, joined in `dim`."""
+    """Return the outputs of `run(shard, index)` of all shards of `weight`, of one shape, joined in `dim`."""
     # Forward begins with the own shard, so compute starts at once. Backward begins one hop later
     # (`prefetch`), so that it ends with the own one.
-    shards, rows, whole = RingRound(ring, weight.detach(), prefetch=False), weight.shape[0], None
+    shards, whole = RingRound(ring, weight.detach(), prefetch=False), None
     for hop in range(ring.ranks):
         index = ring.owner(hop)
         part = run(shards.next(), index)  # the shard has no name here: it is freed before `whole` is made
+        rows = part.shape[dim]
         if whole is None:
             shape = list(part.shape)
             # The first part tells shape, dtype (autocast) and layout of the joined output, which is allocated
@@ -89,6 +94,18 @@ def _by_shards(ring: Ring, weight: Tensor, dim: int, run: Callable[[Tensor, int]
     shards.finish()
     assert whole is not None
     return whole
+
+
+def _sum_by_shards(ring: Ring, weight: Tensor, run: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Return the sum of the outputs of `run(shard, index)` of all shards of `weight`."""
+    shards, total = RingRound(ring, weight.detach(), prefetch=False), None
+    for hop in range(ring.ranks):
+        part = run(shards.next(), ring.owner(hop))
+        total = part if total is None else total.add_(part)
+        del part
+    shards.finish()
+    assert total is not None
+    return total
 
 
 class _Linear(torch.autograd.Function):
@@ -133,25 +150,45 @@ class _Linear(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _ConvSettings:
-    """Arguments of a convolution, per dim. Legend: I = input channels, O = output channels of a shard."""
+    """Arguments of a convolution, per dim.
+
+    A shard has some output channels, or if it is transposed some input channels; with groups both.
+    """
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+    output_padding: tuple[int, ...] | None = None
+    """None unless the convolution is transposed."""
+
+    @property
+    def sums(self) -> bool:
+        """True if each shard has a summand of all output channels."""
+        return self.output_padding is not None and self.groups == 1
+
+    @property
+    def reads_all(self) -> bool:
+        """True if each shard reads all input channels."""
+        return self.output_padding is None and self.groups == 1
 
     def inputs(self, x: Tensor, shard: int, ranks: int) -> Tensor:
-        """Return the channels of `x` (batch, I, …) that the output channels of `shard` read."""
-        if self.groups == 1:
-            return x
-        channels = x.shape[1] // ranks
-        return x.narrow(1, shard * channels, channels)
+        """Return the channels of `x` (batch, all input channels, …) that `shard` reads."""
+        return x if self.reads_all else _channels(x, shard, ranks)
+
+    def outputs(self, y: Tensor, shard: int, ranks: int) -> Tensor:
+        """Return the channels of `y` (batch, all output channels, …) that `shard` makes."""
+        return y if self.sums else _channels(y, shard, ranks)
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int) -> Tensor:
-        """Return the output channels of a shard: x (batch, I or I/ranks, …) → (batch, O, …)."""
-        convolve = (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3]
+        """Return the output channels of a shard from its inputs."""
         groups = max(self.groups // ranks, 1)
-        return convolve(x, weight, bias, self.stride, self.padding, self.dilation, groups)
+        if self.output_padding is None:
+            convolve = (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3]
+            return convolve(x, weight, bias, self.stride, self.padding, self.dilation, groups)
+        transposed = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[weight.dim() - 3]
+        sizes = self.stride, self.padding, self.output_padding
+        return transposed(x, weight, bias, *sizes, groups, self.dilation)
 
     def gradients(
         self, gradient: Tensor, x: Tensor, weight: Tensor, ranks: int, wanted: tuple[bool, bool]
@@ -165,16 +202,21 @@ class _ConvSettings:
             self.stride,
             self.padding,
             self.dilation,
-            False,
-            (0,) * len(self.stride),
+            self.output_padding is not None,
+            self.output_padding or (0,) * len(self.stride),
             max(self.groups // ranks, 1),
             (*wanted, False),
         )
         return found[:2]
 
 
+def _channels(x: Tensor, shard: int, ranks: int) -> Tensor:
+    size = x.shape[1] // ranks
+    return x.narrow(1, shard * size, size)
+
+
 class _Convolution(torch.autograd.Function):
-    """A convolution whose weight rotates, some output channels at a time (rules 1, 2 and 4)."""
+    """A convolution whose weight rotates, some channels at a time (rules 1, 2 and 4)."""
 
     @staticmethod
     def forward(
@@ -182,15 +224,14 @@ class _Convolution(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.settings, ctx.ring = settings, ring
-        shares = [None] * ring.ranks if bias is None else bias.chunk(ring.ranks)
-        return _by_shards(
-            ring,
-            weight,
-            1,
-            lambda shard, index: settings.run(
-                settings.inputs(x, index, ring.ranks), shard, shares[index], ring.ranks
-            ),
-        )
+        shares: Sequence[Tensor | None] = [None] * ring.ranks if bias is None else bias.chunk(ring.ranks)
+        if settings.sums:
+            shares = [bias if index == ring.rank else None for index in range(ring.ranks)]
+
+        def run(shard: Tensor, index: int) -> Tensor:
+            return settings.run(settings.inputs(x, index, ring.ranks), shard, shares[index], ring.ranks)
+
+        return _sum_by_shards(ring, weight, run) if settings.sums else _by_shards(ring, weight, 1, run)
 
     @staticmethod
     @once_differentiable
@@ -199,15 +240,15 @@ class _Convolution(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         (x, weight), settings, ring = ctx.saved_tensors, ctx.settings, ctx.ring
         to_x, to_weight, to_bias, *_ = ctx.needs_input_grad
-        rows, of_weight = weight.shape[0], None
-        of_x = torch.empty_like(x, dtype=gradient.dtype) if to_x and settings.groups > 1 else None
+        of_weight = None
+        of_x = torch.empty_like(x, dtype=gradient.dtype) if to_x and not settings.reads_all else None
         shards = RingRound(ring, weight.detach(), prefetch=True) if to_x else None
         sums = RingSums(ring)
         for hop in range(1, ring.ranks + 1):
             index = ring.owner(hop)
             received = sums.next() if to_weight else None
             of_inputs, mine = settings.gradients(
-                gradient.narrow(1, index * rows, rows),
+                settings.outputs(gradient, index, ring.ranks),
                 settings.inputs(x, index, ring.ranks),
                 # Without a gradient of the input only the weight's shape is used.
                 weight.detach() if shards is None else shards.next(),
@@ -217,7 +258,7 @@ class _Convolution(torch.autograd.Function):
             if mine is not None:
                 mine = mine.to(weight.dtype)
                 of_weight = sums.add(mine if received is None else received.add_(mine))
-            if of_inputs is not None and settings.groups > 1:
+            if of_inputs is not None and not settings.reads_all:
                 assert of_x is not None
                 settings.inputs(of_x, index, ring.ranks).copy_(of_inputs)
             elif of_inputs is not None:
@@ -359,6 +400,31 @@ class _RotatedConvolution(nn.modules.conv._ConvNd):
         return made if has_batch else made.squeeze(0)
 
 
+class _RotatedTransposedConvolution(nn.modules.conv._ConvTransposeNd):
+    """A transposed convolution whose weight rotates among the ranks."""
+
+    ring: Ring
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Return all output channels of this rank's samples."""
+        weight, bias, padding = local(self.weight), self._parameters["bias"], self.padding
+        assert not isinstance(padding, str), "torch refuses it for transposed convolutions"
+        more = self._output_padding(  # a private method, which three public layers share
+            input,
+            output_size,
+            list(self.stride),
+            list(padding),
+            list(self.kernel_size),
+            weight.dim() - 2,
+            list(self.dilation),
+        )
+        settings = _ConvSettings(self.stride, padding, self.dilation, self.groups, tuple(more))
+        has_batch = input.dim() == weight.dim()
+        x = input if has_batch else input.unsqueeze(0)
+        made: Tensor = _Convolution.apply(x, weight, bias, settings, self.ring)  # type: ignore[no-untyped-call]
+        return made if has_batch else made.squeeze(0)
+
+
 class RotatedConv1d(_RotatedConvolution, nn.Conv1d):
     """A 1D convolution whose weight rotates among the ranks."""
 
@@ -369,6 +435,18 @@ class RotatedConv2d(_RotatedConvolution, nn.Conv2d):
 
 class RotatedConv3d(_RotatedConvolution, nn.Conv3d):
     """A 3D convolution whose weight rotates among the ranks."""
+
+
+class RotatedConvTranspose1d(_RotatedTransposedConvolution, nn.ConvTranspose1d):
+    """A transposed 1D convolution whose weight rotates among the ranks."""
+
+
+class RotatedConvTranspose2d(_RotatedTransposedConvolution, nn.ConvTranspose2d):
+    """A transposed 2D convolution whose weight rotates among the ranks."""
+
+
+class RotatedConvTranspose3d(_RotatedTransposedConvolution, nn.ConvTranspose3d):
+    """A transposed 3D convolution whose weight rotates among the ranks."""
 
 
 class RotatedEmbedding(nn.Embedding):
@@ -388,12 +466,17 @@ _ROTATED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv1d: RotatedConv1d,
     nn.Conv2d: RotatedConv2d,
     nn.Conv3d: RotatedConv3d,
+    nn.ConvTranspose1d: RotatedConvTranspose1d,
+    nn.ConvTranspose2d: RotatedConvTranspose2d,
+    nn.ConvTranspose3d: RotatedConvTranspose3d,
 }
 _KINDS = nn.Linear | nn.Embedding | nn.modules.conv._ConvNd
 
 
 def rotatable(model: nn.Module, degree: int) -> tuple[list[str], list[str]]:
-    """Return the layers whose weights can rotate among `degree` ranks, and a line on each other one."""
+    """Return the layers and stacked experts whose weights can rotate among `degree` ranks, and a line on each
+    other one.
+    """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, _KINDS)}
     refused = {name: why for name, module in layers.items() if (why := _not_plain(name, module, degree))}
     for name, module in layers.items():
@@ -414,7 +497,17 @@ def rotatable(model: nn.Module, degree: int) -> tuple[list[str], list[str]]:
         for name, other in strange.items():
             del weights[name]
             refused[name] = f"shares its weight with {other}"
-    return list(weights), [f"{name} {why}" for name, why in refused.items()]
+    stacks = {
+        name: module
+        for name, module in model.named_modules()
+        if is_named_experts(name, module) and module._parameters and not isinstance(module, _KINDS)
+    }
+    by_identity = {key: sorted(names) for key, names in owners.items()}
+    for name, module in stacks.items():
+        if why := stack_refusal(module, degree, by_identity) or rotation_refusal(module):
+            refused[name] = why
+    found = [*weights, *(name for name in stacks if name not in refused)]
+    return found, [f"{name} {why}" for name, why in refused.items()]
 
 
 def _not_plain(name: str, module: nn.Module, degree: int) -> str:
@@ -439,6 +532,8 @@ def _not_plain(name: str, module: nn.Module, degree: int) -> str:
             return why
     rows = int(module._parameters["weight"].shape[0])  # type: ignore[union-attr]
     what = {nn.Linear: "outputs", nn.Embedding: "rows"}.get(type(module), "output channels")
+    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+        what = "input channels"
     return f"has {rows} {what}, which {degree} ranks do not divide" if rows % degree else ""
 
 
@@ -458,6 +553,13 @@ def rotate_layers(model: nn.Module, layers: Sequence[str], ring: Ring) -> list[s
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name in layers:
         module = model.get_submodule(name)
+        if type(module) not in _ROTATED:
+            n_experts = len(next(module.parameters()))
+            for each, stacked in module._parameters.items():
+                if stacked is not None:
+                    module._parameters[each] = made[stacked] = part(stacked, ring.piece, ring.mesh)
+            RotatedStack(module, name, n_experts, ring)
+            continue
         whole = module._parameters["weight"]
         assert whole is not None
         module._parameters["weight"] = (
@@ -476,7 +578,7 @@ def rotate(context: Context, layers: Sequence[str], degree: int, *, in_place: bo
 
     Args:
         context: Model and optimizer, changed in place; gets a `sync`.
-        layers: Linear layers, convolutions and embeddings, by name.
+        layers: Linear layers, convolutions, embeddings and stacked experts, by name.
         degree: Ranks of a ring; divides the number of ranks.
         in_place: Overwrite the own shard (rule 3).
 
@@ -514,7 +616,8 @@ def rotate(context: Context, layers: Sequence[str], degree: int, *, in_place: bo
 def _check(context: Context, layers: Sequence[str], rotated: Sequence[str], degree: int) -> dict[str, Any]:
     for name in layers:
         module = context.model.get_submodule(name)
-        if type(module) not in _ROTATED.values() or not isinstance(module.weight, DTensor):
+        rotates = type(module) in _ROTATED.values() or "forward" in vars(module)
+        if not rotates or not any(isinstance(each, DTensor) for each in module._parameters.values()):
             raise ApplyError(f"the weight of {name} does not go round the ranks.", code="MT392")
     n_bytes = sum(local(context.model.get_parameter(name)).nbytes for name in rotated)
     return {"degree": degree, "layers": len(layers), "rotated_bytes": n_bytes}

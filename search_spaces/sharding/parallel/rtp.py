@@ -19,11 +19,13 @@ class Rtp(PartitionedWeights):
     gradients and their optimizer state. In a layer's forward the shards rotate over the ring, and each rank
     computes its own samples' outputs with the current shard; in backward they rotate again together with the
     sums of their gradients, which end on the owner. Weights of experts pass every rank, also one without
-    tokens for them; tokens are sent nowhere. No layer is ever unsharded on a rank: 2/degree of one are
+    tokens for them; tokens are sent nowhere. Experts are modules of a list, or stacked in the weights of one
+    module, whose code then runs again in backward. No layer is ever unsharded on a rank: 2/degree of one are
     allocated besides the own shard (1/degree in place), and as much of its gradient.
 
-    Reordered: an output is the plain product's, some columns at a time. The gradient of a layer's input is a
-    sum of `degree` partial sums, that of a weight the ranks' sums added in the order of the ring, within
+    Reordered: an output is the plain product's, some columns at a time; that of a transposed convolution is a
+    sum of `degree` partial sums, by input channels. The gradient of a layer's input is a sum of as many, that
+    of a weight the ranks' sums added in the order of the ring, within
     (degree + 1)·eps·Σ|gᵣ|/degree of the plain mean.
     """
 

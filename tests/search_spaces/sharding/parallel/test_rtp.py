@@ -43,6 +43,7 @@ from support.ring_traffic import Rotation
 from support.suites.sharded_suite import ShardedSuite
 from support.zoo_paths import ZOO
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from memtune import hardware
 from memtune.api import apply
@@ -101,6 +102,27 @@ class NoEmpty(nn.Module):
         return x + x[0]
 
 
+class Three(nn.Module):
+    """Stacked experts."""
+
+    experts = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(self.experts, 4, 4))
+
+    def forward(self, x: Tensor, top_index: Tensor, top_weights: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Dropping(Three):
+    experts = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.1)
+
+
 def changed(change: Any) -> list[str]:
     _, model, _ = build(SEPARATE)
     change(model)
@@ -142,10 +164,12 @@ def changed(change: Any) -> list[str]:
             "conv is a convolution with padding (1, 1) of circular",
         ),
         (
-            lambda model: setattr(model, "conv", nn.ConvTranspose2d(6, 6, 3)),
-            "conv is a ConvTranspose2d",
+            lambda model: setattr(model, "conv", nn.ConvTranspose2d(5, 6, 3)),
+            "conv has 5 input channels, which 2 ranks do not divide",
         ),
         (lambda model: setattr(model, "more", nn.Bilinear(2, 2, 2)), ""),
+        (lambda model: setattr(model, "experts", Dropping()), "experts draws random numbers"),
+        (lambda model: setattr(model, "experts", Three()), "experts has 3 experts, which 2 ranks do not"),
     ],
 )
 def test_layers_that_are_not_plain_are_replicated(change: Any, line: str) -> None:
@@ -323,6 +347,53 @@ def test_convolutions_and_experts_rotate_and_train_as_one(other_slots: dict[str,
     assert [n_bytes for n_bytes, _ in found] == [(predicted, 0)] * 2
 
 
+STACKED, HASHED, SORTED, MIXTRAL = (
+    MODELS / f"{name}.py" for name in ("stacked_experts", "hashed_experts", "sorted_experts", "mixtral")
+)
+
+
+def stacked(
+    document: dict[str, Any], path: Path, accumulate: int
+) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    return measured({"": document}, path=path)[""], trained(2, document, True, accumulate, path=path)
+
+
+@pytest.mark.parametrize(
+    ("path", "knobs"),
+    [
+        (HASHED, {"in_place": True, "accumulate": 2}),
+        (STACKED, {}),
+        pytest.param(HASHED, {"other_slots": OTHERS["full"]}, marks=pytest.mark.slow),
+        pytest.param(HASHED, {"other_slots": OTHERS["copy_out"]}, marks=pytest.mark.slow),
+        pytest.param(SORTED, {}, marks=pytest.mark.slow),
+        pytest.param(MIXTRAL, {"in_place": True}, marks=pytest.mark.slow),
+    ],
+    ids=lambda each: each.stem if isinstance(each, Path) else str(each),
+)
+def test_stacked_experts_rotate_and_train_as_one(path: Path, knobs: dict[str, Any]) -> None:
+    """With rows for each shard that differ between ranks, on one of which some get none."""
+    accumulate = knobs.get("accumulate", 1)
+    made = candidate(KIND, path, **knobs)
+    experts = [each for each in made.plans["sharding.parallel"].document()["layers"] if "experts" in each]
+    assert len(experts) == 2
+    found = run_ranks(stacked, 2, config(KIND, path=path, **knobs), path, accumulate)
+    assert_trained_as_one([run for _, run in found], trained(2, None, True, accumulate, path=path), atol=1e-5)
+    step = made.program.step
+    averaged = [op for op in range(step.ops.n) if "allreduce" in step.names[step.ops.name[op]]]
+    n_bytes = accumulate * hops(step) + int(step.ops.traffic_bytes[averaged].sum())
+    assert [measured[1:] for measured, _ in found] == [(n_bytes, 0)] * 2
+    if path == HASHED and cpu_allocator.available() is None:  # the choices of the busiest rank are known
+        predicted = simulate(made.program, hardware.detect("cpu")).peak_allocated_bytes
+        assert max(measured[0] for measured, _ in found) == pytest.approx(predicted, rel=0.02)
+
+
+def test_stacked_experts_cross_the_link_three_times() -> None:
+    step = candidate(KIND, HASHED).program.step
+    rotated = {p.name: int(step.storages.bytes[p.storage]) for p in step.parameters if len(p.shape) > 1}
+    # Half of each weight: forward, backward, and the sum of its gradient; an embedding skips the second.
+    assert hops(step) == 3 * sum(rotated.values()) - rotated["embedding.weight"]
+
+
 class EvenNet(TiedNet):
     """A `TiedNet` with some rows that four ranks divide, and some that they do not."""
 
@@ -334,6 +405,53 @@ class EvenNet(TiedNet):
 
 
 even = functools.partial(build_net, EvenNet)
+
+
+class Upsampled(nn.Module):
+    """Transposed convolutions of one and two dimensions, in groups, with an output size, without a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.ConvTranspose1d(4, 6, 3, stride=2, padding=1)
+        self.grouped = nn.ConvTranspose1d(8, 12, 3, groups=4, dilation=2, bias=False)
+        self.plain, self.back = nn.Conv1d(6, 8, 1), nn.Conv1d(12, 4, 1)
+        self.image = nn.ConvTranspose2d(4, 2, 2, output_padding=0, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.wide(x, output_size=[2 * x.shape[2]])
+        y = self.back(self.grouped(self.plain(y).tanh()).tanh()).tanh()
+        return torch.stack([self.image(each) for each in y.unsqueeze(3)])
+
+
+def upsampled(in_place: bool, document: bool) -> tuple[dict[str, Any], list[str]]:
+    """Train three steps; each rank has its own samples, the plain run all."""
+    torch.manual_seed(0)
+    model = Upsampled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    layers = rotatable(model, 2)[0]
+    if document:
+        settings = {"sharding": {"parallel": {"kind": KIND, "in_place": in_place}}}
+        apply(model, optimizer, {"settings": settings, "plan": plan_of(2, *layers)}, strict=False)
+    torch.manual_seed(1)
+    for _ in range(3):
+        x = torch.randn(4, 4, 5)
+        mine = x.chunk(2)[torch.distributed.get_rank()] if document else x
+        model(mine).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = {
+        name: each.full_tensor() if isinstance(each, DTensor) else each
+        for name, each in model.state_dict().items()
+    }
+    return {name: each.clone() for name, each in whole.items()}, layers
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_transposed_convolutions_rotate_and_train_as_one(in_place: bool) -> None:
+    wanted, layers = upsampled(in_place, document=False)
+    assert layers == ["wide", "grouped", "plain", "back", "image"]
+    for found, _ in run_ranks(upsampled, 2, in_place, True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 Case = tuple[int, bool, int, float, bool]
