@@ -95,6 +95,7 @@ if TYPE_CHECKING:
         Stop as Stop,
         set_lifetimes as set_lifetimes,
     )
+    from memtune.program.sample_rows import batched_rows as batched_rows
     from memtune.program.saved_tensor_policy import (
         HEADER_BYTES as HEADER_BYTES,
         KEEP as KEEP,

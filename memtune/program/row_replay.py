@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from memtune.program.new_rows import EMPTY_ROWS, sorted_uses, step_of_rows
 from memtune.program.parameter_columns import columns_of
+from memtune.program.sample_rows import batched_rows
 from memtune.program.step import FOREVER, I32, READS, WRITES, Kind, Phase, Resource, Step, Tier
 
 RowIndex = npt.NDArray[np.intp]
@@ -205,8 +206,8 @@ class RowReplay:
         self.initial_number[before] = np.arange(len(before), dtype=np.int32)
         self.n_storages = 0
         self._op_strides, self._storage_strides = ops, storages = _Strides(), _Strides()
-        # Position, old row (or beyond them the number of a new op), `copy_of`, phase.
-        self._ops = _Table(ops, None, ops, None)
+        # Position, old row (or beyond them the number of a new op), `copy_of`, phase, micro-batches in one.
+        self._ops = _Table(ops, None, ops, None, None)
         self._new_ops: list[tuple[int, ...]] = []
         # Number, bytes, tier, kind, producer, owner, last op that holds it.
         self._storages = _Table(storages, None, None, None, ops, None, ops)
@@ -259,7 +260,7 @@ class RowReplay:
         name = self._names.setdefault(op.name, len(self._names))
         at = self.n_ops
         self.n_ops += 1
-        self._ops.rows.append((at, self.step.ops.n + len(self._new_ops), -1, op.phase))
+        self._ops.rows.append((at, self.step.ops.n + len(self._new_ops), -1, op.phase, 1))
         self._new_ops.append((name, call, op.resource, traffic_bytes, op.group, op.stream, op.prefetch))
         self._op_uses.rows += [(at, storage, READS) for storage in reads]
         self._op_uses.rows += [(at, storage, WRITES) for storage in writes]
@@ -291,7 +292,13 @@ class RowReplay:
             name = self._names.setdefault(op.name, len(self._names))
             number = self.step.ops.n + len(self._new_ops) + np.arange(count)
             self._ops.parts.append(
-                (position, number, np.full(count, -1, np.int32), np.full(count, op.phase, np.uint8))
+                (
+                    position,
+                    number,
+                    np.full(count, -1, np.int32),
+                    np.full(count, op.phase, np.uint8),
+                    np.ones(count, np.int32),
+                )
             )
             self._new_ops += [
                 (name, call, op.resource, each, op.group, op.stream, op.prefetch) for each in traffic.tolist()
@@ -312,6 +319,7 @@ class RowReplay:
         *,
         again: I32 | None = None,
         stops: Sequence[Stop] = (),
+        joined: int = 1,
     ) -> None:
         """Append the old ops `rows` to the new step.
 
@@ -322,6 +330,7 @@ class RowReplay:
             kept: (m,) numbers that an earlier replay made, kept for this one.
             from_kept: (m,) True for storages that are read from `kept` instead of `made`.
             again: (n,) position at which each row ran first: forward rows become recomputation of those.
+            joined: Micro-batches that the replay runs as one; its rows are of forward.
             stops: Calls between the rows, in order, which may append ops. They find the numbers of storages
                 that were made before them in `made`, and must not change others that the rows use.
         """
@@ -349,8 +358,10 @@ class RowReplay:
             # Rows of a pass that were recomputation before have no meaning in the new step.
             copy_of = np.where(repeated, again[rows], -1).astype(np.int32)
             phase = np.where(repeated, _RECOMPUTE, phase)
-        self._ops.parts.append((positions, rows, copy_of, phase))
+        self._ops.parts.append((positions, rows, copy_of, phase, np.full(len(rows), joined, np.int32)))
         n_bytes, tier, kind, owner, held = source.columns
+        if joined > 1:
+            n_bytes = np.where(batched_rows(self.step).storages[source.made], n_bytes * joined, n_bytes)
         self._storages.parts.append((numbers, n_bytes, tier, kind, positions[source.maker], owner, held))
         used = source.used
         storages = np.where(from_kept[used], kept[used], made[used])
@@ -414,7 +425,7 @@ class RowReplay:
 
     def _columns_of_ops(self) -> tuple[dict[str, Any], I32]:
         """Return the new columns, and (n,) the position at which each old row ran first, -1 for never."""
-        source, copy_of, phase = _in_order(self._ops)
+        source, copy_of, phase, joined = _in_order(self._ops)
         new = dict(zip(_NEW_OP_COLUMNS, np.asarray(self._new_ops, np.int64).reshape(-1, 7).T, strict=True))
         zeros = np.zeros(len(self._new_ops), np.int64)
         columns = {
@@ -422,6 +433,8 @@ class RowReplay:
             for name, column in self._columns.items()
             if name not in ("sequence_nr", "copy_of", "phase")
         }
+        if (joined > 1).any():
+            self._scale_joined(columns, source, joined)
         # Of several replays the first defines where blocks start and end.
         old = np.flatnonzero(source < self.step.ops.n)[::-1]
         first_position = np.full(self.step.ops.n, -1, np.int32)
@@ -432,6 +445,15 @@ class RowReplay:
             "copy_of": copy_of.astype(np.int32),
             "phase": phase.astype(np.uint8),
         }, first_position
+
+    def _scale_joined(self, columns: dict[str, Any], source: Any, joined: Any) -> None:
+        """Give ops of several micro-batches in one their FLOPs and bytes, in place."""
+        batched, at = batched_rows(self.step), np.flatnonzero(joined > 1)
+        row, more = source[at], joined[at] - 1
+        columns["flops"][at] *= 1 + more * batched.ops[row]
+        for name in ("traffic_bytes", "elementwise_bytes"):
+            scaled = columns[name][at] * (1 + more * batched.traffic[row])
+            columns[name][at] = np.rint(scaled).astype(columns[name].dtype)
 
     def done(self, gradient: I32, grad_order: I32) -> Step:
         """Return the new step, with parameters' gradients in the order in which they are ready.

@@ -3,7 +3,8 @@
 Order of a group of micro-batches, which the pass `offload.layer_major.layer_major_pass` follows op by op:
 
 1. Prologue: the user's code runs up to the first block, whose arguments are saved (`Prologue`).
-2. Forward packs run block by block from saved arguments, along the chain (`offload.layer_major.block_chain`).
+2. Forward packs run block by block from saved arguments, along the chain (`offload.layer_major.block_chain`),
+  for one micro-batch or several joined to one (`offload.layer_major.joined_forward`).
   Saved tensors are dropped; arguments of later packs are saved on device or host (`BoundaryActivations`).
 3. Turnaround: the last pack runs inside the user's code, from its first line to the loss and back.
 4. The other packs run from last to first: forward again from saved arguments, then backward.
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
@@ -35,8 +37,9 @@ from memtune.offload.layer_major.block_chain import (
     not_chain_error,
 )
 from memtune.offload.layer_major.boundary_activations import BoundaryActivations, SavedStart, discard_saved
+from memtune.offload.layer_major.joined_forward import form_of, join, part_of, require_equal, samples_of
 from memtune.offload.layer_major.pack_offloader import PackOffloader
-from memtune.offload.layer_major.packs import BoundaryTier, Packs, Span
+from memtune.offload.layer_major.packs import BoundaryTier, Packs, Span, joins
 from memtune.runtime import Context, ReplacedForward, training_step
 
 
@@ -77,6 +80,8 @@ class LayerMajor:
         self._calls = InterceptedBlocks(context.model, context.blocks)
         self._prologue = Prologue(context.model, context.blocks, self._calls, store)
         self._anchor = torch.empty(0, device=context.device, requires_grad=True)
+        self._proven = isinstance(self._anchor, FakeTensor)
+        """True if joined micro-batches have been compared with one alone, or have no values."""
         self._at = 0  # current micro-batch of the turnaround
         self._saved: dict[tuple[int, int], SavedStart] = {}
         """Arguments of packs, by first block of the pack and micro-batch."""
@@ -140,11 +145,16 @@ class LayerMajor:
             backward = number >= len(packs.forward)
             if number == len(packs.forward):
                 total = self._turnaround(step, group, total)
-            else:
+            elif backward:
                 for index in group:
-                    self._store.gradients.is_taken = backward and index == group[-1]
-                    self._backward(pack, index) if backward else self._forward(pack, index)
+                    self._store.gradients.is_taken = index == group[-1]
+                    self._backward(pack, index)
                     self._store.next_micro_batch()
+            else:
+                for together in self._forward_runs(group):
+                    self._forward(pack, together)
+                    for _ in together:
+                        self._store.next_micro_batch()
             self._store.gradients.is_taken = False
             self._boundaries.wait()
             # Only the last group's gradients are complete; earlier ones are added on the host.
@@ -156,14 +166,18 @@ class LayerMajor:
 
     # -- packs -----------------------------------------------------------------------------------------------
 
-    def _run(self, blocks: range, index: int, passed: list[Any]) -> list[Any]:
-        """Run `blocks` from `passed` in micro-batch `index`; return the last one's passed outputs."""
+    def _run(
+        self, blocks: range, index: int, passed: list[Any], shared: Sequence[Any] | None = None
+    ) -> list[Any]:
+        """Run `blocks` from `passed` in micro-batch `index`; return the last one's passed outputs.
+
+        `shared`: arguments of several blocks, if not those of the micro-batch.
+        """
         chain = self._prologue.chain_of[index]
+        shared = self._prologue.shared[index] if shared is None else shared
         with self._prologue.called_as[index].autocast_as_called():
             for block in blocks:
-                args, kwargs = chain[block].arguments(
-                    passed, self._prologue.shared[index] if block else passed
-                )
+                args, kwargs = chain[block].arguments(passed, shared if block else passed)
                 out = self._calls.blocks[block](*args, **kwargs)
                 # Drop references before the next block runs: its peak must not include this one's arguments.
                 del args, kwargs
@@ -171,9 +185,19 @@ class LayerMajor:
                 del out
         return passed
 
-    def _forward(self, pack: Span, index: int) -> None:
+    def _forward_runs(self, group: range) -> list[range]:
+        """Return the micro-batches that a forward pack runs together: those that can be joined."""
+        found: list[range] = []
+        for together in joins(group, self._packs.joined):
+            alike = len({id(self._prologue.chain_of[index]) for index in together}) == 1
+            can_join = alike and samples_of([self._prologue.shapes[index] for index in together])
+            found += [together] if can_join else [range(index, index + 1) for index in together]
+        return found
+
+    def _forward(self, pack: Span, together: range) -> None:
         """Run a forward pack, cut where packs of backward start, and save their arguments."""
-        self.order.append(("forward", pack, index))
+        self.order += [("forward", pack, index) for index in together]
+        index = together[0]
         starts = [first for first, _ in self._packs.backward]
         cuts = [pack[0], *(first for first in starts if pack[0] < first < pack[1]), pack[1]]
         for first, last in itertools.pairwise(cuts):
@@ -181,9 +205,39 @@ class LayerMajor:
             # Autograd records although its saved tensors are dropped: under no_grad an op may choose another
             # kernel, with other bits than the plain step.
             with self._calls.handled_by(run_block), discard_saved():
+                if len(together) > 1:
+                    self._run_joined(first, last, together, keep=is_needed_again)
+                    continue
                 self._saved[last, index] = self._boundaries.save(
                     self._run(range(first, last), index, self._start(first, index, [], keep=is_needed_again))
                 )
+
+    def _run_joined(self, first: int, last: int, together: range, *, keep: bool) -> None:
+        """Run blocks of forward for several micro-batches as one, and save the outputs of each."""
+        blocks, prologue, end = range(first, last), self._prologue, together[-1]
+        samples = samples_of([prologue.shapes[index] for index in together])
+        shared = join([prologue.shared[index] for index in together], samples)
+        proof = None if self._proven else self._run(blocks, end, self._start(first, end, [], keep=True))
+        passed = self._run(
+            blocks,
+            end,
+            join(
+                [self._start(first, index, [], keep=keep) for index in together],
+                samples,
+                shared if first == 0 else (),
+            ),
+            shared,
+        )
+        del shared
+        for number, index in enumerate(together):
+            part = part_of(passed, number, len(together))
+            if index == end:
+                passed.clear()
+                if proof is not None:
+                    require_equal(part, proof)
+                self._proven = True
+            self._saved[last, index] = self._boundaries.save(part)
+            del part  # before the next one is made
 
     def _start(self, first: int, index: int, sink: list[Tensor | None], *, keep: bool = False) -> list[Any]:
         """Return the arguments of the pack that begins with block `first`; unless `keep`, forget them."""
@@ -327,6 +381,8 @@ class Prologue:
         """By micro-batch: the first block's call, without tensors."""
         self.shared: dict[int, list[Any]] = {}
         """By micro-batch: argument leaves of the first block that later blocks take too, None for others."""
+        self.shapes: dict[int, list[Any]] = {}
+        """By micro-batch: shape and type of argument leaves of the first block, or their values."""
 
     def run(self, index: int, step: _Step) -> tuple[Any, ...]:
         """Return the argument leaves of the first block in micro-batch `index`.
@@ -356,6 +412,7 @@ class Prologue:
         # Without leaves: `BoundaryActivations` alone decides where the tensors live.
         self.called_as[index] = CallArguments((), given.spec, given.autocast)
         later = {where for link in chain[1:] for kind, where in link.sources if kind == "first"}
+        self.shapes[index] = [form_of(leaf) for leaf in given.leaves]
         self.shared[index] = [leaf if at in later else None for at, leaf in enumerate(given.leaves)]
         return given.leaves
 
@@ -375,7 +432,7 @@ class Prologue:
 
     def forget(self, index: int | None = None) -> None:
         """Free the data of micro-batch `index`, or of all."""
-        for each in (self.chain_of, self.called_as, self.shared):
+        for each in (self.chain_of, self.called_as, self.shared, self.shapes):
             if index is None:
                 each.clear()
             else:

@@ -10,7 +10,7 @@ blocks, has two parts, which layer-major order adds separately.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memtune.offload.layer_major.pack_offload_pass import Gradients, Weights, skipped_adds
-from memtune.offload.layer_major.packs import BoundaryTier, Packs, Span
+from memtune.offload.layer_major.packs import BoundaryTier, Packs, Span, joins
 from memtune.parallel.pipeline import batch_on_host
 from memtune.program import (
     I32,
@@ -35,6 +35,7 @@ from memtune.program import (
     Step,
     Stop,
     Tier,
+    batched_rows,
     columns_of,
     raw_gradients,
     set_lifetimes,
@@ -45,6 +46,8 @@ _RELOAD = NewOp("memtune.to_device.default", Phase.FORWARD, Resource.HOST_TO_DEV
 _SCALE = NewOp("aten.div.Tensor", Phase.FORWARD, Resource.COMPUTE)
 _SCALE_BACK = NewOp("aten.div.Tensor", Phase.BACKWARD, Resource.COMPUTE)
 _SUM = NewOp("aten.add.Tensor", Phase.FORWARD, Resource.COMPUTE)
+_JOIN = NewOp("aten.cat.default", Phase.FORWARD, Resource.COMPUTE)
+_PART = NewOp("aten.clone.default", Phase.FORWARD, Resource.COMPUTE)
 _BEFORE = -1
 _EMPTY = np.empty(0, np.int32)
 
@@ -221,6 +224,26 @@ class _Boundaries:
                 _RELOAD, n_bytes, reads=(host,), makes=(n_bytes, Tier.DEVICE, Kind.TEMPORARY, -1)
             )
 
+    def joined(self, block: int, made: Sequence[I32]) -> I32:
+        """Add the ops that join the arguments of `block` of several micro-batches; return the numbers."""
+        found, batched = made[-1].copy(), batched_rows(self._step).storages
+        for storage in (*self.shared.tolist(), *self._own[block].tolist()):
+            if batched[storage]:
+                sources = [int(each[storage]) for each in made]
+                found[storage] = self._copy(_JOIN, sources, storage, len(made))
+        return found
+
+    def part(self, block: int, joined: I32, made: I32) -> None:
+        """Add the ops that copy the arguments of `block` of one micro-batch out of joined ones."""
+        for storage in self._own[block].tolist():
+            made[storage] = self._copy(_PART, [int(joined[storage])], storage, 1)
+
+    def _copy(self, op: NewOp, sources: Sequence[int], storage: int, count: int) -> int:
+        n_bytes = int(self._step.storages.bytes[storage]) * count
+        return self._new.new_op(
+            op, 2 * n_bytes, reads=sources, makes=(n_bytes, Tier.DEVICE, Kind.TEMPORARY, -1)
+        )
+
     def end_use(self, block: int, made: I32, at: int) -> None:
         """Let only autograd hold the arguments of `block` after op `at`, the last one of its forward."""
         self._new.hold(made[self._own[block]], at)
@@ -372,7 +395,13 @@ class _StepWriter:
             turnaround = len(packs.forward)
             # The turnaround pack runs backward right after its forward, so its weights are loaded once.
             self._weights.begin(pack, following, Phase.FORWARD if number <= turnaround else Phase.BACKWARD)
-            if number < turnaround:
+            if number < turnaround and packs.joined > 1:
+                for together in joins(group, packs.joined):
+                    if len(together) > 1:
+                        self._forward_joined(pack, together)
+                    else:
+                        self._forward(pack, together[0])
+            elif number < turnaround:
                 self._run_each(group, functools.partial(self._forward, pack))
             elif number == turnaround:
                 self._run_each(group, functools.partial(self._turnaround, group))
@@ -393,7 +422,8 @@ class _StepWriter:
         # The first starts sums and the last ends them. The third is copied; the second, its equal, shows
         # which numbers advance. Tables of copied micro-batches stay empty: every stage copies the same ones.
         copied = len(group) - 4
-        if copied <= 0:
+        # Joined micro-batches are not alike: the first of them has their storages.
+        if copied <= 0 or self._packs.joined > 1:
             for index in group:
                 run(index)
             return
@@ -425,10 +455,29 @@ class _StepWriter:
             self._boundaries.end_use(first, made, begun + len(self._parts.forward[first]) - 1)
             self._boundaries.save(last, index, made)
 
-    def _forward_rows(self, rows: RowIndex, index: int) -> None:
+    def _forward_joined(self, pack: Span, together: range) -> None:
+        starts = [first for first, _ in self._packs.backward]
+        tables = [self._forward_made[index] for index in together]
+        for first, last in pairwise(
+            [pack[0], *(each for each in starts if pack[0] < each < pack[1]), pack[1]]
+        ):
+            for index in together:
+                self._boundaries.start(first, index, self._forward_made[index])
+            joined = self._boundaries.joined(first, tables)
+            for made in tables:
+                self._boundaries.end_use(first, made, self._new.n_ops - 1)
+            begun = self._new.n_ops
+            self._forward_rows(self._rows((first, last)).forward, together[0], joined, len(together))
+            self._boundaries.end_use(first, joined, begun + len(self._parts.forward[first]) - 1)
+            for index in together:
+                self._first_run[index][:] = self._first_run[together[0]]
+                self._boundaries.part(last, joined, self._forward_made[index])
+                self._boundaries.save(last, index, self._forward_made[index])
+
+    def _forward_rows(self, rows: RowIndex, index: int, made: I32 | None = None, joined: int = 1) -> None:
         """Replay forward rows whose saved tensors are dropped."""
-        run, made = RowRun(), self._forward_made[index]
-        self._new.append_rows(run, rows, made, made, self._nothing)
+        run, made = RowRun(), self._forward_made[index] if made is None else made
+        self._new.append_rows(run, rows, made, made, self._nothing, joined=joined)
         self._first_run[index][rows] = run.positions[0]
         set_lifetimes(
             self._new, run, (_EMPTY, _EMPTY), int(rows[-1]), self._new.n_ops - 1, ignore=self._ignore

@@ -35,6 +35,8 @@ class Packs:
     """Micro-batches that a pack runs before it is freed; 0: all of a step."""
     deferred: tuple[int, ...] = ()
     """Blocks with deferred updates, which overlap with the next step's forward."""
+    joined: int = 1
+    """Micro-batches that a forward pack runs as one batch (u_F / u_B of Harmony)."""
 
     def __post_init__(self) -> None:
         """Check that each block is in one pack of each direction."""
@@ -67,6 +69,11 @@ class Packs:
         return tuple(
             range(first, min(first + size, micro_batches)) for first in range(0, micro_batches, size)
         )
+
+
+def joins(group: range, joined: int) -> tuple[range, ...]:
+    """Return the micro-batches of `group` by `joined`, in order."""
+    return tuple(group[first : first + joined] for first in range(0, len(group), joined))
 
 
 def spans(sizes: Sequence[int]) -> tuple[Span, ...]:

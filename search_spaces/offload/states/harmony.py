@@ -57,9 +57,10 @@ class Harmony(Technique):
     except for the last pack: its backward follows its forward, and it is resident between them. So a step
     copies 3|W| - |W of the last pack| for any number of micro-batches, while layers that are loaded for each
     of m micro-batches copy 3m|W|. With `group` that is paid per group of micro-batches, and the inputs kept
-    for backward shrink to one group's. Micro-batches keep their size: the paper's unequal sizes of forward
-    and backward would split and join the user's samples. Blocks may also be recomputed one by one
-    (`recompute: {kind: selective}`): a pack then saves less, so fewer and larger packs fit.
+    for backward shrink to one group's. With `joined` a pack of forward, which saves nothing, runs several
+    micro-batches as one: the paper's unequal micro-batch sizes of forward and backward. Blocks may also be
+    recomputed one by one (`recompute: {kind: selective}`): a pack then saves less, so fewer and larger packs
+    fit.
 
     On several ranks each has its own micro-batches and all weights on its host (Harmony-DP): a gradient is
     averaged before it is offloaded, and each rank copies its 3|W|. With `parallelism: pipeline` (Harmony-PP)
@@ -93,6 +94,10 @@ class Harmony(Technique):
     """Most blocks of a pack of forward, which saves nothing and may be larger. Default: as in backward."""
     group: Annotated[int, Field(ge=1)] | None = None
     """Micro-batches that a pack runs before it is freed. Default: all of a step."""
+    joined: Annotated[int, Field(ge=1)] = 1
+    """Micro-batches that a pack of forward runs as one batch, for fewer and larger ops. Blocks must treat
+    samples alike, which the first step checks.
+    """
     boundaries: Literal["device", "host"] = "device"
     """Tier of the packs' inputs until backward."""
     prefetch: bool = False
@@ -103,11 +108,14 @@ class Harmony(Technique):
     def fits(self, program: Program, target: Target) -> Reason | None:
         """Require a chain of blocks without random numbers and statistics, in float32, whole on ranks."""
         if not self._is_pipeline(target.ranks):
+            most = min(self.group or program.accumulate, program.accumulate)
+            if self.joined > most:
+                return Reason(f"joined={self.joined}, but packs run {most} micro-batches", "joined: 1")
             return cannot_run_packs(self, program, target, alone=False)
-        if self.forward is not None or self.group is not None:
+        if self.forward is not None or self.group is not None or self.joined > 1:
             return Reason(
-                "packs on several ranks run forward and backward alike, over all micro-batches",
-                "no forward, no group",
+                "packs of a pipeline run forward and backward alike, over all micro-batches",
+                "no forward, no group, joined: 1",
             )
         return cannot_run_stages(self, program, target, _counts(self, program, target.ranks)[0])
 
@@ -140,7 +148,7 @@ class Harmony(Technique):
         apply_packs(context, plan.packs(**self._settings()), self.boundaries, self.kind)
 
     def _settings(self) -> dict[str, Any]:
-        return {"prefetch": self.prefetch, "group": self.group or 0}
+        return {"prefetch": self.prefetch, "group": self.group or 0, "joined": self.joined}
 
     def explain(self, plan: HarmonyPlan | StagesPlan) -> tuple[str, ...]:
         if isinstance(plan, StagesPlan):
@@ -168,7 +176,7 @@ class Harmony(Technique):
         # Prefetch hides copies and takes room. Few packs copy least; as many as blocks leave less at the ends
         # of the step that no computation hides. Forward runs the packs of backward: wider ones load later and
         # were never faster (simulated).
-        return {"prefetch": (False, True), "backward": (None, 1)}
+        return {"prefetch": (False, True), "backward": (None, 1), "joined": (1, 4)}
 
 
 def _swapped_bytes(program: Program, packs: Packs) -> int:
@@ -251,7 +259,7 @@ def _packed(technique: Harmony, program: Program, width: int) -> Packs:
     forward: tuple[Span, ...] = backward[:-1]
     if technique.forward and forward:
         forward = greedy([1] * backward[-1][0], technique.forward)
-    return Packs(forward, backward, technique.prefetch, technique.group or 0)
+    return Packs(forward, backward, technique.prefetch, technique.group or 0, joined=technique.joined)
 
 
 def _largest_pack_bytes(n_bytes: Sequence[int], width: int) -> int:

@@ -33,6 +33,7 @@ from memtune.autotune.predict.simulation import simulate
 from memtune.autotune.search.dry_runs import dry_run
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.config.tuned_config import TunedConfig
+from memtune.errors import ApplyError
 from memtune.program.step import Phase, Resource, Step
 from memtune.runtime.transfer import COUNTERS
 from memtune.search_spaces import find
@@ -47,6 +48,8 @@ from memtune.workload.workload import Workload
 PAIRS = Harmony(kind="harmony", backward=2)
 UNEVEN = Harmony(kind="harmony", backward=2, forward=3, packing="greedy", boundaries="host", prefetch=True)
 GROUPS = Harmony(kind="harmony", backward=2, group=2)
+JOINED = Harmony(kind="harmony", backward=2, joined=2)
+JOINED_ON_HOST = UNEVEN.model_copy(update={"joined": 3})
 
 
 def loaded_weight_bytes(technique: Any, micro_batches: int) -> int:
@@ -112,8 +115,12 @@ class TestHarmony(PacksSuite):
 
     @pytest.mark.parametrize(
         "technique",
-        [UNEVEN, *(pytest.param(each, marks=pytest.mark.slow) for each in (PAIRS, GROUPS))],
-        ids=["uneven", "pairs", "groups"],
+        [
+            UNEVEN,
+            JOINED,
+            *(pytest.param(each, marks=pytest.mark.slow) for each in (PAIRS, GROUPS, JOINED_ON_HOST)),
+        ],
+        ids=["uneven", "joined", "pairs", "groups", "joined on host"],
     )
     def test_pass_equals_the_recorded_step_with_several_micro_batches(self, technique: Harmony) -> None:
         """Compare ops, and bytes of every tier at every op."""
@@ -129,6 +136,47 @@ class TestHarmony(PacksSuite):
         )
         peaks = [planned(each, 4).program.step.peak_bytes() for each in (PAIRS, GROUPS)]
         assert peaks[1] < peaks[0]
+
+    def test_joined_micro_batches_compute_the_same_in_fewer_ops(self) -> None:
+        """The mechanism: u_F = 3·u_B. Forward of the packs before the last; backward runs as before."""
+        steps = [planned(PAIRS.model_copy(update={"joined": each}), 6).program.step for each in (1, 3)]
+        runs = [
+            [
+                op
+                for op in np.flatnonzero((step.ops.phase == Phase.FORWARD) & (step.ops.block < 4)).tolist()
+                if step.ops.block[op] >= 0 and step.ops.copy_of[op] < 0 and step.ops.flops[op] > 0
+            ]
+            for step in steps
+        ]
+        flops = [step.ops.flops[ops].sum() for step, ops in zip(steps, runs, strict=True)]
+        assert flops[0] == pytest.approx(flops[1])
+        assert len(runs[0]) == 3 * len(runs[1])
+        for column in ("flops", "traffic_bytes"):
+            backward = [getattr(each.ops, column)[each.ops.phase == Phase.BACKWARD].sum() for each in steps]
+            assert backward[0] == backward[1]
+        assert loaded_weight_bytes(PAIRS, 6) == loaded_weight_bytes(JOINED, 6)
+
+    @pytest.mark.parametrize("technique", [JOINED, JOINED_ON_HOST], ids=["device", "host"])
+    def test_joined_micro_batches_train_as_separate_ones(self, technique: Harmony) -> None:
+        """Also those that are left: four micro-batches by three, five by two."""
+        found = differences(trained(technique, 5), in_place(5), 1e-5)
+        assert all("qkv.bias" in each for each in found)  # the keys' bias has no gradient but rounding
+
+    def test_joined_micro_batches_of_blocks_that_mix_samples_are_an_error(self, tmp_path: Path) -> None:
+        line = "        x = x + self.out(attended.transpose(1, 2).flatten(2))\n"
+        assert line in CHAIN.read_text()
+        mixing = tmp_path / "mixing.py"
+        mixing.write_text(CHAIN.read_text().replace(line, f"{line}        x = x - x.mean(0)\n"))
+        workload, model, optimizer = build(mixing)
+        tuned = apply(model, optimizer, config(JOINED, 2), loss=workload.loss, strict=False)
+        with pytest.raises(ApplyError, match="joined to one"):
+            tuned.step([workload.make_batch(2) for _ in range(2)])
+
+    def test_fits_refuses_to_join_more_than_there_are(self) -> None:
+        program, target = plain_program(CHAIN), target_of(JOINED)
+        assert "joined=2, but packs run 1 micro-batches" in str(JOINED.fits(program, target))
+        pipeline = JOINED.model_copy(update={"parallelism": "pipeline"})
+        assert "run forward and backward alike" in str(pipeline.fits(program, replace(target, ranks=2)))
 
     def test_packs_are_updated_before_the_previous_pack_s_backward(self) -> None:
         """The mechanism: just-in-time update."""
@@ -204,12 +252,12 @@ def on_this_rank(
     return dict(tuned.state_dict()["model"]), COUNTERS.take()
 
 
-@pytest.mark.slow
-def test_ranks_average_gradients_before_offload() -> None:
+@pytest.mark.parametrize("technique", [pytest.param(PAIRS, marks=pytest.mark.slow), JOINED], ids=str)
+def test_ranks_average_gradients_before_offload(technique: Harmony) -> None:
     """Harmony-DP: the weights of one rank with all micro-batches, the same on all ranks; each copies its
     3|W|.
     """
-    candidate = with_ranks(PAIRS, 2)
+    candidate = with_ranks(technique, 2)
     config_of_ranks = TunedConfig(settings=candidate.choice, plan=dict(candidate.plans)).document()
     (weights, counted), (others, counted_there) = run_ranks(on_this_rank, RANKS, config_of_ranks, 2)
     alone, _ = on_this_rank(config(PAIRS, 4).document(), 4)
@@ -226,7 +274,7 @@ def test_ranks_average_gradients_before_offload() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("technique", [PAIRS, GROUPS], ids=["pairs", "groups"])
+@pytest.mark.parametrize("technique", [PAIRS, GROUPS, JOINED], ids=["pairs", "groups", "joined"])
 def test_pass_equals_the_recorded_step_of_a_rank(technique: Harmony) -> None:
     candidate = with_ranks(technique, 3)
     real = dry_run(Workload.load(CHAIN), candidate, replace(target_of(technique), ranks=RANKS))
