@@ -47,7 +47,7 @@ from memtune.device import (
 )
 from memtune.errors import ApplyError
 from memtune.hardware import use_share_of_cores
-from memtune.offload.core import move_model, rest_off_device
+from memtune.offload.core import inner_optimizers, move_model, rest_off_device
 from memtune.offload.gradients import clip_everywhere, unscale_everywhere, warn_uncleared
 from memtune.offload.optimizer import host_capacity
 from memtune.parallel.ranks import (
@@ -436,6 +436,7 @@ def _require_fitting(context: Context, config: TunedConfig) -> None:
         execution.compile_backend,
         len(context.blocks),
         platform_of(context.device),
+        inner_optimizers(context.optimizer),
     )
     if (found := refusal(facts)) is not None:
         technique, reason = found

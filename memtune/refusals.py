@@ -19,6 +19,22 @@ def error_of(reason: Reason, evidence: str = "") -> ApplyError:
     return ApplyError(f"{text}.", evidence=evidence, fix=reason.fix, code=reason.code)
 
 
+def steps_others(technique: Technique, names: Sequence[str]) -> Reason | None:
+    """Return why `technique` cannot replace the parameters of an optimizer that steps those in `names`."""
+    replaces = {
+        "sharding.states": technique.effects.shards not in ("none", "replicas"),
+        "sharding.parallel": technique.kind != "none",
+        "offload.states": technique.kind != "none",
+    }
+    if not names or not replaces.get(technique.slot, False):
+        return None
+    return Reason(
+        f"the optimizer steps {', '.join(names)}, which would go on with parameters that are replaced",
+        "one optimizer with a parameter group for each",
+        "MT376",
+    )
+
+
 def uneven_nodes(degree: int, per_node: int) -> Reason | None:
     """Return why collectives by node cannot divide the `degree` ranks that share a copy of the model."""
     if degree % per_node:

@@ -148,6 +148,8 @@ class Facts:
     """Number of repeated blocks of the model."""
     platform: Platform | None = None
     """The device's type and runtime; None if the device is not known."""
+    inner_optimizers: tuple[str, ...] = ()
+    """Classes of the optimizers that the user's one steps."""
 
     @classmethod
     def of(cls, program: Program, target: Target) -> Facts:
@@ -159,6 +161,7 @@ class Facts:
             target.compile_backend,
             len(program.step.blocks),
             target.hardware.platform,
+            () if target.optimizer is None else target.optimizer.inner,
         )
 
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from memtune.hardware import Hardware
 from memtune.program import APART, Program, RankClass, Resource, memoized
+from memtune.refusals import steps_others
 from memtune.search_spaces import SLOTS
 from memtune.technique import PassStage, Plan, Reason, Target, Technique, lacking
 
@@ -44,7 +45,8 @@ def check_fit(program: Program, technique: Technique, target: Target, parts: int
     """Return why `technique` does not fit `program`, None if it does; `target` is that of all ranks."""
     if technique.needs and (reason := lacking(target.hardware.platform, technique.needs)) is not None:
         return reason
-    return technique.fits(
+    inner = () if target.optimizer is None else target.optimizer.inner
+    return steps_others(technique, inner) or technique.fits(
         program if parts == 1 else on_replicas(program, parts), visible_target(target, parts)
     )
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from memtune.effects import Effects
 from memtune.errors import ApplyError
-from memtune.refusals import no_blocks_to_load
+from memtune.refusals import no_blocks_to_load, steps_others
 from memtune.search_spaces import PASS_ORDER, SLOTS, active, all_techniques, is_null, null
 from memtune.technique import CompileScope, Facts, Reason, Technique, lacking
 
@@ -521,6 +521,7 @@ def _refusals(technique: Technique, facts: Facts) -> Iterator[Reason | None]:
         yield lacking(facts.platform, technique.needs)
     if technique.effects.parameters_on != "device" and not facts.blocks:
         yield no_blocks_to_load()
+    yield steps_others(technique, facts.inner_optimizers)
     yield technique.refuses(facts)
     for slot in SLOTS:
         if slot != technique.slot:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from memtune import apply
+from memtune.autotune.record.recorder import record
+from memtune.autotune.space.candidates import Choice, Rewriter
 from memtune.config.apply_checks import fingerprint
 from memtune.config.tuned_config import MadeFor, TunedConfig
 from memtune.errors import ApplyError, ConfigError
-from memtune.hardware import cpu_threads
+from memtune.hardware import cpu_threads, detect
+from memtune.program import Program
+from memtune.technique import Target
+from memtune.workload import Workload
 
 
 def built() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -41,6 +50,72 @@ def test_second_apply_raises() -> None:
     with pytest.raises(ApplyError, match="tuned already") as caught:
         apply(model, optimizer, {"settings": {}})
     assert caught.value.code == "MT304"
+
+
+BOTH = """
+import torch
+from torch import nn
+
+class Both(torch.optim.Optimizer):
+    def __init__(self, params):
+        params = list(params)
+        super().__init__(params, {})
+        half = len(params) // 2
+        self.both = [torch.optim.Adam(params[:half]), torch.optim.SGD(params[half:])]
+
+    def step(self):
+        for each in self.both:
+            each.step()
+
+def model():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+def batch(size):
+    return torch.randn(size, 4)
+
+def loss(model, x):
+    return model(x).pow(2).mean()
+
+optimizer = Both
+"""
+"""Its optimizer steps one for each half of the parameters."""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sharding": {"states": {"kind": "fsdp"}}},
+        {"offload": {"states": {"kind": "optimizer_cpu"}}},
+        {"offload": {"states": {"kind": "zero_infinity", "parameters": "host"}}},
+    ],
+)
+def test_apply_refuses_to_replace_the_parameters_of_optimizers_in_one(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(BOTH)
+    file = runpy.run_path(str(path))
+    model = file["model"]()
+    optimizer = file["optimizer"](model.parameters())
+    with pytest.raises(ApplyError, match="the optimizer steps Adam, SGD") as caught:
+        apply(model, optimizer, {"settings": settings})
+    assert caught.value.code == "MT376"
+    apply(model, optimizer, {"settings": {"recompute": {"kind": "full"}}})
+
+
+def test_search_refuses_to_replace_the_parameters_of_optimizers_in_one(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(BOTH)
+    recording = record(Workload.load(path))
+    rewriter = Rewriter(recording, Target(detect("cpu"), ranks=2))
+    for settings, fits in (
+        ({"sharding": {"states": {"kind": "ddp"}}}, True),
+        ({"sharding": {"states": {"kind": "zero1"}}}, False),
+        ({"sharding": {"states": {"kind": "ddp"}}, "offload": {"states": {"kind": "zero_offload"}}}, False),
+    ):
+        found = rewriter.program(Choice.from_document({"execution": {"micro_batch": 2}, **settings}))
+        assert isinstance(found, Program) is fits
+        assert fits or "the optimizer steps Adam, SGD" in str(found)
 
 
 def _fail(_: object) -> None:

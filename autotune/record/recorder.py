@@ -22,7 +22,7 @@ from memtune.config import fingerprint
 from memtune.errors import WorkloadError
 from memtune.hardware import Device
 from memtune.memory import WorkspaceTable
-from memtune.offload.core import not_one_by_one
+from memtune.offload.core import inner_optimizers, not_one_by_one
 from memtune.offload.optimizer import no_native_update_for
 from memtune.program import I64, Edit, Kind, ModelFacts, OptimizerFacts, Recording, Step, at_micro_batch
 from memtune.workload import DRAWS, Workload, summary
@@ -105,7 +105,11 @@ def record(
         keeps_gradients=not workload.zero_grad_to_none,
         autocast_cache=workload.autocast_cache,
         model=_model_facts(session),
-        optimizer=OptimizerFacts(no_native_update_for(session.optimizer), not_one_by_one(session.optimizer)),
+        optimizer=OptimizerFacts(
+            no_native_update_for(session.optimizer),
+            not_one_by_one(session.optimizer),
+            inner_optimizers(session.optimizer),
+        ),
         batch_factors=_batch_factors(session, large_trace.step, large, {small, large, *sizes, *between}),
     )
     wanted = sorted(

@@ -576,6 +576,8 @@ class OptimizerFacts:
     """Reason why memtune's native update cannot replace its step."""
     not_one_by_one: str = ""
     """Reason why it cannot update parameters at different times."""
+    inner: tuple[str, ...] = ()
+    """Classes of the optimizers that it steps, whose parameters are lists of their own."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ from memtune.workload import Workload, to_device
 STEPS, SIZE = 3, 2
 BUGS = ("MT900",)
 OF_THE_LOOP = {
-    "MT364": OF_OWN_LOOP - {"closure", "keep_grads"},
+    "MT364": OF_OWN_LOOP - {"closure", "keep_grads"} | {"freeze"},
     **{code: {"backward_twice"} for code in ("MT307", "MT331", "MT367", "torch")},
     "MT326": {"backward_twice", "evaluate_before_backward"},
     "MT335": {"module_hooks"},

@@ -218,3 +218,18 @@ def test_assigned_gradients_of_zero_ranks_are_the_ones_that_are_rescaled(
     finally:
         ranks.close()
     assert outcome.kind == "equal", outcome.text
+
+
+@pytest.mark.slow
+def test_smallest_parameter_of_ranks_that_a_loop_freezes_is_named(tmp_path: Path) -> None:
+    """Planning has seen its gradient; without it, clipping by norm in this step could not be noticed."""
+    found = case("weight_norm", ranks=2, sharding__states="zero1", offload__states="zero_offload")
+    # The first of two groups has every second parameter, and the loop freezes every third one.
+    found = replace(found, model=replace(found.model, groups=True))
+    ranks = Ranks(2)
+    try:
+        outcome = Recorded(found.model, ranks, tmp_path).outcome(replace(found, behaviours=("freeze",)))
+    finally:
+        ranks.close()
+    assert outcome.kind == "refused", outcome.text
+    assert "The smallest parameter gets no gradient" in outcome.text

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         PendingUpdates as PendingUpdates,
         Trigger as Trigger,
         bucket_ends as bucket_ends,
+        inner_optimizers as inner_optimizers,
         not_one_by_one as not_one_by_one,
         resident_count as resident_count,
         room_bytes as room_bytes,

@@ -35,6 +35,21 @@ def not_one_by_one(optimizer: Any) -> str:
     )
 
 
+def inner_optimizers(optimizer: Any) -> tuple[str, ...]:
+    """Return the classes of optimizers that `optimizer` holds, unless they share its parameter groups."""
+    values = [
+        each
+        for value in vars(optimizer).values()
+        for each in (
+            value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        )
+    ]
+    groups = ((type(each).__name__, getattr(each, "param_groups", None)) for each in values)
+    return tuple(
+        name for name, each in groups if isinstance(each, list) and each is not optimizer.param_groups
+    )
+
+
 def sentinel_index(n_bytes: Sequence[int]) -> int:
     """Return the index of the sentinel gradient, which is resident: the first of the smallest."""
     return min(range(len(n_bytes)), key=n_bytes.__getitem__)

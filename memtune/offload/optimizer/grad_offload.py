@@ -51,7 +51,7 @@ from memtune.runtime import (
     weakly,
 )
 
-_OTHER = "offload: {states: {kind: optimizer_cpu}} with  trigger: end_of_step"
+_OTHER = "offload: {states: {kind: optimizer_cpu}} with trigger: end_of_step"
 
 
 class Updates(Protocol):
