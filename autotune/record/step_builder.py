@@ -174,7 +174,7 @@ class Draft:
         inputs: Call and storage of the blocks' arguments, in order.
         outputs: Storages that the model returned.
         parts: Storages that were saved in parts, see `Step.partly_written`.
-        lazy_values: As in `Step`.
+        lazy_values: As in `Step`, as `python_draws`.
         output_structures: Structure of each block's output, see `Step.block_outputs`.
         host_reads: Storages of which code read a number, see `Step.read_by_host`.
         ready: Gradient → op after which it was ready.
@@ -196,7 +196,7 @@ class Draft:
         self.modules: dict[str, int] = {"(outside)": 0}
         self.parameters: list[Parameter] = []
         self.model_calls = 0
-        self.lazy_values = False
+        self.lazy_values = self.python_draws = False
         self.enter, self.leave = [-1] * (len(blocks) + 1), [-1] * (len(blocks) + 1)
         self.output_structures = [LONE] * len(blocks)
         self.inputs: dict[tuple[int, int], None] = {}
@@ -305,6 +305,7 @@ class Draft:
             read_by_host=np.asarray(sorted(self.host_reads), np.int32),
             model_calls=self.model_calls,
             lazy_values=self.lazy_values,
+            python_draws=self.python_draws,
             block_outputs=tuple(self.output_structures),
         )
         step.validate()

@@ -49,6 +49,7 @@ from memtune.program import (
     Tier,
 )
 from memtune.progress import advance
+from memtune.random_seeds import PythonRandomState
 from memtune.runtime import (
     DEVICE,
     HOST,
@@ -115,6 +116,7 @@ class Tracer(WatchingMode):
         self._blocks, self._on_cpu = blocks, on_cpu
         self.draft = Draft(blocks)
         self.n_state = 0
+        self._random_at_start: PythonRandomState | None = None
         self.entered: dict[int, Mark] = {}
         self.phase = Phase.FORWARD
         self._paused = 0
@@ -518,6 +520,7 @@ class Tracer(WatchingMode):
                 self.entered[block] = self.mark()
             if block == len(self._blocks):
                 self.draft.model_calls += 1
+                self._random_at_start = PythonRandomState.now()
                 return
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, Tensor):
@@ -530,6 +533,8 @@ class Tracer(WatchingMode):
             if torch._C._current_autograd_node() is None:
                 self.draft.leave[block] = len(self.draft.ops) - 1
                 if block == len(self._blocks):
+                    before = self._random_at_start
+                    self.draft.python_draws |= before is not None and not before.is_now()
                     # Reading a lazy output (tiled logits that do not exist yet) would compute it.
                     with torch._C.DisableTorchFunctionSubclass():
                         storages = [

@@ -108,6 +108,14 @@ def test_attention_of_blocks_that_run_nothing_is_refused(tmp_path: Path) -> None
     assert outcome.kind == "refused", outcome.text
 
 
+def test_layer_major_order_of_draws_in_python_is_refused_before_a_trial(tmp_path: Path) -> None:
+    """No op shows them; the order was refused in training, of a config that had been planned."""
+    found = case("draw", "mlp", accumulate=2, offload__states="harmony")
+    outcome = Recorded(found.model, None, tmp_path).peak(found)
+    assert outcome.kind == "refused", outcome.text
+    assert "draws random numbers in Python" in outcome.text
+
+
 def test_batch_norm_that_is_kept_finds_its_statistics_as_saved(tmp_path: Path) -> None:
     found = case("unfused", "batch_norm", loss="penalty", recompute="balanced")
     outcome = Recorded(found.model, None, tmp_path).outcome(found)
@@ -223,9 +231,18 @@ def test_assigned_gradients_of_zero_ranks_are_the_ones_that_are_rescaled(
 @pytest.mark.slow
 def test_smallest_parameter_of_ranks_that_a_loop_freezes_is_named(tmp_path: Path) -> None:
     """Planning has seen its gradient; without it, clipping by norm in this step could not be noticed."""
-    found = case("weight_norm", ranks=2, sharding__states="zero1", offload__states="zero_offload")
+    found = case(
+        *("weight_norm", "checkpoint"),
+        loss="tokens",
+        ranks=2,
+        sharding__states="zero1",
+        recompute=("selective", {"matmuls": "every_second"}),
+        split="tiled",
+        offload__states=("zero_offload", {"update": "native", "ratio": None}),
+        offload__activations=("copy_out", SMALL | {"ratio": 1.0}),
+    )
     # The first of two groups has every second parameter, and the loop freezes every third one.
-    found = replace(found, model=replace(found.model, groups=True))
+    found = replace(found, model=replace(found.model, groups=True, nested=True))
     ranks = Ranks(2)
     try:
         outcome = Recorded(found.model, ranks, tmp_path).outcome(replace(found, behaviours=("freeze",)))

@@ -46,6 +46,8 @@ def _side_effects(step: Step) -> str:
     draws = np.flatnonzero((step.ops.rng > 0) & (step.ops.phase < Phase.BOUNDARY) & names[step.ops.name])
     if len(draws):
         return f"{_module(step, int(draws[0]))} draws random numbers, and their order would change"
+    if step.python_draws:
+        return "the model draws random numbers in Python, and their order would change"
     writes = (
         (step.uses.mode == WRITES)
         & (step.storages.producer[step.uses.storage] < 0)
