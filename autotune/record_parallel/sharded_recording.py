@@ -50,6 +50,7 @@ from memtune.parallel.model import (
     ReplicaRule,
     SequenceLayout,
     Split,
+    attend,
     cut_layers,
     divide_layers,
     divided_attention,
@@ -384,12 +385,19 @@ class AttentionArguments:
     """True if any call drops weights."""
 
 
+def _whole_attention(call: AttentionCall, attention: Callable[..., Tensor]) -> Tensor:
+    """Return `attention` of the call as one op; dropout, whose draws the runtime makes, is left out."""
+    if call.dropout_p:
+        return attend(call.query, call.key, call.value, causal=call.is_causal, scale=call.scale).out
+    return attention(**call._asdict())
+
+
 def attend_without_dropout(session: Session) -> None:
-    """Make attention in the blocks of `session`'s model drop nothing: it is one op, as within shares."""
-    attend = F.scaled_dot_product_attention
+    """Make attention in the blocks of `session`'s model drop nothing, as within shares."""
+    plain = F.scaled_dot_product_attention
 
     def attention(*args: Any, **kwargs: Any) -> Tensor:
-        return attend(**AttentionCall(*args, **kwargs)._replace(dropout_p=0.0)._asdict())
+        return _whole_attention(AttentionCall(*args, **kwargs), plain)
 
     with session.entered():
         for name in session.blocks:
@@ -399,17 +407,15 @@ def attend_without_dropout(session: Session) -> None:
 
 def attend_within_shares(session: Session, *, ranks: int, seen: AttentionArguments) -> None:
     """Make the blocks of `session`'s model work on one of `ranks` shares, which attends to itself."""
-    attend = F.scaled_dot_product_attention
+    plain = F.scaled_dot_product_attention
 
     def attention(*args: Any, **kwargs: Any) -> Tensor:
         call = AttentionCall(*args, **kwargs)
         call.require_plain()
         seen.heads.add(call.query.shape[1])
         seen.causal |= call.is_causal
-        # Dropout is the runtime's, which draws for all pairs of positions; only code between attentions is
-        # checked here.
         seen.drops_weights |= call.dropout_p > 0
-        return attend(**call._replace(dropout_p=0.0)._asdict())
+        return _whole_attention(call, plain)
 
     seen.drops.update(dropouts(session.model, session.blocks))
     group = meshes("cpu", ranks)[1].get_group().group_name

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
+    from memtune.parallel.model.block_attention import attend as attend
     from memtune.parallel.model.context_groups import Split as Split, grid_of as grid_of
     from memtune.parallel.model.context_parallel import (
         FIX as FIX,

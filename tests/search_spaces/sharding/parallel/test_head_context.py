@@ -9,6 +9,7 @@ as their gradients are sent in fp32). With work sharing the last context, which 
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,8 +38,10 @@ from support.suites.sharded_suite import ShardedSuite
 
 from memtune import hardware
 from memtune.autotune.predict.simulation import simulate
+from memtune.autotune.record import record
 from memtune.autotune.record_parallel.sharded_recording import ShardedRecordings
-from memtune.autotune.space.candidates import Choice
+from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
+from memtune.autotune.translate import translate
 from memtune.config.tuned_config import Settings, TunedConfig, dump_yaml, load_config
 from memtune.errors import ApplyError
 from memtune.memory import cpu_allocator
@@ -381,6 +384,17 @@ def test_dropped_weights_of_attention_are_those_of_one_rank(ranks: int) -> None:
             highest,
             predicted,
         )
+
+
+def test_dropped_weights_of_shared_keys_are_divided_on_gpus() -> None:
+    """There the plain step has no one op for them."""
+    on, workload = hardware.find("h100"), Workload.load(DROPPING)
+    plain, to_gpu = record(workload, target="cuda"), partial(translate, hardware=on)
+    cut = ShardedRecordings(workload, plain, translate=to_gpu, target="cuda")
+    found = Rewriter(to_gpu(plain), Target(on, 2, sharded=cut)).candidate(
+        Choice.from_document(settings(KIND))
+    )
+    assert isinstance(found, Candidate), found
 
 
 def all_trained(ranks: int, cases: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
