@@ -8,6 +8,7 @@ from memtune._door import open_door
 
 if TYPE_CHECKING:
     from memtune.activations.capture.capture_lock import CaptureLock as CaptureLock
+    from memtune.activations.capture.executed_code import ExecutedCode as ExecutedCode
     from memtune.activations.capture.grad_layouts import (
         accumulate_grad as accumulate_grad,
         guess_layouts as guess_layouts,

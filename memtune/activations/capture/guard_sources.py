@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import dis
 import logging
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set as AbstractSet
+from functools import partial
 from operator import is_, itemgetter
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,11 +27,10 @@ from memtune.runtime import ForwardWrapper
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 """Types whose values are compared with `==`."""
-_MOST_ITEMS = 256
-"""Largest list, dict or set that is compared by value at each step."""
+_MOST_ITEMS, _LEVELS = 256, 8
+"""Largest container whose items are compared by value at each step, and how deep; others by identity."""
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
-# Exact types: a subclass may define another comparison.
-_ITEMS = frozenset({list, tuple, dict, OrderedDict, defaultdict, set, frozenset})
+_CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque)
 _NO_HOLDERS = (
     nn.Module,
     Tensor,
@@ -50,7 +51,18 @@ class _Copy(NamedTuple):
     """Snapshot of a container."""
 
     kind: type
-    items: Any
+    base: Any
+    """The builtin type whose methods read it, because a subclass may define others."""
+    items: list[Any] | frozenset[Any]
+    """Of a dictionary (key, value) pairs."""
+
+
+class _Array(NamedTuple):
+    """Snapshot of an array of numpy."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    content: bytes
 
 
 class _Seen:
@@ -58,18 +70,19 @@ class _Seen:
 
     Args:
         held: The dictionary.
-        names: The entries.
+        names: The entries, also those that it does not have.
         noticed: Names that must not be added to it; None if additions have no effect.
     """
 
     def __init__(
         self, held: Mapping[str, Any], names: list[str], noticed: frozenset[str] | None = None
     ) -> None:
-        values = {name: _copied(held[name]) for name in names}
+        self._absent = [name for name in names if name not in held]
+        values = {name: _copied(held[name]) for name in names if name in held}
         self._held, self._noticed, self._keys = held, noticed, tuple(held) if noticed is not None else ()
-        self._fixed = [name for name, value in values.items() if not isinstance(value, _Copy)]
+        self._fixed = [name for name, value in values.items() if not isinstance(value, _Copy | _Array)]
         self._values = [values[name] for name in self._fixed]
-        self._copies = [(name, value) for name, value in values.items() if isinstance(value, _Copy)]
+        self._copies = [(name, value) for name, value in values.items() if isinstance(value, _Copy | _Array)]
         self._read: Callable[[Any], tuple[Any, ...]] = (
             itemgetter(*self._fixed, *self._fixed[:1]) if self._fixed else _no_sources
         )
@@ -91,6 +104,8 @@ class _Seen:
         for name, copy in self._copies:
             if not _same(held.get(name, GONE), copy):
                 return f"the content of {name} has changed"
+        if any(map(held.__contains__, self._absent)):
+            return f"{next(name for name in self._absent if name in held)} is new"
         if self._noticed is not None and tuple(held) != self._keys:
             added = self._noticed.intersection(held).difference(self._keys)
             if added:
@@ -127,6 +142,17 @@ def visible_data(module: nn.Module) -> list[_Seen]:
     for kind in kinds:
         see(vars(kind))
     return found + [_Seen(scope, names) for scope, names in scopes]
+
+
+def named_data(
+    module: nn.Module, names: AbstractSet[str], places: Iterable[tuple[Mapping[str, Any], list[str]]]
+) -> list[_Seen]:
+    """Return the data under `names` in the modules, and in each of `places` those under its own names."""
+    own = (
+        _Seen(held, [name for name in held if name in names and name not in _OF_MODULES | {"forward"}])
+        for held in (vars(each) for each in module.modules())
+    )
+    return [*own, *(_Seen(held, under) for held, under in places if under)]
 
 
 class WritablePlace(NamedTuple):
@@ -268,34 +294,50 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any, level: int = 0) -> Any:
     """Return `value`, copied if it can change while its identity stays the same."""
     if isinstance(value, Tensor):
         # Tensors are guarded as parameters and buffers, or refused by the capture.
         return Tensor
-    if type(value) not in _ITEMS or len(value) > _MOST_ITEMS or _is_plain(value):
+    if isinstance(value, np.ndarray):
+        return value if value.dtype.hasobject else _Array(value.dtype, value.shape, value.tobytes())
+    base = next((each for each in _CONTAINERS if isinstance(value, each)), None)
+    if base is None or level == _LEVELS or _is_plain(value):
         return value
-    if isinstance(value, dict):
-        return _Copy(type(value), {key: _copied(each) for key, each in value.items()})
-    return _Copy(
-        type(value),
-        frozenset(value) if isinstance(value, set | frozenset) else [_copied(each) for each in value],
-    )
+    if base in (set, frozenset):
+        return _Copy(type(value), base, frozenset(value))
+    copy = partial(_copied, level=level + 1) if base.__len__(value) <= _MOST_ITEMS else _itself
+    if base is dict:
+        return _Copy(type(value), base, [(key, copy(each)) for key, each in dict.items(value)])
+    return _Copy(type(value), base, [copy(each) for each in base.__iter__(value)])
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _same(now: Any, before: Any) -> bool:
-    is_copy = isinstance(before, _Copy)
     if now is before:
         return True
     if before is Tensor:
         return isinstance(now, Tensor)
-    if not is_copy:
+    if isinstance(before, _Array):
+        return isinstance(now, np.ndarray) and _copied(now) == before
+    if not isinstance(before, _Copy):
         return type(now) is type(before) and (_is_plain(now) and _equal(now, before))
-    if type(now) is not before.kind or len(now) != len(before.items):
+    base = before.base
+    if type(now) is not before.kind or base.__len__(now) != len(before.items):
         return False
-    if isinstance(now, dict):
-        return all(_same(now.get(key, GONE), each) for key, each in before.items.items())
-    return now == before.items if isinstance(now, set | frozenset) else all(map(_same, now, before.items))
+    if base in (set, frozenset):
+        return bool(base.__eq__(now, before.items))
+    if base is dict:
+        # In order: code may loop over it. Keys of one kind may define another comparison.
+        items: Callable[[Any], Iterable[tuple[Any, Any]]] = dict.items
+        return all(
+            (key is known or (_is_plain(key) and _same(key, known))) and _same(each, value)
+            for (key, each), (known, value) in zip(items(now), before.items, strict=True)
+        )
+    return all(map(_same, base.__iter__(now), before.items))
 
 
 def _equal(now: Any, before: Any) -> bool:

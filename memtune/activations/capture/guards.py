@@ -1,10 +1,9 @@
 """Guards of a captured region, checked before each run: shapes, flags, and the plain data that its code
 reads.
 
-A forward is Python: it may depend on any attribute of its modules and their classes, and on any global that
-its code reads. These are compared with their values at capture (`activations.capture.guard_sources`), one
-level into objects that hold settings (a `config`). Reads from closures and from attributes of other files are
-not observed.
+A forward is Python: it may depend on any attribute of its modules and their classes, and on any global, cell,
+object and file that its code reads (`activations.capture.executed_code`). These are compared with their
+values at capture (`activations.capture.guard_sources`).
 """
 
 from __future__ import annotations
@@ -15,14 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
+from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_flatten
 
-from memtune.activations.capture.guard_sources import PLAIN, visible_data
+from memtune.activations.capture.executed_code import ExecutedCode
+from memtune.activations.capture.guard_sources import PLAIN, named_data, visible_data
 from memtune.activations.capture.region_capture import is_plain, named_state
 from memtune.device import accelerator
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
+
+_FLAGS = (
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+    torch._C._get_cudnn_enabled,
+    torch._C._get_cudnn_benchmark,
+    torch._C._get_cudnn_deterministic,
+    torch._C._get_cudnn_allow_tf32,
+    torch._C._get_mkldnn_enabled,
+)
+"""Readers of `torch.backends`, which a forward may read too."""
 
 
 def call_key(args: Any, kwargs: Any) -> Any | None:
@@ -39,8 +53,10 @@ def call_key(args: Any, kwargs: Any) -> Any | None:
             torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in accelerator.types()
         ),
     ]
-    # Deterministic algorithms run other kernels, with other ops.
-    key.append(torch.are_deterministic_algorithms_enabled())
+    modes = _modes_of_torch()
+    if modes is None:
+        return None
+    key += modes
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             if not is_plain(leaf):
@@ -54,6 +70,27 @@ def call_key(args: Any, kwargs: Any) -> Any | None:
     return tuple(key)
 
 
+def _modes_of_torch() -> tuple[Any, ...] | None:
+    """Return the settings of torch that choose the ops or kernels of a forward, None with a mode of the
+    user's.
+    """
+    around: list[Any] = []
+    for at in range(torch._C._len_torch_function_stack()):
+        mode = torch._C._get_function_stack_at(at)
+        if isinstance(mode, DeviceContext):  # the default device, or a context of one
+            around.append(mode.device)
+        elif type(mode).__module__.partition(".")[0] not in ("torch", "memtune"):
+            return None
+    return (
+        # Deterministic algorithms run other kernels, with other ops.
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        *(get() for get in _FLAGS),
+        *around,
+    )
+
+
 class Guards:
     """State of a module when it was captured.
 
@@ -62,6 +99,7 @@ class Guards:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
         modules = list(module.modules())
         self._seen = visible_data(module)
         self._tensors = [
@@ -79,6 +117,11 @@ class Guards:
         # Hooks inside the region would not run in generated code; those of its own module run around forward.
         self._hooks = [getattr(each, name) for each in modules if each is not module for name in _HOOKS]
         self._hooks += [getattr(nn_module, name) for name in _GLOBAL_HOOKS]
+
+    def watch(self, executed: ExecutedCode) -> None:
+        """Guard what code that has run could read outside of the modules, or under names of theirs."""
+        places = [(place.held, [*place.values]) for place in executed.places]
+        self._seen += named_data(self._module, executed.names, places)
 
     def changed(self) -> str:
         """Return a description of the first change since the capture, '' if there is none."""

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from memtune.activations.capture.executed_code import ExecutedCode
 from memtune.activations.capture.python_draws import draws_named_in
 from memtune.activations.capture.side_effects import no_side_effects
 from memtune.activations.capture.tape import (
@@ -78,6 +79,7 @@ def capture(
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
     autocast: Sequence[Callable[[], AbstractContextManager[Any]]],
     gradients: dict[int, GradientLike] | Callable[[int, Tensor], bool],
+    executed: ExecutedCode | None = None,
 ) -> Tape:
     """Run `forward` and its backward on fake copies of all tensors; return the recorded ops.
 
@@ -88,6 +90,7 @@ def capture(
         autocast: The result of `autocast_now` when the module was called.
         gradients: Layout of the gradient of each output that gets one; or a predicate on outputs, for
             contiguous ones.
+        executed: Notes the code that runs.
 
     Raises:
         CaptureError: It cannot be captured; the message names the op and the reason.
@@ -102,6 +105,7 @@ def capture(
         _unchanged(module),
         no_side_effects(module, SideEffectError),
         fakes_look_real(),
+        _observed(executed),
     ):
         # Inside the fake mode, so that it sees fake tensors.
         recorder = Recorder()
@@ -284,6 +288,24 @@ def _no_random_draws(module: nn.Module, forward: Callable[..., Any]) -> Iterator
             raise CaptureError("its forward draws random numbers in Python")
         if named := draws_named_in(module, forward):
             raise CaptureError(f"its forward draws random numbers in Python in some steps: it names {named}")
+
+
+@contextmanager
+def _observed(executed: ExecutedCode | None) -> Iterator[None]:
+    """Refuse what the code changes outside of its modules, and what gives something else each time."""
+    if executed is None:
+        yield
+        return
+    changed = ""
+    try:
+        with executed.observed():
+            yield
+    finally:
+        changed = executed.undo()
+    if changed:
+        raise SideEffectError(f"its forward {changed}")
+    if executed.why:
+        raise CaptureError(f"its forward {executed.why}")
 
 
 @contextmanager

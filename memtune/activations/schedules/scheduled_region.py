@@ -45,6 +45,7 @@ from memtune import refusals
 from memtune.activations.capture import (
     CaptureError,
     CaptureLock,
+    ExecutedCode,
     GradientLike,
     Guards,
     Outside,
@@ -203,7 +204,9 @@ class ScheduledRegion(ReplacedForward):
         """Return the capture for these arguments and this module state, or why the plain module runs."""
         key = call_key(args, kwargs)
         if key is None:
-            return self._warn_of_plain_run("an argument cannot be compared with those of other calls")
+            return self._warn_of_plain_run(
+                "an argument, or a TorchFunctionMode around it, cannot be compared with those of other calls"
+            )
         known = (
             self._captured.setdefault(key, [])
             if len(self._captured) < _MOST_CAPTURES
@@ -270,17 +273,19 @@ class ScheduledRegion(ReplacedForward):
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 return f"{name} requires a gradient, but is no parameter"
         call = partial(capture, self.module, self._original, shapes_of((args, kwargs)), autocast_now())
+        executed = ExecutedCode(self.module)
         first: Tape | None = None
         why = ""
         # Backward has not run yet, so it is unknown which outputs get gradients.
         for wanted in self._wanted():
             try:
-                first = call(wanted)
+                first = call(wanted, executed)
                 break
             except CaptureError as error:
                 why, self._leaves = f"it cannot be captured: {error}", isinstance(error, SideEffectError)
         if first is None:
             return why
+        guards.watch(executed)
         for tape in chain([first], self._captures_of_other_layouts(call, first)):
             if not self._differs(tape):
                 # By gradient layout: another layout makes another first op of backward (a copy).

@@ -6,6 +6,7 @@ import copy
 import random
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,33 @@ def test_difference_causes_a_new_capture_or_a_plain_run(change: str, monkeypatch
     same_ops = change in ("argument", "attribute", "global")
     assert frozen.runs.plain == (not same_ops)
     assert bool(frozen.runs.why_plain) is not same_ops
+
+
+SETTINGS = SimpleNamespace(scale=1.0)
+
+
+class Reads(nn.Module):
+    """Reads an object that belongs to no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * SETTINGS.scale
+
+
+def test_change_of_an_object_outside_of_the_modules_causes_a_new_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net, x = Reads(), torch.ones(2, 4)
+    plain = copy.deepcopy(net)
+    frozen = ScheduledRegion(net, plain_schedule(graph_of(net, x)), CPU)
+    frozen.install()
+    for scale in (1.0, 2.0, 2.0):
+        monkeypatch.setattr(SETTINGS, "scale", scale)
+        assert torch.equal(net(x), plain(x))
+    assert (frozen.runs.frozen, frozen.runs.plain, frozen.runs.captures) == (3, 0, 2)
 
 
 def test_refusal_holds_only_for_the_same_module_state() -> None:
