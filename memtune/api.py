@@ -289,33 +289,8 @@ def _applied(
     strict: bool,
     device: torch.device | None,
 ) -> Tuned:
-    if hasattr(model, _MARK):
-        raise ApplyError(
-            "this model has been tuned already.",
-            fix="call memtune.apply once, on the fresh model",
-            code="MT304",
-        )
-    if not config.settings.chosen.keys().isdisjoint(("sharding.states", "sharding.parallel")):
-        require_plain(model)
-    require_untouched(model)
-    if construction_of(model) is None:  # a deferred model has no device yet
-        require_one_device(model, optimizer.state)
-    moves, device = device is not None, device or _device_of(model)
-    if device.type == accelerator.device_type():
-        device = accelerator.with_index(device)
-    _join_ranks(device)  # before anything below asks for the rank or the number of ranks
-    blocks = (
-        expand(config.made_for.blocks) if config.made_for and config.made_for.blocks else find_blocks(model)
-    )
-    check_blocks(config, model, blocks)
-    prepare_model(model)
-    context = Context(model, optimizer, blocks, device, ActivationTable(model, blocks))
-    # Before the slots: DDP and FSDP2 must know which gradients the offload will average itself.
-    context.placement.offload = config.settings.technique("offload.states").effects
-    if strict:
-        check_made_for(config, model, context.placement.world_size)
-        check_machine(config, context.device.type, _hardware(config, context.device), str(torch.__version__))
-    check_environment(config.settings, device=context.device.type)
+    moves = device is not None
+    context = _checked_context(model, optimizer, config, strict, device)
     # After the checks, which change nothing, and before the first change.
     snapshot = Snapshot(model, optimizer)
     try:
@@ -343,6 +318,40 @@ def _applied(
     context.undo.pop_all()  # success: drop the callbacks that would undo `apply`
     vars(model)[_MARK] = True
     return tuned
+
+
+def _checked_context(
+    model: nn.Module, optimizer: Optimizer, config: TunedConfig, strict: bool, device: torch.device | None
+) -> Context:
+    """Return the context of `apply`, after all checks that change nothing."""
+    if hasattr(model, _MARK):
+        raise ApplyError(
+            "this model has been tuned already.",
+            fix="call memtune.apply once, on the fresh model",
+            code="MT304",
+        )
+    if not config.settings.chosen.keys().isdisjoint(("sharding.states", "sharding.parallel")):
+        require_plain(model)
+    require_untouched(model)
+    if construction_of(model) is None:  # a deferred model has no device yet
+        require_one_device(model, optimizer.state)
+    device = device or _device_of(model)
+    if device.type == accelerator.device_type():
+        device = accelerator.with_index(device)
+    _join_ranks(device)  # before anything below asks for the rank or the number of ranks
+    blocks = (
+        expand(config.made_for.blocks) if config.made_for and config.made_for.blocks else find_blocks(model)
+    )
+    check_blocks(config, model, blocks)
+    prepare_model(model)
+    context = Context(model, optimizer, blocks, device, ActivationTable(model, blocks))
+    # Before the slots: DDP and FSDP2 must know which gradients the offload will average itself.
+    context.placement.offload = config.settings.technique("offload.states").effects
+    if strict:
+        check_made_for(config, model, context.placement.world_size)
+        check_machine(config, context.device.type, _hardware(config, context.device), str(torch.__version__))
+    check_environment(config.settings, device=context.device.type)
+    return context
 
 
 def begins_with_shards(config: TunedConfig, ranks: int) -> bool:

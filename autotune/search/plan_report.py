@@ -216,6 +216,13 @@ def plan(
     if options.config is not None:
         planned, peak, out = _plan_config(setup, pruner, options)
         return replace(basis, config=planned, peak=peak, out=out)
+    return _plan_all(setup, pruner, options, say, basis)
+
+
+def _plan_all(
+    setup: Setup, pruner: Pruner, options: PlanOptions, say: Callable[[str], None], basis: PlanReport
+) -> PlanReport:
+    """Return `basis` with predictions of every candidate, and of changes that help."""
     say("scoring settings")
     scores = setup.score(options.seed)
     say("simulating the best op by op")

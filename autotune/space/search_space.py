@@ -266,18 +266,20 @@ def build_space(
             # A slot that is not searched has one choice, its default.
             kept = (*kept[:1], *_null_if_partitioned(slot, rewriter.target))
         if not kept:
-            refused = {name: reason for name, reason in unfit.items() if name.startswith(slot)}
-            ways = dict.fromkeys(each.fix for each in refused.values() if each.fix)
-            raise UsageError(
-                f"No technique for {slot} can be used here.",
-                evidence="; ".join(f"{name}: {reason.text}" for name, reason in refused.items()),
-                fix="; or ".join(
-                    [*ways, f"drop --freeze {slot}" if slot in frozen else "add the axis to --axes"]
-                ),
-                code="MT209",
-            )
+            raise _none_fits(slot, unfit, is_frozen=slot in frozen)
         slots[slot] = kept
     return Space(chosen_executions, slots, unfit, tuple(notes))
+
+
+def _none_fits(slot: str, unfit: Mapping[str, Reason], *, is_frozen: bool) -> UsageError:
+    refused = {name: reason for name, reason in unfit.items() if name.startswith(slot)}
+    ways = dict.fromkeys(each.fix for each in refused.values() if each.fix)
+    return UsageError(
+        f"No technique for {slot} can be used here.",
+        evidence="; ".join(f"{name}: {reason.text}" for name, reason in refused.items()),
+        fix="; or ".join([*ways, f"drop --freeze {slot}" if is_frozen else "add the axis to --axes"]),
+        code="MT209",
+    )
 
 
 def _fitting(

@@ -55,11 +55,7 @@ def translate(
     hints = recording.hints.get(recording.small, Hints())
     small = translate_step(recording.step, hints, known)
     sizes = [size for size in recording.hints if size != recording.small and size not in recording.exact]
-    slopes: tuple[I64, F64, I64] = (
-        np.zeros(small.storages.n, np.int64),
-        np.zeros(small.ops.n),
-        np.zeros(small.ops.n, np.int64),
-    )
+    large, more = None, 1
     if sizes:  # else sizes are known at this micro-batch only
         other, more = sizes[0], sizes[0] - recording.small
         # Twice, since kernels pad and round: sizes are affine only between two translated steps.
@@ -70,11 +66,7 @@ def translate(
             known = _Context(known.architecture, workspace, empty_scratch=True)
             small = translate_step(recording.step, hints, known)
             large = translate_step(recording.at(other), its_hints, known.again())
-        slopes = (
-            (large.storages.bytes - small.storages.bytes) // more,
-            (large.ops.flops - small.ops.flops) / more,
-            (large.ops.traffic_bytes - small.ops.traffic_bytes) // more,
-        )
+    slopes = _slopes(small, large, more)
     exact = {
         size: translate_step(each, recording.hints.get(size, Hints()), known.again())
         for size, each in recording.exact.items()
@@ -99,6 +91,17 @@ def translate(
         notes=notes,
         device=hardware.device,
         hints=hints_left,
+    )
+
+
+def _slopes(small: Step, large: Step | None, more: int) -> tuple[I64, F64, I64]:
+    """Return bytes of storages, and FLOPs and traffic of ops, per sample; `large` has `more` samples."""
+    if large is None:
+        return np.zeros(small.storages.n, np.int64), np.zeros(small.ops.n), np.zeros(small.ops.n, np.int64)
+    return (
+        (large.storages.bytes - small.storages.bytes) // more,
+        (large.ops.flops - small.ops.flops) / more,
+        (large.ops.traffic_bytes - small.ops.traffic_bytes) // more,
     )
 
 

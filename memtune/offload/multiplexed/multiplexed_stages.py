@@ -360,12 +360,7 @@ def apply_multiplexed_stages(
     placement = context.placement
     require_ranks(context, kind)
     names, rank = context.blocks, placement.rank
-    if set(layout.ranks) != set(range(placement.world_size)) or layout.stages[-1][1] != len(names):
-        raise refusals.plan_of_other_model(
-            f"offload.states: {{kind: {kind}}}",
-            f"It has {len(layout.stages)} stages of {layout.stages[-1][1]} blocks on {len(set(layout.ranks))}"
-            f" ranks; here are {len(names)} blocks and {placement.world_size} ranks.",
-        )
+    _require_layout_of(context, layout, kind)
     owners = _Owners(names, layout, first, last)
     everything = {name: owners.ranks_of(name) for name in context.model.state_dict(keep_vars=True)}
     before = dict(context.model.named_parameters())
@@ -381,11 +376,8 @@ def apply_multiplexed_stages(
     own_blocks = [block for stage in layout.stages_of(rank) for block in layout.blocks(stage)]
     context.blocks = [names[block] for block in own_blocks]
     absent = [p for name, p in context.model.named_parameters() if rank not in everything[name]]
-    optimizer = HostOptimizer(context, "native")
-    optimizer.leave_to_offloader(absent)  # placeholders of other ranks' weights
     deferred = frozenset(index for index, block in enumerate(own_blocks) if block in layout.deferred)
-    room_bytes = _most_bytes(context, layout, rank) if layout.prefetch else 0
-    store = PackOffloader(context, optimizer, averages=False, deferred=deferred, room_bytes=room_bytes)
+    store = _offload_stages(context, layout, absent, deferred)
     # NCCL sends device memory only; messages are in host memory.
     group = world if context.device.type == "cpu" else dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
@@ -404,6 +396,31 @@ def apply_multiplexed_stages(
     context.checks["offload.states"] = lambda: (
         store.check() | {"stages": len(layout.stages), "own_stages": list(layout.stages_of(rank))}
     )
+
+
+def _require_layout_of(context: Context, layout: StageLayout, kind: str) -> None:
+    """Refuse a layout for other blocks or another number of ranks.
+
+    Raises:
+        ApplyError: It is one.
+    """
+    n_blocks, n_ranks = len(context.blocks), context.placement.world_size
+    if set(layout.ranks) != set(range(n_ranks)) or layout.stages[-1][1] != n_blocks:
+        raise refusals.plan_of_other_model(
+            f"offload.states: {{kind: {kind}}}",
+            f"It has {len(layout.stages)} stages of {layout.stages[-1][1]} blocks on {len(set(layout.ranks))}"
+            f" ranks; here are {n_blocks} blocks and {n_ranks} ranks.",
+        )
+
+
+def _offload_stages(
+    context: Context, layout: StageLayout, absent: list[nn.Parameter], deferred: frozenset[int]
+) -> PackOffloader:
+    """Move the optimizer to the host, then the rank's stages, but for placeholders of `absent` weights."""
+    optimizer = HostOptimizer(context, "native")
+    optimizer.leave_to_offloader(absent)
+    room_bytes = _most_bytes(context, layout, context.placement.rank) if layout.prefetch else 0
+    return PackOffloader(context, optimizer, averages=False, deferred=deferred, room_bytes=room_bytes)
 
 
 def _most_bytes(context: Context, layout: StageLayout, rank: int) -> int:

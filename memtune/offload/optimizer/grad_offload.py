@@ -142,6 +142,10 @@ class GradientOffload:
         )
         self._divided = [] if shows else [p for p in offloaded if p is not self._sentinel.parameter]
         self._sentinel_missing = self._is_shown = False
+        self._install(context)
+
+    def _install(self, context: Context) -> None:
+        """Subscribe to what happens to gradients and weights, and register hooks."""
         context.events.grads_cleared.subscribe(self._on_grads_cleared)
         # Weakly, and not copied: the model must not keep the offloader, and a deep copy must not offload into
         # it.

@@ -263,20 +263,26 @@ def shard(
     if prefetch is not None or in_stages:
         depths = (prefetch, prefetch) if prefetch is not None else (0, 1)
         _prefetch(context.model, [context.model.get_submodule(names[0]) for names in units], *depths)
-    reduce_same_parameters(context, (module for module, _ in units_of(context.model)))
-    if not in_stages:
-        go_on_after_errors(context)
-    placement.states_average_grads = True
-    if copies is not None:
-        _average_copies(context, copies, two_hop)
+    _average_gradients(context, copies, two_hop)
     if in_stages:
         shard_stage(context, mesh.get_group(), keeps=not reshard_after_forward)
-    elif sharers is None and grid is None and not (copies is not None and two_hop):
-        context.events.grad_ready.emit_from(partial(_emit_grad_ready, context))
+    else:
+        go_on_after_errors(context)
+        # Only where FSDP2's own reduction, in every micro-batch, is the last one.
+        if sharers is None and grid is None and not (copies is not None and two_hop):
+            context.events.grad_ready.emit_from(partial(_emit_grad_ready, context))
     if sharers is None:
         # With sharers the caller divides further and rebinds the optimizer to those shards.
         rebind(context.optimizer, before, dict(context.model.named_parameters()))
     context.checks["sharding.states"] = lambda: _check(context, degree)
+
+
+def _average_gradients(context: Context, copies: DeviceMesh | None, two_hop: bool) -> None:
+    """Let units reduce the same parameters on all ranks, and average between the copies of the model."""
+    reduce_same_parameters(context, (module for module, _ in units_of(context.model)))
+    context.placement.states_average_grads = True
+    if copies is not None:
+        _average_copies(context, copies, two_hop)
 
 
 def _shard_units(
