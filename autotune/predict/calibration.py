@@ -235,6 +235,7 @@ def store_search(device: Device, taught: SearchErrors) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")
         partial.write_text(json.dumps(document))
+        # Atomic: another search on this machine may read it meanwhile.
         partial.replace(path)
 
 

@@ -65,6 +65,7 @@ def measure(
     with (process or _process)(on) as stage:
         for _ in range(2):
             reserved = stage()
+            # Bytes that the process has taken from the device, without those of torch's allocator.
             held.append(before - free_bytes(on) - reserved)
     context, both = held
     if context <= 0 or both < context:
@@ -110,4 +111,5 @@ def _process(on: torch.device) -> Iterator[Stage]:
         try:
             yield stage
         finally:
+            # It holds a context, and waits for a line that never comes.
             child.kill()

@@ -132,6 +132,7 @@ def _matmuls(found: _Measurements, on: torch.device, tiny: bool) -> None:
         try:
             for n in sizes:
                 a = torch.ones(n, n, dtype=dtype, device=on)
+                # A multiplication and an addition for each of n³ pairs.
                 rates[n] = 2 * n**3 / _seconds(lambda a=a: a @ a, on, 0.02 if tiny else 0.3) * cores  # type: ignore[misc]
         finally:
             settings.allow_tf32 = allowed
@@ -279,6 +280,7 @@ def _host_adam(found: _Measurements, tiny: bool) -> None:
     parameter = torch.zeros(count, requires_grad=True)
     parameter.grad = torch.ones(count)
     optimizer = torch.optim.AdamW([parameter], fused=True)
+    # The first step makes the state.
     optimizer.step()
     seconds = cpu_probe.best_s(optimizer.step, 0.02 if tiny else 0.5)
     found.set(

@@ -54,7 +54,9 @@ def measured_costs(device: torch.device, rounds: int = 25) -> dict[str, float]:
     small, large = (_times(pairs, device, rounds) for pairs in _SIZES)
     few, many = _SIZES
     # A pair saves three tensors: a product's input and its weight, and the output of tanh.
+    # A step under recompute has one more forward; the rest is hooks.
     blocks = [(each.full_s - each.plain_s - each.forward_s) / _BLOCKS for each in (small, large)]
+    # From two sizes: the difference has only what grows with the tensors of a block.
     saved_s = (blocks[1] - blocks[0]) / (3 * (many - few))
     # In both runs each pair runs `t`, `addmm` and `tanh`; the sum is one op more.
     observed_s = (large.observed_s - large.full_s) / (_BLOCKS * 2 * 3 * many)
@@ -132,6 +134,7 @@ def _medians(ways: list[Callable[[], object]], device: torch.device, rounds: int
     for round_ in range(rounds):
         for i, way in enumerate(ways):
             streams.synchronize(device)
+            # The thread's own time on a CPU, where other work takes cores away.
             began = time.thread_time() if device.type == "cpu" else time.perf_counter()
             way()
             found[round_, i] = (time.thread_time() if device.type == "cpu" else time.perf_counter()) - began

@@ -170,8 +170,10 @@ def curves(observed: list[TimedOp], hardware: Hardware) -> dict[str, Curve]:
 def _rising(bins: dict[int, list[tuple[float, float]]]) -> Curve:
     curve: list[tuple[float, float]] = []
     for where in sorted(bins):
+        # A single op may have been interrupted.
         if len(bins[where]) < _FEWEST:
             continue
         x, y = (statistics.median(values) for values in zip(*bins[where], strict=True))
+        # A larger op of a class takes no less time, whatever noise shows.
         curve.append((x, max(y, curve[-1][1] if curve else 0.0)))
     return tuple(curve)

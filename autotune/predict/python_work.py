@@ -42,6 +42,7 @@ def python_s(step: Step, hardware: Hardware, python: PythonWork) -> npt.NDArray[
     computes = ops.resource == Resource.COMPUTE
     found = np.where(computes | (ops.resource == Resource.NOTHING), 0.0, hardware.hook_s)
     grouped = np.asarray([name in _GROUPED for name in step.names], bool)[ops.name]
+    # In the step many tensors are copied or updated by one call, so that each costs the host less.
     found[grouped & np.isin(ops.phase, _IN_STEP)] = hardware.grouped_copy_s
     if python.schedule_calls:
         gradients = int((step.storages.kind == Kind.PARAMETER).sum())

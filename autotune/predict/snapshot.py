@@ -344,6 +344,7 @@ class _TraceReader:
         calls, run = [], False
         for op, entry in enumerate(entries, start=1):
             gives_back = entry["action"] in _SHRINKS
+            # Releases in a row, with frees that complete between them, are one call.
             if gives_back and not run and not self._was_full(entries, op - 1, int(reserved[op - 1])):
                 calls.append(_Row(Action.EMPTY_CACHE, storage=0, op=op))
             run = gives_back or (run and entry["action"] == "free_completed")
@@ -365,6 +366,7 @@ class _TraceReader:
             for row in (*self.rows, *before)
             if row.action is Action.ALLOC
         }
+        # As torch counts allocated bytes: by blocks, in multiples of 512.
         start = sum(blocks[row.storage] for row in before)
         failed = {op for op, each in enumerate(entries, start=1) if each["action"] == "oom"}
         change = np.zeros(len(entries) + 2, np.int64)
@@ -374,6 +376,7 @@ class _TraceReader:
                 change[row.op] += blocks[row.storage] * (1 if row.action is Action.ALLOC else -1)
         allocated = start + np.cumsum(change)
         peak = int(np.argmax(reserved))
+        # The segment that made the peak serves the request after it, whose bytes are in use then.
         served = peak + 1 < len(allocated) and peak < len(entries) and entries[peak]["action"] == "alloc"
         in_use = int(allocated[peak + 1 if served else peak])
         most = int(reserved[peak])

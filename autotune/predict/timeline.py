@@ -92,11 +92,14 @@ def _op_times(
         left = np.flatnonzero(is_copy & np.isnan(start))
         if not len(left):
             break
+        # The last one: the path that ends with it contains most of the others before it.
         op = int(left[-1])
         more_s = np.zeros(step.ops.n)
+        # Longer than anything else, so that the step ends with this op.
         more_s[op] = 10 * first.step_s
         longer = step_columns(step, hardware, program.ranks, python=python, more_s=more_s)
         _fill(scheduled([longer, *columns[1:]], program, hardware, 1), start, stop, issued, last=op)
+        # Its start is right, its end was made longer.
         stop[op] = start[op] + op_s[op]
         is_copy[op] = False
     _fill_in_order(step, op_s, np.maximum.accumulate(issued), start, stop)
@@ -107,6 +110,7 @@ def _fill(timeline: _native.Timeline, start: F64, stop: F64, issued: F64, last: 
     """Write the times along a critical path of the first rank class, up to the op `last`."""
     rank_class, op, by_host, start_s, stop_s = timeline.critical_path
     host = (rank_class == 0) & (by_host == 1)
+    # Of an op that waits for the host the path has the time to issue it, at whose end it is issued.
     np.maximum.at(issued, op[host], np.minimum(stop_s[host], timeline.step_s))
     on_rank = (rank_class == 0) & (by_host == 0)
     if last >= 0 and (ends := np.flatnonzero(on_rank & (op == last))).size:

@@ -224,6 +224,7 @@ class BlockDedup:
                 block = self._model.get_submodule(self._blocks[i])
                 for mine, like in zip(block.parameters(), before, strict=True):
                     if mine.grad is None and like.grad is not None:
+                        # Only shapes count: the warm-up step makes the state of the optimizer for them.
                         mine.grad = torch.empty_like(like.grad)
         self.lent = self.gradient_specs()
 

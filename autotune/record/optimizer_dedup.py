@@ -181,6 +181,7 @@ class OptimizerDedup:
         group = self._optimizer.param_groups[number]
         alone = []
         for kind, parameter in zip(kinds, neighbours, strict=True):
+            # Alone first: its ops show where in the common run one parameter's end.
             if (number, kind) not in self._alone:
                 rows = self._record_step(scratch, group, [parameter])
                 segment = _segment(rows, self._storages(scratch, parameter), 0, len(rows.ops), len(rows.ops))
@@ -239,6 +240,7 @@ def _reason_not_per_parameter(optimizer: Optimizer) -> str:
 def _restricted_to(optimizer: Optimizer, group: Group, parameters: Sequence[Tensor]) -> Iterator[None]:
     """Restrict `optimizer` to these parameters of one group."""
     groups = optimizer.param_groups
+    # A copy of the group: its settings are shared, its list of parameters is not.
     optimizer.param_groups = [{**group, "params": list(parameters)}]
     try:
         yield
@@ -301,6 +303,7 @@ def _segment(rows: RowSlice, operands: list[int], first: int, last: int, until: 
 def _write(tracer: Tracer, segment: _Segment, operands: list[int]) -> None:
     """Append `segment` to the recording of `tracer`, for a parameter with these storages."""
     start = tracer.draft.extent()
+    # The operands first, as `_segment` has numbered them.
     number = [*operands, *range(start.storages, start.storages + len(segment.made))]
     tracer.draft.append(
         segment.ops,

@@ -212,6 +212,7 @@ class StepTimeModel:
         for each, probability in zip(trials, np.asarray(doubt).tolist(), strict=True):
             if probability < _DOUBTFUL:
                 continue
+            # Without it: had it been slowed down, it would say nothing of its setting.
             others = replace(self, observed=[one for one in self.observed if one is not each])
             mean, sd = others.posterior([each.scored])
             log_s = mean - math.log(each.scored.prediction.samples_per_s)
@@ -297,6 +298,7 @@ def _fitted(
         own = error[:, :, None] * np.eye(len(target))
         between: F64 = np.linalg.inv(slope @ shared + own).astype(np.float64)
         mode = mean + _product(shared, _product(between, rest))
+        # The evidence below needs the doubt by which `between` was computed, not the one after it.
         used, doubt = doubt, _doubt(between, rest, error, noise, slowed, is_new)
     _, log_det = np.linalg.slogdet(between)
     log_evidence = 0.5 * (log_det - (rest * _product(between, rest)).sum(axis=1))
@@ -316,7 +318,10 @@ def _doubt(
     # Mean and variance that the others predict of each one (Rasmussen, Williams 2006, equation 5.12).
     precision = np.diagonal(between, axis1=1, axis2=2)
     excess = _product(between, rest) / precision
+    # `1 / precision` includes the trial's own error, inflated by its doubt; a steady trial has `noise`
+    # instead.
     variance = (1 / precision - error).clip(0.0) + noise
+    # A technique that no other trial has may itself be that slow: no reason to doubt the trial.
     surprising = _SURPRISING * is_new
     steady = (1 - surprising) * _density(excess, variance)
     much_slower = _longer(excess, variance + _MUCH_SLOWER_SD**2)
@@ -382,6 +387,7 @@ class _Matrix:
         """Return derivatives of `value`: (n, columns) for (columns,), (m, n, columns) for (m, columns)."""
         slower, whole = self._seconds(mode)
         shape, columns = whole.shape, mode.shape[-1]
+        # By `bincount`: columns repeat (unused ones are all column 0), and an indexed sum would add once.
         rows = np.arange(whole.size).reshape(shape)
         at = rows[..., None, None] * columns + self.uses
         share = np.broadcast_to((slower / whole[..., None])[..., None], at.shape)

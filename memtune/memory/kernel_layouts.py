@@ -86,6 +86,7 @@ def with_kernel_layout(func: Any, args: Any, kwargs: Any, out: Any, *, on_cpu: b
         return out
     if all(each.is_contiguous() for each in inputs):
         return out
+    # As small as keeps sizes apart: the kernel runs for its layouts only, and equal sizes must stay equal.
     sizes = sorted({size for each in inputs for size in each.shape if size > 1})
     small = {size: rank for rank, size in enumerate(sizes, 2)}
     given = [_shrunk(each, small, is_shape=packet is _NORM) for each in args]

@@ -151,6 +151,7 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         with without_modes():
             return torch.equal(one, other)
+    # States of numpy contain arrays, which `==` compares element by element.
     return pickle.dumps(one) == pickle.dumps(other)
 
 

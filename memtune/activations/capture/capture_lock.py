@@ -75,6 +75,7 @@ class CaptureLock:
             return True
         if threading.get_ident() in self._running:
             return False  # others may wait for this thread's run to end: a deadlock
+        # Announced, so that threads that come later let the capture go first.
         self._waiting += 1
         try:
             return bool(self._changed.wait_for(self.is_alone, _PATIENCE_S))

@@ -129,6 +129,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, value in vars(each).items():
             is_own = name[:1] == "_" and (isinstance(value, dict) or has_attributes(value))
             if not is_own:
+                # torch's own list of the same weights, which it sets again at each assignment.
                 is_flat = isinstance(each, nn.RNNBase) and name.startswith("_flat_weight")
                 yield "" if is_flat else f"sets the attribute {name}", value
 

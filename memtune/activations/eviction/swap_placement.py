@@ -91,6 +91,7 @@ def _run_s(step: ScheduleStep, op_s: F64) -> float:
 def _freed_at(n_bytes: I64, start_s: F64, middle: int, swaps: Sequence[Swap], link: HostLink) -> list[int]:
     """Return for each swap the run before which its value is freed: the first after its copy has ended."""
     found, free_s = [0] * len(swaps), 0.0
+    # In the order in which the link carries the copies.
     for number in sorted(range(len(swaps)), key=lambda each: swaps[each].after):
         swap = swaps[number]
         free_s = max(free_s, start_s[swap.after + 1]) + link.to_host(float(n_bytes[swap.value]))
@@ -135,6 +136,7 @@ def _begin_early(
         at, first = swap.back, max(gone[number], middle if swap.back >= middle else 0)
         while at > first and start_s[at] > begin_s and room[at - 1] >= size:
             at -= 1
+        # Taken from the reloads that are placed after this one, all of which are read earlier.
         room[at : swap.back] -= size
         found[number], next_s = at, float(start_s[at])
     return found

@@ -187,16 +187,21 @@ def _compress_part_(
     levels, numel = 2**bits - 1, values.numel()
     x = torch.nn.functional.pad(values.float(), (0, -numel % group)).view(-1, group)
     there = torch.arange(x.numel(), device=x.device).view(x.shape) < numel
+    # By bits: infinities, NaN and floats whose range might overflow are all above the limit.
     is_large = (x.view(torch.int32) & 0x7FFFFFFF) >= _LARGE
     used = there & ~is_large
     least = torch.where(used, x, torch.inf).amin(1)
     largest = torch.where(used, x, -torch.inf).amax(1)
     has_large = is_large.any(1)
+    # The three largest codes then represent -infinity, infinity and NaN.
     top = torch.where(has_large, levels - 3.0, float(levels))
     any_used = used.any(1)
+    # The sum makes a negative zero positive, so that all implementations store the same bits.
     least = torch.where(any_used, least, 0.0) + 0.0
     largest = torch.where(any_used, largest, 0.0)
+    # In this order, and with a reciprocal below: as the native and the Triton kernel round.
     step = largest / top - least / top
+    # The reciprocal of a smaller step would overflow; all values of the group are then the least one.
     step = torch.where(step < _LEAST_STEP, 0.0, step)
     inverse = torch.where(step > 0, torch.ones_like(step) / step, 0.0)
     t = torch.where(is_large, 0.0, x - least[:, None]) * inverse[:, None]
@@ -204,6 +209,7 @@ def _compress_part_(
     codes = torch.minimum((t + _rounding_offset(t, seed, begin)).floor(), top[:, None])
     special = top[:, None] + torch.where(x.isnan(), 3.0, torch.where(x > 0, 2.0, 1.0))
     whole = torch.where(is_large, special, codes).to(torch.uint8).view(-1)[: numel + numel % 2]
+    # The sign of the step tells `_decompress_part_` that the group has special codes.
     header.copy_(torch.stack([least, torch.where(has_large, -step, step)], 1))
     if bits == 8:
         packed.copy_(whole[:numel])
@@ -217,10 +223,12 @@ def _rounding_offset(t: Tensor, seed: int, begin: int) -> Tensor | float:
     """Return what is added to `t` before it is rounded down: a half, or random numbers from 0 to 1."""
     if seed == NEAREST:
         return 0.5
+    # By place and value, not from a generator: parts, devices and resumed runs round alike.
     place = torch.arange(begin, begin + t.numel(), device=t.device).view(t.shape)
     hashed = (t.view(torch.int32).long() & _WORD) ^ ((seed + place * 0x9E3779B9) & _WORD)
     hashed = ((hashed ^ (hashed >> 16)) * 0x85EBCA6B) & _WORD
     hashed = ((hashed ^ (hashed >> 13)) * 0xC2B2AE35) & _WORD
+    # 24 bits: as many as the significand of a float32 has.
     return ((hashed ^ (hashed >> 16)) >> 8).float() * 2.0**-24
 
 

@@ -108,6 +108,7 @@ class Slots:
         assert self._now is not None
         entry.offload(n_bytes)
         self._started.append((self._now, entry))
+        # Weakly: a tensor that backward has freed already needs no reload.
         self._offloaded.setdefault((self._now.stage, self._now.micro_batch), []).append(weakref.ref(entry))
         self._note("leaves", self._now, entry)
 

@@ -58,6 +58,7 @@ class SlotMoves:
         started: list[tuple[tuple[Hashable, int], int]] = []
         for op in ops[self._out[ops]].tolist():
             if self._completing:
+                # Up to the row before the copy: it waits for the oldest one, whose source is free then.
                 rows.hold(*self._completing.popleft(), first_row + int(np.searchsorted(ops, op)) - 1)
             (source,) = self._step.uses.storage[self._step.uses.op == op].tolist()
             started.append(((action.stage, action.micro_batch), source))
@@ -107,6 +108,7 @@ class StageSpill:
                 self._finish_oldest(rows, key, reads[:1])
             return
         for op in ops[np.isin(ops, list(self._host))].tolist():
+            # The drive works on so many at once; a further one waits for the oldest.
             if len(self._writing) == residency.WRITES_IN_FLIGHT:
                 self._finish_oldest(rows, key, np.array([op], np.int32))
             self._writing.append((key, self._host[op]))

@@ -157,6 +157,7 @@ class _Writer(CallText):
 
     def _forward(self) -> list[str]:
         steps = self._schedule.forward
+        # A value may be freed and made again; only its last free matters to the caller.
         last = {step.target: at for at, step in enumerate(steps) if step.action == Action.FREE}
         for at, step in enumerate(steps):
             # Before the last free, or the name would be gone; a value that is made again is handed out then.
@@ -171,7 +172,8 @@ class _Writer(CallText):
         ]
         lines, self._lines = self._lines, []
         read = self._read_outside(steps) | {self._slot(n).value for n in numbers}
-        # By the first letter of a name: values, random states, host copies.
+        # Names that are bound when forward returns are those that the schedule keeps for backward. By their
+        # first letter: values, random states, host copies.
         saved = [*(name for name in self._there if name[0] in "vsh"), *self._inputs_of_backward()]
         self._saved = saved
         return [*_fetched(read), *lines, f"return {tuple_text(views)}, {tuple_text(saved)}"]
@@ -260,6 +262,7 @@ class _Writer(CallText):
             # The copy to the host reads the value until it is complete.
             if f"h{step.target}" in self._there:
                 self._lines.append(f"wait(h{step.target})")
+            # A view of it is a gradient: freed here, the text below could not name it any more.
             if self._owed[step.target]:
                 self._held_back.add(step.target)  # a gradient that is not yielded yet: freed after that
             else:
@@ -276,6 +279,7 @@ class _Writer(CallText):
 
     def _reload(self, value: int, *, is_read: bool) -> None:
         """Write the reload of a value, `is_read` by the next op that runs."""
+        # Read at once: on the compute stream, since there is nothing to overlap with.
         line = f"v{value} = to_device(h{value}, device)"
         self._there[f"v{value}"] = None
         if is_read:
@@ -300,6 +304,7 @@ class _Writer(CallText):
         else:
             self._run_whole(step.target, again)
         self._there.update(dict.fromkeys(f"v{value}" for value in made))
+        # A value that is made again has a later free of its own.
         self._held_back.difference_update(made)
         if not again:
             self._ran.add(step.target)

@@ -105,6 +105,7 @@ class CallText:
             offset = f"{name}.storage_offset() + {slot.offset}"  # inputs may start anywhere in their storage
         else:
             name, base, offset = self._value(slot.value), self._base[slot.value], str(slot.offset)
+        # Views are made where they are read: a name for one would keep the value's memory after its `del`.
         if slot[1:] == base[1:]:
             return name
         if slot.dtype != base.dtype:

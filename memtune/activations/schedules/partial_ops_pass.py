@@ -130,6 +130,7 @@ def part_columns(ops: dict[str, Any], rows: dict[int, PartRow], empty: int, copy
     share = np.asarray([part.share for part in rows.values()])
     ops["flops"][at] *= share
     ops["traffic_bytes"][at] = (ops["traffic_bytes"][at] * share).astype(np.int64)
+    # No longer an op that a schedule may divide into parts.
     ops["elementwise_bytes"][at] = 0
     for new, part in rows.items():
         if part.role is Role.EMPTY:

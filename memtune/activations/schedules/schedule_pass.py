@@ -74,8 +74,10 @@ def run_schedule(step: Step, region: Region, schedule: Schedule, *, by_readers: 
     forward_again = again & (step.ops.phase[order] == Phase.FORWARD)
     ops["phase"] = np.where(forward_again, np.uint8(Phase.RECOMPUTE), ops["phase"]).astype(np.uint8)
     ops["copy_of"] = np.where(again, first, -1).astype(np.int32)
+    # Autograd makes a node when an op first runs; its repetition in backward makes none.
     ops["sequence_nr"] = np.where(again, -1, ops["sequence_nr"]).astype(np.int32)
     names = tuple(dict.fromkeys((*step.names, ALLOCATES, _COPY)))
+    # Generated code calls `empty_strided`, whatever op had made the shape.
     by_shape = np.isin(order, region.rows[[name in EMPTY for name in region.graph.names]])
     ops["name"][by_shape] = names.index(ALLOCATES)
     if parts:
@@ -129,6 +131,7 @@ def _with_host_copies(step: Step, copies: Sequence[_HostCopy]) -> Step:
         )
         on_host[copy.value] = edit.add_storages(size, producer=op, tier=Tier.HOST)
     for host, read_at in held:
+        # Generated code drops the host copy just before the reader, after reloads that begin there.
         edit.hold_through(host, begun.get(read_at, np.asarray([read_at - 1], np.int32)))
     return edit.done()
 

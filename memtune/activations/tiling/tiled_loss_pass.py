@@ -97,6 +97,7 @@ class _Chunks:
         for start in range(0, pattern.rows, size):
             total = self._chunk(used, min(size, pattern.rows - start), total)
         ops.run("aten.ne.Scalar", pattern.target)
+        # One byte a row: a mask of the rows that the loss does not ignore.
         valid = ops.add_output(pattern.rows)
         ops.run("aten.sum.default", valid)
         sums = ops.add_output(8)
@@ -241,6 +242,7 @@ def _backward_ops(edit: Edit, pattern: LossPattern, chunked: _Chunks, sums: int)
     wanted = [each for each in (pattern.dx, pattern.dweight, pattern.dbias) if each is not None]
     for each in wanted:
         ops.run("aten.mul_.Tensor", each.storage, scale, writes=each.storage)
+        # In place: reads and writes the gradient, whatever op it is like.
         ops.traffic[-1] = 2 * int(step.storages.bytes[each.storage])
     ops.insert(before=pattern.backward[0], phase=Phase.BACKWARD, module=pattern.module)
     for each in wanted:

@@ -149,6 +149,7 @@ def _check(installed: list[tuple[str, nn.Module, _TilingSettings]]) -> dict[str,
 
 def _forward(module: nn.Module, settings: _TilingSettings, *args: Any, **kwargs: Any) -> Any:
     x, settings.call = _of_one_tensor(settings.forward, args, kwargs)
+    # Inputs of the node: else it would require no gradient where only the weights do.
     parameters = [each for each in module.parameters() if each.requires_grad]
     # One row cannot be cut, and of several tensors it is unknown which have its dim.
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 2 or len(settings.rows(x)) < 2:
@@ -281,6 +282,7 @@ class _KeptParts(torch.autograd.Function):
         given, size = ctx.settings.rows(gradient), ctx.size
         dx = given.new_empty(ctx.rows_shape, dtype=ctx.dtype) if ctx.needs_input_grad[0] else None
         sums: list[Tensor | None] = [None] * len(ctx.parameters)
+        # Last part first, as its tensors were offloaded last and are reloaded first.
         for number, (entered, left) in reversed(list(enumerate(ctx.edges))):
             mine = slice(number * size, (number + 1) * size)
             wanted = [*ctx.parameters] if dx is None else [entered, *ctx.parameters]

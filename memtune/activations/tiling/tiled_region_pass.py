@@ -157,6 +157,7 @@ class _Tiled(Parts):
             after=region.forward[-1], phase=Phase.FORWARD, module=region.module_id, call=region.call
         )
         self._insert_backward()
+        # The one save that remains: the input, packed once all parts have run.
         edit.saves.storage[region.save] = region.x
         edit.saves.packed_before[region.save] = region.forward[-1] + 1
         edit.saves.is_output[region.save] = 0

@@ -25,7 +25,9 @@ def sweep_in_next_step(step: Step) -> Step:
         (step.storages.kind[used] == Kind.GRADIENT) & (step.storages.tier[used] == Tier.HOST)
     ].astype(np.int32)
     edit.drop_ops(own)
+    # The next step's sweep reads them, so they outlive this step.
     edit.storages.held_until[gradients] = FOREVER
+    # A sweep visits every parameter; those without a new gradient are only copied.
     swept = np.flatnonzero(columns.trainable)
     updated = np.isin(swept, step.storages.owner[gradients])
     sizes = columns.n_bytes
@@ -53,5 +55,6 @@ def sweep_in_next_step(step: Step) -> Step:
         & (step.storages.tier == Tier.HOST)
         & (step.storages.producer < 0)
     )
+    # The second set of weights: the sweep writes one while forward loads the other.
     edit.add_persistent(step.storages.bytes[front], Kind.PARAMETER, Tier.HOST, step.storages.owner[front])
     return edit.done()

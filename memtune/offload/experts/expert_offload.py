@@ -391,6 +391,7 @@ class ExpertUnits:
         for block in units:
             if block not in self.resident:
                 self.resident.add(block)
+                # Forward can only guess from the last one; backward uses what its own forward has used.
                 guess = self._last if self.moment < len(self._blocks) else self._used
                 for expert in sorted(guess[block]):
                     self._load_expert(expert)
@@ -408,6 +409,7 @@ class ExpertUnits:
             allocate_together((place,))
             with _unsafe_preserve_version_counter(place.memory):
                 torch.ops.memtune.copy_to_device_(place.memory.detach(), weight)
+            # After the copy is issued: from here on the user's parameter shows this memory.
             place.of[0].restore()
             self.loaded_bytes += weight.nbytes
 
@@ -419,6 +421,8 @@ class ExpertUnits:
                 if expert in self.on_device:
                     self.on_device.discard(expert)
                     owners = self._owners(expert)
+                    # Before the memory is freed, which has the only copy of what the user has written on the
+                    # device.
                     if adopt_together(owners):
                         self._optimizer.set_weights(expert)
                     free_together(self._places[expert])

@@ -173,6 +173,7 @@ class _RankWriter:
         for number in (*self._sent_before, *self._sent):
             rows.hold_number(number, rows.n_ops - 1)
         for index in range(self._count):
+            # The run lists the micro-batches on the device until the step ends.
             rows.hold_all(("upload", index), rows.n_ops - 1)
         rows.hold_number(generator, rows.n_ops - 1)
         self._add_tied()

@@ -34,6 +34,7 @@ def updated_first(step: Step, resident: Mask) -> tuple[Step, int]:
         blocks.
     """
     cut, columns = cut_by_parameter(step), columns_of(step.parameters)
+    # So later passes, which offload blocks, leave them where they are.
     moved = replace(columns, block=np.where(resident, -1, columns.block).astype(columns.block.dtype))
     mine, first = resident[cut.parameter], int((step.ops.phase == Phase.OPTIMIZER).argmax())
     if not mine.any():

@@ -94,6 +94,7 @@ class OffloadedBlocks:
         self.parameters = [parameter for block in self.of_block for parameter in block]
         self.outside = _outside(context.model, self.parameters)
         """Trained parameters that are not offloaded."""
+        # Noted now: `piece_of` takes them out of `at_rest`, and `undo` must know where they were.
         self.were_at_rest = not context.placement.at_rest.isdisjoint(self.parameters)
         self.hosts = {p: (host_of or partial(_host_of, context))(p) for p in self.parameters}
         self.trained = {p: held[p] for p in self.parameters if p in held}
@@ -123,6 +124,7 @@ class OffloadedBlocks:
 
 
 def _host_of(context: Context, parameter: nn.Parameter) -> Tensor:
+    # An update of the optimizer's own copy then is the new weight, without a second copy on the host.
     held = context.placement.optimizer_params.get(parameter)
     if held is not None and tier_of(held) == HOST and held.dtype is parameter.dtype:
         return held.detach()
@@ -252,6 +254,7 @@ class BlockUnits:
     def _load_pieces(self, pieces: Iterable[Piece]) -> None:
         every = list(pieces)
         if self._values is not None:
+            # Tiled weights too: they are read with their block, although their tiles are loaded one by one.
             self._values.start_read(every)
         if self._tiled:
             every = [each for each in every if id(each.of[0].parameter) not in self._tiled]
@@ -307,6 +310,8 @@ class BlockUnits:
                 self.on_free(unit)
             free_together(self.pieces[unit])
             for each in self.pieces[unit] if self._keeps else ():
+                # It still shows the device's memory, which is empty now: the first access loads the unit
+                # again.
                 each.of[0].expect_values(partial(self._load, unit))
         if self._values is not None:
             self._values.freed(offloaded, self)
@@ -314,6 +319,7 @@ class BlockUnits:
     def step_begins(self) -> None:
         """Free all units, and take what the user has written, before the optimizer changes the weights."""
         if self._values is not None:
+            # Reads in flight would bring values from before this update.
             self._values.drop()
         # A unit that is still resident would be used as it was.
         self.free(self.resident)
@@ -329,6 +335,7 @@ class BlockUnits:
 
     def _load_all(self) -> None:
         """Make all units resident when the config is undone, unless the parameters were at rest before."""
+        # Without the tiled forward their layers need whole weights on the device.
         self._tiled.clear()
         if self._blocks.were_at_rest:
             for each in self.owners:

@@ -349,6 +349,7 @@ def _of_a_block_at_once(moments: bytes, sizes_bytes: bytes, end: int) -> FreedAt
 
     def begin(until: int) -> None:
         for at in range(begun + 1, until + 1):
+            # Copies of the last moment's gradients may still run in this one; after backward none may.
             for each in waiting.drain(int(n_ready[at - 1]) if at < end else 0):
                 gone[each] = at
 

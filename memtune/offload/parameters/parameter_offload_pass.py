@@ -311,6 +311,7 @@ def _offload_gradients(
         what,
         after=grads.after[row],
         phase=Phase.BACKWARD,
+        # A copy on the device reads and writes, an addition reads two and writes one, the link carries one.
         traffic_bytes=np.asarray([2, 3, 1])[what] * n_bytes[source],
         call=step.ops.call[grads.after[row]],
         prefetch=is_copy.astype(np.uint8),  # the side stream waits for the compute stream

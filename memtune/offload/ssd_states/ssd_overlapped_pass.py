@@ -66,6 +66,7 @@ def optimizer_on_ssd_overlapped(
     host = pieces.stream(
         edit, by_kind[READ], by_kind[UPDATE], by_kind[WRITE], row[what == WRITE].astype(np.intp)
     )
+    # A bfloat16 weight is written over its gradient, from where it is copied up.
     edit.add_uses(by_kind[UPDATE], writes=gradients)
     edit.add_uses(
         by_kind[UP], np.where(columns.itemsize[mine] == 4, host, gradients), writes=columns.storage[mine]

@@ -113,6 +113,7 @@ class Route:
                 # (ranks of the last hop, ranks of this one, experts): rows are sorted by the next rank.
                 counts = counts.view(len(counts), ranks, mine).transpose(0, 1).contiguous().view(ranks, -1)
                 key = key // mine
+            # Stable, so that an expert adds up the gradients of its rows in the same order in each run.
             orders.append(torch.argsort(key, stable=True))
             hop, counts = _exchanged(counts, group, ranks, len(key))
             hops.append(hop)

@@ -83,6 +83,7 @@ class ExpertList:
         """Run the holder's forward with the outputs of the experts' owners."""
         calls: list[tuple[int, Tensor]] = []
         nodes = {each.grad_fn for each in tensors_of([args, kwargs])}
+        # Added to each placeholder: rows that depend on it are made from an expert's output.
         zero = None if self._is_checked else torch.zeros((), requires_grad=True)
 
         def collect(index: int, rows: Tensor) -> Tensor:
@@ -95,6 +96,7 @@ class ExpertList:
         with self._answered(collect), self._without_effect((args, kwargs)):
             forward(*args, **kwargs)
         outputs = self._outputs(calls)
+        # Shapes only: the rows of the first run need not live while the second makes them again.
         sent = [(index, rows.shape) for index, rows in calls]
         calls.clear()
         expected = iter(zip(sent, outputs, strict=False))
@@ -109,6 +111,7 @@ class ExpertList:
             made = forward(*args, **kwargs)
         if next(expected, None) is not None:
             raise self._error(f"{self._path}: fewer experts are called once some have run")
+        # A rank without calls must still run backward through the exchange, in which others wait.
         return join(made, outputs) if not sent and outputs[0].requires_grad else made
 
     def _outputs(self, calls: Sequence[tuple[int, Tensor]]) -> Sequence[Tensor]:
@@ -134,6 +137,7 @@ class ExpertList:
 
     def _outputs_of_own(self, rows: Tensor, experts: Tensor) -> Tensor:
         """Return the outputs of the rows that have arrived for `experts` of this rank."""
+        # Stable, so that an expert adds up the gradients of its rows in the same order in each run.
         order = torch.argsort(experts, stable=True)
         sizes = self._sizes(experts)
         parts = rows.index_select(0, order).split(sizes)

@@ -155,6 +155,7 @@ class ReplicatedLayer:
             for place, expert in enumerate(mine):
                 hosts[expert].append(rank * self.slots + self.own + place)
         width = max(map(len, hosts))
+        # One tensor, so rows are padded with the owner's slot.
         self._slots = torch.tensor([each + each[:1] * (width - len(each)) for each in hosts], device=device)
         self._hosts = torch.tensor([len(each) for each in hosts], device=device)
         owners = [[expert // self.own for expert in mine] for mine in self.guests]
@@ -184,6 +185,7 @@ class ReplicatedLayer:
                 load[rank] += count / len(at)
         least = max(load) - self.ranks * self.experts
         found = (rank for rank in range(self.ranks) if load[rank] >= least)
+        # Each guest is a weight more that the recorded rank holds and sends a gradient of.
         return max(found, key=lambda rank: (len(self.guests[rank]), load[rank]))
 
     def _known_counts(self, counts: Tensor) -> list[int]:

@@ -187,6 +187,7 @@ class Pipeline:
                 # values are unused.
                 schedule.step(target=torch.zeros(len(micro_batches)), losses=losses, return_outputs=False)
             except RuntimeError as error:  # torch wraps whatever a stage raises
+                # Users get the error of their own code, or out of memory, not torch's wrapper.
                 own = _original_error(error)
                 if own is None:
                     raise
@@ -298,6 +299,7 @@ class Pipeline:
 
 def scheduled(kind: str, stages: Sequence[Any], count: int) -> Any:
     """Return torch's schedule of this kind; its loss is the output of the last stage."""
+    # Not scaled: the last stage's loss is divided by the number of micro-batches already.
     options: dict[str, Any] = {"loss_fn": _identity_loss, "scale_grads": False}
     if kind == "interleaved_1f1b":
         return ScheduleInterleaved1F1B(list(stages), count, **options)

@@ -85,6 +85,7 @@ class MicroBatchRotation:
 
     def upload(self, rotated: RotatedBatch, device: torch.device) -> Any:
         """Return the micro-batch on `device`, broadcast by its owner, and seed the generators; collective."""
+        # On every rank: all compute this micro-batch, with the same random numbers.
         seed_generators(rotated.seed)
         if rotated.owner == self._group.rank():
             here = upload(rotated.batch, device)

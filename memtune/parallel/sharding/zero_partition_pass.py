@@ -114,6 +114,7 @@ def _partitioned(step: Step, partitioning: Partitioning, *, hold_sums: bool) -> 
 @functools.lru_cache(maxsize=16)
 def _buckets(columns: ParameterColumns, bucket_bytes: int, order: tuple[int, ...] = ()) -> Ragged:
     """Return rows of the trainable parameters, bucket by bucket (rule 2); item sizes distinguish dtypes."""
+    # In reverse order of registration, about that in which backward completes gradients.
     place = {row: at for at, row in enumerate(order or range(len(columns.numel) - 1, -1, -1))}
     closed: list[list[int]] = []
     # By item size: a bucket is one message, of one type.
@@ -274,6 +275,7 @@ def _reduce(edit: Edit, step: Step, partitioning: Partitioning, *, hold_sums: bo
     packed = np.unique(np.stack([rows[at.pack][there.part], whole]), axis=1)
     edit.add_uses(packed[0], packed[1])
     edit.storages.held_until[whole] = end if hold_sums else -1
+    # From here on the shard is the gradient; later passes must not offload the full one.
     edit.storages.grad_ready_after[whole] = -1
     if not hold_sums or partitioning.accumulate == 1:
         edit.storages.kind[whole] = Kind.TEMPORARY

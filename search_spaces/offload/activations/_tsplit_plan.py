@@ -159,6 +159,7 @@ def _solve_within(run: _Run, budget_bytes: int) -> TsplitSolution:
             found.peak_bytes <= budget_bytes or found.peak_bytes == before
         ):  # no further action lowers the peak
             return found
+        # Later passes add about the same to a plan nearby, so the excess is taken off the aim.
         aim, before = aim - (found.peak_bytes - budget_bytes), found.peak_bytes
     return run.solve_tsplit(0)
 
@@ -281,6 +282,7 @@ def _chosen(
             # Run in parts alone, a module saves its inner tensors, which are offloaded part by part.
             if region.forward[0] in mine and not tiling.again:
                 ops |= set(region.forward) & _saving(step, region)
+        # Modules that run in parts have other calls, which are addressed part by part.
         address = calls_in_parts(step, block, mine) if ops else {}
         calls.append(frozenset().union(*(frozenset([INPUTS]) if op < 0 else address[op] for op in ops)))
     return calls, {region.module: tiling for region, tiling in split}

@@ -241,6 +241,7 @@ def _options(
         others.append(
             Option(calls_for(step, block, again), again=_op_counts(block, again)) if frees else PLAIN
         )
+    # Without saves nothing would be freed, and the block would run twice for nothing.
     others.append(FULL if block.saved else PLAIN)
     priced = [to_option(step, block, each) for each in combinations(ops, LIMIT - _OTHERS - 1, known)]
     found = tuple(dict.fromkeys([PLAIN, *priced, *others]))
@@ -346,6 +347,7 @@ def _measured(
         uniform=((0, 0.0),),
     )
     for level in range(n_levels):
+        # All blocks take the same option in a level: each is priced between equal neighbours.
         new = _with_offload(
             apply_options(first, found.chosen(np.asarray([level], np.int32))), offload, hardware
         )
@@ -402,6 +404,7 @@ def op_seconds(step: Step, hardware: Hardware, ranks: int) -> F64:
         ranks: Number of ranks, for collectives.
     """
     costs = op_costs(step, hardware, ranks=ranks)
+    # A short op is over before the host has issued the next one.
     found: F64 = np.maximum(costs.op_s, costs.issue_s)
     return found
 

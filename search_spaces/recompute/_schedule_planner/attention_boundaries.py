@@ -127,6 +127,7 @@ def block_boundary_schedules(step: Step, every: int | None) -> BlockBoundaries |
 def _local_region(regions: BlockRegions, graph_index: int) -> Region:
     """Return the region of one block of graph `graph_index`; values that others hold as well have 0 bytes."""
     together, graph = regions.together, regions.graphs[graph_index]
+    # Any block of the graph will do, since equal blocks share it.
     block = int(np.flatnonzero(regions.graph_index == graph_index)[-1])
     ops, values = regions.ops[block], regions.values[block]
     # Neighbours hold them too, so this block's schedule cannot free their bytes.

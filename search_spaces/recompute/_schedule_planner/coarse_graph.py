@@ -119,6 +119,7 @@ def stages_of(region: Region, op_s: F64, n_nodes: int) -> Stages:
         # No backward op runs again; in forward, nodes with an op that must not.
         if number >= loss or any(graph.makes[op] for op in graph.once.intersection(ops))
     }
+    # A value that is held outside exists already: made again, there would be two of it.
     once |= {node_of[graph.maker[value]] for value in external - fixed}
     retained = external | fixed
     made = [
