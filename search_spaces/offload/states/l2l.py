@@ -136,6 +136,7 @@ class L2L(Technique):
             "backward": 1,
             "forward": None,
             "group": None,
+            "joined": 1,
             "boundaries": self.stash,
             "prefetch": False,
         }
