@@ -171,6 +171,7 @@ def formula(kind: str, case: str) -> tuple[float, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # eight ranks share the cores, so that a busy machine needs more than five minutes
 @pytest.mark.parametrize("kind", ["tensor", "sequence_parallel", "rtp"])
 @pytest.mark.parametrize(
     "more", [[name for name in FACTORS if name != "ddp"], list(COLLECTIVES)], ids=["factors", "collectives"]
