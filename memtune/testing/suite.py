@@ -339,22 +339,24 @@ class _Failing:
     def __init__(self, at: _Call | None) -> None:
         self.seen: list[_Call] = []
         self._at, self._numbers = at, Counter[str]()
+        self._around: FrameType | None = None
 
     def __enter__(self) -> _Failing:
         gc.disable()  # else finalizers of earlier models may run inside, and are counted
-        self._before = sys.gettrace()
+        self._before, self._around = sys.gettrace(), sys._getframe(1)
         sys.settrace(self._call)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        gc.enable()
         sys.settrace(self._before)
+        self._around = None
+        gc.enable()  # not before: the collection that follows would be traced
 
     def _call(self, frame: FrameType, event: str, arg: object) -> None:
         name = frame.f_globals.get("__name__", "")
         if not name.startswith(_OURS) or name.endswith((*_WAY_BACK, *_PLAIN)):
             return
-        if frame.f_code.co_name in _FINALIZERS or _is_finalizing(frame):
+        if frame.f_code.co_name in _FINALIZERS or _is_finalizing(frame, self._around):
             return
         function = f"{name}.{frame.f_code.co_qualname}"
         self._numbers[function] += 1
@@ -363,14 +365,16 @@ class _Failing:
             raise _InjectedError
 
 
-def _is_finalizing(frame: FrameType) -> bool:
-    """Return whether `frame` is called by `weakref.finalize`, directly or not."""
+def _is_finalizing(frame: FrameType, around: FrameType | None) -> bool:
+    """Return whether `frame` is called by `weakref.finalize`, directly or not, inside of `around`."""
     # Of an earlier model's storages, say, which a recorder watches: when they are freed depends on what ran
     # before.
     back = frame.f_back
-    while back is not None and back.f_code is not _FINALIZE:
+    while back is not None and back is not around:
+        if back.f_code is _FINALIZE:
+            return True
         back = back.f_back
-    return back is not None
+    return False
 
 
 def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
