@@ -105,4 +105,5 @@ def _called_by_engine() -> bool:
     caller = frame.f_back
     while caller is not None and caller.f_globals.get("__name__") in _WRAPPERS:
         caller = caller.f_back
-    return caller is not None and caller.f_code is _ENGINE
+    # The engine runs an accelerator's nodes in a thread of its own, which Python has not started.
+    return caller is None or caller.f_code is _ENGINE

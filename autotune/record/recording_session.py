@@ -79,6 +79,10 @@ class Session:
     """Output sizes of CPU kernels whose fake implementations report others."""
     target: Device = "cpu"
     """Device on which the step is to run; not on CPU, code paths are those that `translate` can follow."""
+    device: torch.device = CPU
+    """Device on which model and optimizer are. Another one than the CPU is the target itself: its own kernels
+    run, for real, and nothing is left to `translate`.
+    """
     sync: SyncContext = field(default=lambda last: nullcontext())
     """Context manager around each micro-batch, given whether it is the last; for gradient reduction."""
     order: Order | None = None
@@ -122,14 +126,19 @@ class Session:
         return self.drawn[size]
 
     @property
+    def _is_for_another(self) -> bool:
+        """True if the step is to run on another device than the one that is recorded."""
+        return self.target != self.device.type
+
+    @property
     def _has_other_kernels(self) -> bool:
         """True if `translate` has a table of the target's kernels, which are not those of a CPU."""
-        return self.target != "cpu" and Capability.TRANSLATION in platform_of(self.target).capabilities
+        return self._is_for_another and Capability.TRANSLATION in platform_of(self.target).capabilities
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Enter the recording modes: fake tensors unless the rung is real, random draws from `SEED`."""
-        casts = nullcontext() if self.target == "cpu" else accelerator_autocast_on_cpu(self.target)
+        casts = accelerator_autocast_on_cpu(self.target) if self._is_for_another else nullcontext()
         with casts, preserved_random(), self.mode:
             seed_all(SEED)
             if self.fake is None:
@@ -151,7 +160,7 @@ class Session:
                     self.optimizer,
                     self.workload.loss,
                     batches,
-                    CPU,
+                    self.device,
                     sync=self.sync,
                     order=self.order,
                 )
@@ -161,7 +170,9 @@ class Session:
             # signature.
             if dedup is None or not dedup.attempt(lambda: self._warm_up_partially(dedup, batches)):
                 self.optimizer.zero_grad(set_to_none=True)
-                accumulate(self.model, self.workload.loss, batches, CPU, sync=self.sync, order=self.order)
+                accumulate(
+                    self.model, self.workload.loss, batches, self.device, sync=self.sync, order=self.order
+                )
             self.optimizer_dedup.first_step()
             self.optimizer.zero_grad(set_to_none=True)
 
@@ -169,7 +180,7 @@ class Session:
         """Return `traced` after an untraced pass of that size, of which the model may keep tensors."""
         with self.entered():
             batches = [self.batch(size)]
-            accumulate(self.model, self.workload.loss, batches, CPU, sync=self.sync, order=self.order)
+            accumulate(self.model, self.workload.loss, batches, self.device, sync=self.sync, order=self.order)
             self.optimizer.zero_grad(set_to_none=True)
         return self.traced(size)
 
@@ -178,7 +189,7 @@ class Session:
         if dedup.disabled_reason or self.optimizer_dedup is None or self.optimizer_dedup.disabled_reason:
             return False
         with dedup.skipping_blocks():
-            accumulate(self.model, self.workload.loss, batches, CPU, sync=self.sync, order=self.order)
+            accumulate(self.model, self.workload.loss, batches, self.device, sync=self.sync, order=self.order)
         dedup.lend_gradients()
         return True
 
@@ -221,7 +232,12 @@ class Session:
                 with tracer.recording():
                     with calls:
                         loss = accumulate(
-                            self.model, self.workload.loss, batches, CPU, sync=self.sync, order=self.order
+                            self.model,
+                            self.workload.loss,
+                            batches,
+                            self.device,
+                            sync=self.sync,
+                            order=self.order,
                         )
                     tracer.note_gradients()
                     gradients = dedup.gradient_specs()
@@ -239,6 +255,7 @@ class Session:
             blocks,
             placeholders=self.observes_saves,
             on_cpu=self.target == "cpu",
+            device_type=self.device.type,
             **({} if self.values is None else {"on_save": self.values.known.alias}),
         )
 
@@ -260,19 +277,23 @@ class Session:
             batches = [self.batch(size) for _ in range(micro_batches)]
             if trace_last and micro_batches > 1:
                 accumulate(
-                    self.model, self.workload.loss, batches[:-1], CPU, sync=lambda last: self.sync(False)
+                    self.model,
+                    self.workload.loss,
+                    batches[:-1],
+                    self.device,
+                    sync=lambda last: self.sync(False),
                 )
                 batches = batches[-1:]
             calls = CallRecorder(tracer, fuse=self._has_other_kernels)
             with tracer.recording():
                 with calls if self.compiled is None else _no_new_graphs():
                     loss = accumulate(
-                        self.model, self.workload.loss, batches, CPU, sync=self.sync, order=self.order
+                        self.model, self.workload.loss, batches, self.device, sync=self.sync, order=self.order
                     )
                 tracer.note_gradients()
                 check()
                 foreach = None
-                if self.target != "cpu":
+                if self._is_for_another:
                     with tracer.paused():
                         # Inserted here, since it needs the gradients; its ops are not part of this step.
                         foreach = (
@@ -468,17 +489,20 @@ def _require_memory_for_weights(workload: Workload, failed: str, why: str) -> No
         )
 
 
-def start_session(workload: Workload, rung: str) -> Session:
-    """Build model and optimizer on one rung, from a fixed seed; raises any error of the user's code."""
+def start_session(workload: Workload, rung: str, device: torch.device = CPU) -> Session:
+    """Build model and optimizer on one rung, from a fixed seed; raises any error of the user's code.
+
+    On another `device` than the CPU the rung is that of a real step.
+    """
     with preserved_random(), warnings.catch_warnings():
         # Deep copies read the data pointer of fake tensors. The result is right, and users cannot act on the
         # warning.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         seed_all(SEED)
-        return _build_session(workload, rung)
+        return _build_session(workload, rung, device)
 
 
-def _build_session(workload: Workload, rung: str) -> Session:
+def _build_session(workload: Workload, rung: str, device: torch.device) -> Session:
     fake = None if rung == "real-step" else OneFakeMode()
     values = None if fake is None else BatchValues(fake)
     assumed: list[str] = []
@@ -495,7 +519,7 @@ def _build_session(workload: Workload, rung: str) -> Session:
             model = build()
         _make_fake(model, fake, CPU)
     else:
-        model = build()
+        model = build() if device == CPU else build().to(device)
         if fake is not None:
             _make_fake(model, fake, None)
     prepare_model(model).train()
@@ -511,6 +535,8 @@ def _build_session(workload: Workload, rung: str) -> Session:
         optimizer=optimizer,
         blocks=blocks,
         sizes=WorkspaceTable.cached(),
+        target=device.type,
+        device=device,
         assumed=assumed,
         values=values,
     )

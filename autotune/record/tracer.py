@@ -77,6 +77,7 @@ from memtune.workload import structure_of
 _OPS_PER_REPORT = 256
 _COLLECTIVES = ("c10d.", "_c10d_functional.")
 _CASTS = ("aten._to_copy.default", "prims.convert_element_type.default")
+_LIFT = torch.ops.aten.lift_fresh.default
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _EndOfSave = Literal["held_until", "used_until"]
 
@@ -91,6 +92,7 @@ class Tracer(WatchingMode):
         placeholders: Replace saved tensors (rule 2). Otherwise references of autograd and Python are not
             distinguished.
         on_cpu: The step is to run on CPU, where generator states that the model keeps are device memory.
+        device_type: Of the model. Tensors on the CPU are host memory for any other.
         on_save: Called with each tensor that autograd saves or reads, and its placeholder.
 
     Attributes:
@@ -108,12 +110,13 @@ class Tracer(WatchingMode):
         *,
         placeholders: bool = True,
         on_cpu: bool = True,
+        device_type: str = "cpu",
         on_save: Callable[[Tensor, Tensor], None] = lambda tensor, placeholder: None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._model, self._optimizer, self._placeholders = model, optimizer, placeholders
         self._on_save = on_save
-        self._blocks, self._on_cpu = blocks, on_cpu
+        self._blocks, self._on_cpu, self._device_type = blocks, on_cpu, device_type
         self.draft = Draft(blocks)
         self.n_state = 0
         self._random_at_start: PythonRandomState | None = None
@@ -187,7 +190,8 @@ class Tracer(WatchingMode):
         self, storage: torch.UntypedStorage, kind: Kind, producer: int, float_bytes: int = 0
     ) -> int:
         place = tier_of_storage(storage)
-        place = current_tier() if place == DEVICE else place
+        if place == DEVICE:
+            place = HOST if storage.device.type == "cpu" != self._device_type else current_tier()
         index = self.draft.add(
             storage.nbytes(), Tier(TIERS.index(place)), kind, producer, float_bytes=float_bytes
         )
@@ -247,7 +251,8 @@ class Tracer(WatchingMode):
         return out
 
     def _record(self, func: Any, sequence: int, args: Any, kwargs: Any, out: Any) -> None:
-        inputs = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
+        # `torch.tensor` has just made what it lifts: that is no input, of a fake tensor it is a real twin.
+        inputs = [] if func is _LIFT else [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
         outputs = tensors_in((out,))
         written = mutated(func, args, kwargs)
         known = {t.untyped_storage()._cdata for t in inputs}
@@ -656,6 +661,6 @@ def placeholder_like(tensor: Tensor) -> Tensor:
         return FakeTensor(tensor.fake_mode, empty, tensor.fake_device)
     with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
         whole = tensor.untyped_storage().clone()
-        return torch.empty(0, dtype=tensor.dtype).set_(
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
             whole, tensor.storage_offset(), tensor.shape, tensor.stride()
         )

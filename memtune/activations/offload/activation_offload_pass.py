@@ -591,8 +591,10 @@ def hold_locals(edit: Edit, step: Step, storage: I32, ops: I32) -> None:
     originals = np.flatnonzero(twin >= 0)
     originals = originals[np.argsort(step.ops.block[step.storages.producer[originals]], kind="stable")]
     made_in = step.ops.block[step.storages.producer[originals]]
-    ops, kept_op = ops[step.storages.producer[storage] >= 0], step.storages.producer[storage]
-    kept_op = kept_op[kept_op >= 0]
+    kept_op = step.storages.producer[storage]
+    # An op that the second run skips has allocations as copies: what it saved is read by backward alone.
+    reloaded = (kept_op >= 0) & ~np.isin(kept_op, step.ops.copy_of)
+    ops, kept_op = ops[reloaded], kept_op[reloaded]
     first, stop = (np.searchsorted(made_in, step.ops.block[kept_op], side) for side in ("left", "right"))
     number = np.repeat(np.arange(len(ops)), stop - first)
     mine = originals[

@@ -63,7 +63,7 @@ class TiledLoss:
             logits.requires_grad_()
             with torch.enable_grad():
                 loss = self.sum_over(logits, target)
-            return loss.detach(), lambda: torch.autograd.grad(loss, logits)[0]
+            return loss.detach(), lambda: _gradient(loss, logits)
         # The ops that autograd would run, without its graph, engine and checks for each part.
         log_p = torch.log_softmax(logits, 1)
         settings = self.class_weight, _SUM, self.ignore_index
@@ -90,6 +90,16 @@ class TiledLoss:
     def cast(self, tensor: Tensor) -> Tensor:
         """Return `tensor` as autocast would cast it for the head."""
         return tensor if self.dtype is None else tensor.to(self.dtype)
+
+
+def _gradient(loss: Tensor, leaf: Tensor) -> Tensor:
+    """Return the gradient of `leaf`, to which nothing else refers."""
+    # On an accelerator the engine's thread holds what `autograd.grad` returns until it gets the interpreter's
+    # lock again: the next part's tensors would be allocated besides.
+    loss.backward(inputs=[leaf])
+    gradient, leaf.grad = leaf.grad, None
+    assert gradient is not None
+    return gradient
 
 
 _aten: Any = torch.ops.aten

@@ -173,9 +173,12 @@ def _one_pass(
 
 def without_own_update(edit: Edit, step: Step, n_resident_ops: int = 0) -> npt.NDArray[np.intp]:
     """Drop the optimizer's own ops except the first `n_resident_ops`; return their rows."""
+    # Torch counts steps on the host if the parameters are on an accelerator.
+    is_own = np.asarray([not name.startswith("memtune.") for name in step.names], bool)[step.ops.name]
     optimizer = (
         (step.ops.phase == Phase.OPTIMIZER)
-        & (step.ops.resource == Resource.COMPUTE)
+        & np.isin(step.ops.resource, (Resource.COMPUTE, Resource.HOST_THREADS))
+        & is_own
         & ~of_first_ops(step, n_resident_ops)[0]
     )
     edit.drop_ops(optimizer)

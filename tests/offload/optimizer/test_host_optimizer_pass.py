@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 from support.zoo_paths import ZOO
 
-from memtune.offload.optimizer.host_optimizer_pass import optimizer_on_host
+from memtune.autotune.record import record
+from memtune.autotune.translate import translate
+from memtune.hardware import find
+from memtune.offload.optimizer.host_optimizer_pass import Native, optimizer_on_host
 from memtune.program.step import Kind, Phase, Resource, Step, Tier
 from memtune.testing.drift_check import plain_program
+from memtune.workload import Workload
 
 
 def step_of(model: str) -> Step:
@@ -51,3 +55,10 @@ def test_step_without_optimizer_is_unchanged() -> None:
     phase = np.where(step.ops.phase == Phase.OPTIMIZER, Phase.BACKWARD, step.ops.phase)
     without = step.with_ops(phase=phase.astype(step.ops.phase.dtype))
     assert optimizer_on_host(without) is without
+
+
+def test_native_update_replaces_the_step_counters_of_an_accelerators_optimizer() -> None:
+    recording = translate(record(Workload.load(ZOO["tied"]), target="cuda"), find("a100"))
+    new = optimizer_on_host(recording.at(2), Native())
+    names = {new.names[i] for i in new.ops.name[new.ops.phase == Phase.OPTIMIZER]}
+    assert names == {"memtune.host_update_.default", "memtune.copy_to_device_.default"}

@@ -75,7 +75,7 @@ class TestPlanned(TechniqueSuite):
         Planned(share=0.2, by_schedule=True),
         Planned(share=0.3),
     )
-    quick = ("gpt",)
+    quick = ("cnn_bn",)  # on an accelerator too the peak is one of activations, not the optimizer's
 
     @classmethod
     def default(cls) -> Planned:

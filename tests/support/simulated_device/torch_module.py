@@ -228,13 +228,15 @@ def set_per_process_memory_fraction(fraction: float, device: torch.device | str 
 
 def get_rng_state(device: torch.device | str | int | None = None) -> Tensor:
     """Return the state of the default generator of `device`, uint8 on the host."""
-    state: Tensor = torch.ops.memtune_sim.get_rng_state(_device(device).index)
+    with torch._C._DisableTorchDispatch():  # no operator on other devices: dispatch modes do not see it
+        state: Tensor = torch.ops.memtune_sim.get_rng_state(_device(device).index)
     return state
 
 
 def set_rng_state(state: Tensor, device: torch.device | str | int | None = None) -> None:
     """Set the state of the default generator of `device`."""
-    torch.ops.memtune_sim.set_rng_state(_device(device).index, state)
+    with torch._C._DisableTorchDispatch():  # as above
+        torch.ops.memtune_sim.set_rng_state(_device(device).index, state)
 
 
 def get_rng_state_all() -> list[Tensor]:
