@@ -29,7 +29,8 @@ _ONE_SEQUENCE = (
 _SAME_MASKS = "assumed that every batch has masks like those recorded with: the code decides by them"
 _SAME_COUNTS = (
     "sizes depend on the data (a mask selects, nonzero, lengths of packed sequences): they are those of the"
-    " batches drawn, between which sizes of other micro-batches are extrapolated linearly"
+    " batches drawn, between which sizes of other micro-batches are extrapolated linearly; worst_batch(size)"
+    " in model.py gives the largest"
 )
 _VALID = "assumed that the arguments of torch.distributions are valid"
 _EVEN_CHOICES = (

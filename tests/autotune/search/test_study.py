@@ -14,6 +14,7 @@ from support.search import studies_in_memory
 from support.search.prepared_search import prepared, truth
 from support.search.search_runs import BUDGET, asked, log, of, run
 
+from memtune.autotune.record.fake_divergence import _SAME_COUNTS
 from memtune.autotune.search import preparation, search_events, study
 from memtune.autotune.search.control import Control
 from memtune.autotune.search.outcome import SearchOutcome, nothing_fits
@@ -294,6 +295,17 @@ def test_search_drops_technique_that_fails_twice(failure: dict[str, Any]):
     assert 2 <= len(failed) <= 4  # more than two only while no other trial told its techniques apart
     assert outcome.status == "done"
     assert outcome.config is not None
+
+
+def test_search_shows_notes_that_ask_for_the_largest_batch(monkeypatch: pytest.MonkeyPatch):
+    """Lengths of packed sequences vary where all batches have one shape, which no prediction can know."""
+    record, texts = preparation.record, (_SAME_COUNTS, "the optimizer's step was recorded in full: why")
+    monkeypatch.setattr(
+        preparation, "record", lambda *given, **how: replace(record(*given, **how), notes=texts)
+    )
+    run(asked(axes=("execution",), trials=1))
+    levels = {each.text: each.level for each in of(search_events.Note)}
+    assert [levels[each] for each in texts] == ["info", "detail"]
 
 
 def test_search_warns_of_a_study_on_a_network_mount(monkeypatch: pytest.MonkeyPatch):
