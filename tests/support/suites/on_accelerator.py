@@ -29,6 +29,12 @@ this model shows do not show.
 """
 NOTHING_DRAWN_AGAIN = ("test_balanced.py", "test_checkmate.py", "test_dtr.py", "test_lohan.py")
 """Planners that recompute no random draw of it there."""
+OPS_NOT_COMPARED = {
+    "test_patrickstar.py": {"rewrite loses an op"},
+    "test_elixir.py": {"rewrite loses an op"},
+    "test_mobius.py": {"rewrite loses an op", "rewrite frees a tensor one op too late"},
+}
+"""Defects of ops that the drift test leaves out there: of updates on the host, or deferred to a thread."""
 OTHER_TESTS = {
     "allocator": "installed before the device starts: test_other_allocators.py",
     "test_pipeline.py": "has loops of its own on the CPU: test_techniques.py",
@@ -69,6 +75,8 @@ def _trains(item: Any) -> bool:
     if is_of_drift and (values.get("model") in NOT_PREDICTED or item.path.name in OF_ALL_EXPERTS):
         return False
     if "mutation" in values and values["mutation"].needs == "gpt" and item.path.name in NOTHING_RECOMPUTED:
+        return False
+    if "mutation" in values and values["mutation"].name in OPS_NOT_COMPARED.get(item.path.name, ()):
         return False
     is_of_draws = "mutation" in values and values["mutation"].name == "the random state is not restored"
     if is_of_draws and item.path.name in NOTHING_DRAWN_AGAIN:
