@@ -173,16 +173,17 @@ def _one_pass(
 
 def without_own_update(edit: Edit, step: Step, n_resident_ops: int = 0) -> npt.NDArray[np.intp]:
     """Drop the optimizer's own ops except the first `n_resident_ops`; return their rows."""
-    # Torch counts steps on the host if the parameters are on an accelerator.
-    is_own = np.asarray([not name.startswith("memtune.") for name in step.names], bool)[step.ops.name]
-    optimizer = (
-        (step.ops.phase == Phase.OPTIMIZER)
-        & np.isin(step.ops.resource, (Resource.COMPUTE, Resource.HOST_THREADS))
-        & is_own
-        & ~of_first_ops(step, n_resident_ops)[0]
-    )
+    optimizer = own_update(step) & ~of_first_ops(step, n_resident_ops)[0]
     edit.drop_ops(optimizer)
     return np.flatnonzero(optimizer)
+
+
+def own_update(step: Step) -> Mask:
+    """Return a mask of the ops of the user's optimizer, with those that count its steps on the host."""
+    is_own = np.asarray([not name.startswith("memtune.") for name in step.names], bool)[step.ops.name]
+    counts = (step.ops.resource == Resource.HOST_THREADS) & is_own
+    mask: Mask = (step.ops.phase == Phase.OPTIMIZER) & ((step.ops.resource == Resource.COMPUTE) | counts)
+    return mask
 
 
 def update_bytes(step: Step, native: Native, offloaded: npt.NDArray[np.intp]) -> I64:

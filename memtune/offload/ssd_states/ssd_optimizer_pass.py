@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from memtune.offload.optimizer import own_update
 from memtune.program import (
     FOREVER,
     I32,
@@ -153,7 +154,7 @@ def _updated(step: Step, offloaded: OffloadedParameters) -> tuple[npt.NDArray[np
     """Return the parameters with a gradient, resident or offloaded, and a mask of optimizer ops."""
     columns = columns_of(step.parameters)
     owners = np.flatnonzero(columns.trainable & ((columns.gradient >= 0) | (offloaded.gradients >= 0)))
-    return owners, (step.ops.phase == Phase.OPTIMIZER) & (step.ops.resource == Resource.COMPUTE)
+    return owners, own_update(step)
 
 
 def _offload_gradients(edit: Edit, step: Step, owners: npt.NDArray[np.intp], n_bytes: I64, rows: I32) -> I32:
