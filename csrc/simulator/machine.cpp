@@ -59,7 +59,7 @@ class Machine {
       : steps_(steps), places_(places), rules_(rules), graph_(steps, rules.accumulate) {
     for (std::size_t c = 0; c < steps.size(); ++c) {
       ranks_.push_back({.next_task = graph_.first_task[c], .end_task = graph_.first_task[c + 1]});
-      memories_.emplace_back(steps[c], rules.allocator, rules.accumulate);
+      memories_.emplace_back(steps[c], rules.allocator, rules.accumulate, rules.host_computes);
       for (std::int32_t t = graph_.first_task[c]; t < graph_.first_task[c + 1]; ++t) {
         const std::int32_t op = graph_.tasks[t].op;
         if (steps[c].op_resource[op] != kNothing) ranks_[c].queues[steps[c].queue(op)].tasks.push_back(t);

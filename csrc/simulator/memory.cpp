@@ -10,14 +10,47 @@ bool in_body(const Step& step, std::int32_t op) {
   return phase == kForward || phase == kRecompute || phase == kBackward;
 }
 
+constexpr std::size_t kSeveral = kQueues, kNoStream = kQueues + 1;
+
+// By storage the stream of all ops that make or use it.
+std::vector<std::size_t> only_streams(const Step& step) {
+  std::vector<std::size_t> found(step.n_storages(), kNoStream);
+  const auto touch = [&](std::size_t storage, std::int32_t op) {
+    if (op < 0 || step.op_resource[op] == kNothing) return;
+    const std::size_t stream = step.queue(op);
+    found[storage] = found[storage] == kNoStream || found[storage] == stream ? stream : kSeveral;
+  };
+  for (std::size_t s = 0; s < found.size(); ++s) touch(s, step.producer[s]);
+  for (std::size_t u = 0; u < step.use_op.size(); ++u) touch(step.use_storage[u], step.use_op[u]);
+  return found;
+}
+
+// Device storages that the allocator of a GPU has back as soon as the host drops them, although the op that used them last is on a
+// side stream. Of collectives: process groups hold tensors until the host waits, and record no stream
+// (TORCH_NCCL_AVOID_RECORD_STREAMS, the default since torch 2.8). Of one stream alone: they come from that stream's own pool.
+std::vector<bool> freed_by_host(const Step& step, const std::vector<std::int32_t>& ends) {
+  std::vector<bool> found(step.n_storages());
+  const std::vector<std::size_t> streams = only_streams(step);
+  for (std::size_t s = 0; s < found.size(); ++s) {
+    if (step.tier[s] != kDevice || ends[s] < 0 || static_cast<std::size_t>(ends[s]) >= step.n_ops()) continue;
+    const std::uint8_t last = step.op_resource[ends[s]];
+    found[s] = last == kIntraLink || last == kInterLink || (streams[s] < kQueues && step.producer[s] >= 0);
+  }
+  return found;
+}
+
 }  // namespace
 
-Memory::Memory(const Step& step, const AllocatorRules& rules, std::int64_t accumulate)
+Memory::Memory(const Step& step, const AllocatorRules& rules, std::int64_t accumulate, bool host_computes)
     : step_(step), rules_(rules), accumulate_(static_cast<std::int32_t>(accumulate)), ends_(step.ends()),
       products_(step.producer, step.n_ops()), dying_(ends_, step.n_ops()), uses_(step.use_op, step.n_ops()),
       slot_(step.n_storages(), kNone), transfers_(step.n_storages()), saved_(step.n_storages()) {
   const auto n = static_cast<std::int32_t>(step.n_ops());
-  const std::vector<std::uint8_t> kept = kept_by_transfer(step, ends_);
+  std::vector<std::uint8_t> kept = kept_by_transfer(step, ends_);
+  if (!host_computes) {
+    const std::vector<bool> dropped = freed_by_host(step, ends_);
+    for (std::size_t s = 0; s < kept.size(); ++s) kept[s] &= !dropped[s];
+  }
   for (std::size_t s = 0; s < kept.size(); ++s) {
     const auto storage = static_cast<std::int32_t>(s);
     const std::int32_t made_by = step.producer[s], end = ends_[s];

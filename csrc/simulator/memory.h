@@ -1,5 +1,6 @@
 // Live bytes while the machine runs. Time is the host's: the allocator allocates and frees in the order of the host's calls, however
-// far behind the device is. Only storages that a transfer keeps alive are freed when the transfer has finished.
+// far behind the device is. Only storages that a transfer keeps alive are freed when the transfer has finished; on a GPU not those of
+// collectives, whose streams torch does not record, nor those of one side stream, whose pool reuses them in its order.
 #pragma once
 
 #include <array>
@@ -15,7 +16,7 @@ namespace memtune {
 
 class Memory {
  public:
-  Memory(const Step& step, const AllocatorRules& rules, std::int64_t accumulate);
+  Memory(const Step& step, const AllocatorRules& rules, std::int64_t accumulate, bool host_computes);
 
   void issued(std::int32_t op, std::int32_t repetition);    // the host has come to `op`: what it makes is allocated
   void passed(std::int32_t op, std::int32_t repetition);    // the host goes on: what `op` was the last to hold is freed …

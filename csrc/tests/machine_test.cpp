@@ -126,6 +126,23 @@ void freed_storage_waits_for_transfer() {
   CHECK(near(schedule(step.view(), 1, false).step_s, 11));
 }
 
+// Op 0 allocates what op 1 gathers into and op 2 reads, both on side stream 2; compute goes on meanwhile.
+void memory_of_a_side_stream_is_reused_in_its_order() {
+  StepData step = copy_overlaps_compute();
+  step.op_resource = {kNothing, kIntraLink, kCompute, kCompute};
+  step.op_stream = {0, 2, 2, 0};
+  step.op_s = {0, 5, 5, 1};
+  step.tier = {kDevice, kDevice};
+  step.producer = {0, -1};
+  step.use_op = {1, 2};
+  step.use_storage = {0, 0};
+  step.use_mutates = {1, 0};
+  // The host has issued all repetitions before the first is over; each takes its block from the stream's pool.
+  CHECK(schedule(step.view(), 4, false).classes[0].peak_bytes[kDevice] == step.bytes[0]);
+  step.op_stream = {0, 2, 3, 0};  // freed on the host, in use by the other stream until it has read
+  CHECK(schedule(step.view(), 4, false).classes[0].peak_bytes[kDevice] == 4 * step.bytes[0]);
+}
+
 void compute_is_slower_during_link_use() {
   StepData step = copy_overlaps_compute();
   step.op_resource = {kIntraLink, kCompute, kNothing, kNothing};
@@ -220,6 +237,7 @@ int main() {
   only_the_body_repeats();
   the_critical_path_has_no_gaps();
   freed_storage_waits_for_transfer();
+  memory_of_a_side_stream_is_reused_in_its_order();
   compute_is_slower_during_link_use();
   a_root_is_shared();
   links_through_the_host_share_the_root();

@@ -149,6 +149,17 @@ class Machine:
         last = [task for task in ranks.tasks if task.op == ranks.step.freed_after[storage]]
         return any(self._moves(t) and (self._reads(t, storage) or self._writes(t, storage)) for t in last)
 
+    def _freed_by_host(self, ranks: Ranks, storage: int) -> bool:
+        """Return whether a GPU's allocator has `storage` back as soon as the host drops it."""
+        step = ranks.step
+        if self.host_computes or step.storages.tier[storage] != Tier.DEVICE:
+            return False
+        if step.ops.resource[step.freed_after[storage]] in LINKS:
+            return True
+        used = (t for t in ranks.tasks if self._reads(t, storage) or self._writes(t, storage))
+        streams = {self._stream(t) for t in used if self._resource(t) != Resource.NOTHING}
+        return len(streams) == 1 and bool(step.storages.producer[storage] >= 0)
+
     def _born(self, before: list[Task], storage: int) -> int:
         """Return the index in `before` of the op that made the newest instance of `storage`."""
         made = [i for i, task in enumerate(before) if self._step(task).storages.producer[storage] == task.op]
@@ -347,7 +358,7 @@ class Machine:
     ) -> bool:
         if not any(what == "passed" and (t.op, t.repetition) == (end, repetition) for what, t in past):
             return False
-        if not self._kept(ranks, storage):
+        if not self._kept(ranks, storage) or self._freed_by_host(ranks, storage):
             return True
         finished = [t for what, t in past if what == "finished"]
         movers = [t for t in ranks.tasks if t.repetition == repetition and self._moves(t)]
