@@ -250,3 +250,10 @@ def test_smallest_parameter_of_ranks_that_a_loop_freezes_is_named(tmp_path: Path
         ranks.close()
     assert outcome.kind == "refused", outcome.text
     assert "The smallest parameter gets no gradient" in outcome.text
+
+
+def test_schedules_of_blocks_that_sample_distributions_take_their_checks_as_true(tmp_path: Path) -> None:
+    """Recordings assume it and note it; the checks read data, which no capture has."""
+    found = case("sampled", "attention", blocks=1, recompute="attention_boundary")
+    outcome = Recorded(found.model, None, tmp_path).outcome(found)
+    assert outcome.kind == "equal", outcome.text
