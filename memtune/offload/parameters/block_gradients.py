@@ -9,18 +9,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune import refusals
 from memtune.errors import ApplyError
 from memtune.offload.gradients import OffloadedGradients, Sums
 from memtune.offload.parameters.block_units import OffloadedBlocks
-from memtune.parallel.ranks import second_group
 from memtune.parallel.replicas import GradientReducer
 from memtune.runtime import Context, EarlyUpdates, call_when_grad_ready, weakly, without_grad
+
+_groups = WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]()
+"""Default group → that of the blocks' gradients."""
+
+
+def _group_of_blocks() -> dist.ProcessGroup:
+    """Return a second group of all ranks; *collective* at the first call of a default group."""
+    default = dist.distributed_c10d._get_default_group()
+    if default not in _groups:
+        # A recorder must not see the ops that make a group.
+        with _disable_current_modes():
+            made = dist.new_group()
+        assert isinstance(made, dist.ProcessGroup)  # every rank is a member
+        _groups[default] = made
+    return _groups[default]
 
 
 class BlockGradients:
@@ -100,7 +116,7 @@ class BlockGradients:
         # DDP averages the rest in the default group. A rank that lacks a block's gradients reaches DDP's
         # bucket first, which in one group would meet the block's message, of another size: gloo then ends a
         # process, and the error that names the gradients is lost.
-        group = second_group()
+        group = _group_of_blocks()
         offloaded = set(self._blocks.parameters)
         resident = [
             each

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
         allow_nested_collectives as allow_nested_collectives,
         rows_like as rows_like,
         same_part_group as same_part_group,
-        second_group as second_group,
         set_full_specs as set_full_specs,
         shard_like as shard_like,
         shard_meshes as shard_meshes,

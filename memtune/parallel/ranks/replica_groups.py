@@ -78,25 +78,9 @@ def same_part_group(context: Context) -> dist.ProcessGroup:
     return shard_meshes(context, context.placement.data_parallel_size).sharers.get_group()
 
 
-@cache
-def _second_group(group: int) -> dist.ProcessGroup:
-    made = dist.new_group()
-    assert isinstance(made, dist.ProcessGroup)  # every rank is a member
-    return made
-
-
-def second_group() -> dist.ProcessGroup:
-    """Return a second group of all ranks, for messages whose order among those of others (DDP's buckets) can
-    differ between ranks; *collective* at the first call, cached per process group.
-    """
-    with _disable_current_modes():
-        return _second_group(id(dist.distributed_c10d._get_default_group()))
-
-
 def forget_meshes() -> None:
-    """Clear the caches when the process group is destroyed: the next one may have the same `id`."""
+    """Clear the cache when the process group is destroyed: the next one may have the same `id`."""
     _shard_meshes.cache_clear()
-    _second_group.cache_clear()
 
 
 # -- rule 2 --------------------------------------------------------------------------------------------------
