@@ -303,6 +303,7 @@ def test_search_shows_notes_that_ask_for_the_largest_batch(monkeypatch: pytest.M
     monkeypatch.setattr(
         preparation, "record", lambda *given, **how: replace(record(*given, **how), notes=texts)
     )
+    monkeypatch.setattr(study, "prepare", preparation.prepare)  # which keeps no recording of other tests
     run(asked(axes=("execution",), trials=1))
     levels = {each.text: each.level for each in of(search_events.Note)}
     assert [levels[each] for each in texts] == ["info", "detail"]

@@ -43,6 +43,8 @@ TECHNIQUES = {
 @pytest.fixture
 def small_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
+    gc.collect()  # models of earlier tests, in cycles, would take part of the few MiB
+    torch.accelerator.memory.empty_cache()
     memory_statistics.limit(HERE, CAPACITY_BYTES)
     torch.accelerator.memory.reset_peak_memory_stats(HERE)
     yield
@@ -89,7 +91,10 @@ def test_starts_trains_and_resumes(name: str, small_device: None, tmp_path: Path
     steps(tuned, range(3))
     wanted, found = plain_state(), tuned.state_dict()["model"]
     assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[key].cpu(), each) for key, each in wanted.items())
+    # Some CPUs sum a tile's products in another order; Adam divides gradients near 0 by their own size.
+    tolerance = 2e-4 if "tiles" in name else 0.0
+    for key, each in wanted.items():
+        torch.testing.assert_close(found[key].cpu(), each, rtol=0.0, atol=tolerance)
     tuned.save(tmp_path / "saved")
     went_on = steps(tuned, range(3, 5))
     del tuned, found
