@@ -69,13 +69,17 @@ def steps(tuned: Tuned, numbers: range) -> list[Tensor]:
     return losses
 
 
-def plain_state() -> dict[str, Any]:
+def state_on_cpu(name: str) -> dict[str, Any]:
+    """Return the weights of the plain model after three steps; of tiles, those of the same tiles."""
+    # Some CPUs sum the products of a tile's rows in another order than those of the whole weight.
+    config = config_of(FILE, TECHNIQUES[name], device="cpu") if "tiles" in name else {"settings": {}}
     workload = Workload.load(FILE)
     torch.manual_seed(7)
     model = workload.build_model()
     optimizer = workload.make_optimizer(model)
-    steps(memtune.apply(model, optimizer, {"settings": {}}, loss=workload.loss), range(3))
-    return model.state_dict()
+    tuned = memtune.apply(model, optimizer, config, loss=workload.loss, strict=False)
+    steps(tuned, range(3))
+    return tuned.state_dict()["model"]
 
 
 def test_whole_model_does_not_fit(small_device: None) -> None:
@@ -85,16 +89,13 @@ def test_whole_model_does_not_fit(small_device: None) -> None:
 
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_starts_trains_and_resumes(name: str, small_device: None, tmp_path: Path) -> None:
-    """Deferred; in the plain model's bits after three steps, and again after a load into a model from CPU."""
+    """Deferred; in the bits of the CPU after three steps, and again after a load into a model from CPU."""
     tuned = started(TECHNIQUES[name], is_deferred=True)
     assert torch.accelerator.memory.max_memory_allocated(HERE) < CAPACITY_BYTES
     steps(tuned, range(3))
-    wanted, found = plain_state(), tuned.state_dict()["model"]
+    wanted, found = state_on_cpu(name), tuned.state_dict()["model"]
     assert found.keys() == wanted.keys()
-    # Some CPUs sum a tile's products in another order; Adam divides gradients near 0 by their own size.
-    tolerance = 1e-3 if "tiles" in name else 0.0
-    for key, each in wanted.items():
-        assert (found[key].cpu() - each).norm() <= tolerance * each.norm(), key
+    assert all(torch.equal(found[key].cpu(), each) for key, each in wanted.items())
     tuned.save(tmp_path / "saved")
     went_on = steps(tuned, range(3, 5))
     del tuned, found
