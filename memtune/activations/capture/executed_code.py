@@ -8,7 +8,6 @@ looked into, but for some state of the process that user code asks them for.
 
 from __future__ import annotations
 
-import dis
 import gc
 import os
 import sys
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from memtune.activations.capture.guard_sources import GONE
+from memtune.activations.capture.guard_sources import GONE, names_in_bytecode, nested_code
 from memtune.activations.capture.side_effects import Content, contents_of
 
 _LIBRARIES = sys.stdlib_module_names | {
@@ -154,7 +153,7 @@ class ExecutedCode:
             self._watch_functions()
 
     def _called(self, frame: FrameType, event: str, _: Any) -> None:
-        if event != "call" or _is_library(frame.f_globals.get("__name__")):
+        if event != "call" or is_library(frame.f_globals.get("__name__")):
             return
         code, scope = frame.f_code, frame.f_globals
         values = frame.f_locals
@@ -173,7 +172,7 @@ class ExecutedCode:
         self._watch(id(_PROCESS), _PROCESS, read.names & _OF_PROCESS.keys())
         # An argument may be a default, which belongs to the function.
         defaults = {name: value for name, value in given.items() if isinstance(value, _CONTAINERS)}
-        self._inner.update(each for each in _codes(code) if each is not code)
+        self._inner.update(each for each in nested_code(code) if each is not code)
         # The cells of a function that another one defines and calls itself are locals of that one.
         closed = {} if code in self._inner else free
         for name, value in closed.items():
@@ -192,7 +191,7 @@ class ExecutedCode:
     def _check(self, name: str, value: Any) -> None:
         """Note a value that gives something else each time, and what asks the process under another name."""
         asks = "environ" if value is os.environ else getattr(value, "__name__", "")
-        if asks in _OF_PROCESS and _is_library(getattr(value, "__module__", "")):
+        if asks in _OF_PROCESS and is_library(getattr(value, "__module__", "")):
             self._watch(id(_PROCESS), _PROCESS, [asks])
         owner = value.__self__ if isinstance(value, BuiltinFunctionType) else value
         file = owner.__name__ if isinstance(owner, ModuleType) else ""
@@ -311,7 +310,7 @@ def _places_of(value: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
     libraries.
     """
     if isinstance(value, ModuleType):
-        if not _is_library(value.__name__):
+        if not is_library(value.__name__):
             yield id(vars(value)), vars(value)
         return
     kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
@@ -326,34 +325,21 @@ def _places_of(value: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
         readers = {name: partial(getattr, value, name) for name in slots}
         yield ("slots", id(value)), View(readers, partial(setattr, value))
     for kind in kinds:
-        if not _is_library(kind.__module__):
+        if not is_library(kind.__module__):
             yield id(kind), vars(kind)
 
 
 @lru_cache(maxsize=4096)
 def _code_of(code: CodeType) -> _Code:
-    every = list(_codes(code))
-    steps = [step for each in every for step in dis.get_instructions(each)]
-
-    def of(*ops: str) -> frozenset[str]:
-        return frozenset(str(step.argval) for step in steps if step.opname in ops)
-
-    loads = of("LOAD_GLOBAL", "LOAD_NAME")
+    every = list(nested_code(code))
+    loads = frozenset(names_in_bytecode(code, "LOAD_GLOBAL", "LOAD_NAME"))
     constants = {each for one in every for each in one.co_consts if isinstance(each, str)}
     asked = frozenset(each for each in constants if each.isidentifier()) if loads & _ASKING else frozenset()
     names = frozenset(name for each in every for name in each.co_names) | asked
-    return _Code(names, asked, loads, of("STORE_DEREF"))
+    return _Code(names, asked, loads, frozenset(names_in_bytecode(code, "STORE_DEREF")))
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield `code` and the code of what is defined in it."""
-    yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _codes(each)
-
-
-def _is_library(module: Any) -> bool:
+def is_library(module: Any) -> bool:
     """Return True for files of torch, numpy, the standard library and memtune, and for named tuples."""
     name = str(module)
     return name.partition(".")[0] in _LIBRARIES or name.startswith("namedtuple_")

@@ -233,11 +233,11 @@ def _read_names(
             continue
         if sets is not None:
             sets.globals.setdefault(id(scope), set()).update(
-                _names_in_bytecode(function.__code__, "STORE_GLOBAL", "DELETE_GLOBAL")
+                names_in_bytecode(function.__code__, "STORE_GLOBAL", "DELETE_GLOBAL")
             )
-            sets.attributes.update(_names_in_bytecode(function.__code__, "STORE_ATTR", "DELETE_ATTR"))
+            sets.attributes.update(names_in_bytecode(function.__code__, "STORE_ATTR", "DELETE_ATTR"))
         _, names = scopes.setdefault(id(scope), (scope, []))
-        for name in _names_in_bytecode(function.__code__, "LOAD_GLOBAL", "LOAD_NAME"):
+        for name in names_in_bytecode(function.__code__, "LOAD_GLOBAL", "LOAD_NAME"):
             if name in scope and name not in names:
                 names.append(name)
                 waiting += [each for each in _functions(scope[name]) if each.__globals__ is scope]
@@ -260,24 +260,25 @@ def _functions(value: Any) -> Iterator[FunctionType]:
         value = getattr(value, "__wrapped__", None)
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def nested_code(code: CodeType) -> Iterator[CodeType]:
+    """Yield `code` and the code of what is defined in it."""
     yield code
     for each in code.co_consts:
         if isinstance(each, CodeType):
-            yield from _codes(each)
+            yield from nested_code(each)
 
 
 def _names(code: CodeType) -> Iterator[str]:
     """Yield attributes that `code` may read, including those read by `getattr`."""
-    for each in _codes(code):
+    for each in nested_code(code):
         yield from each.co_names
         # `getattr(self, "name")` has the name among the constants.
         yield from (const for const in each.co_consts if isinstance(const, str) and const.isidentifier())
 
 
-def _names_in_bytecode(code: CodeType, *ops: str) -> Iterator[str]:
+def names_in_bytecode(code: CodeType, *ops: str) -> Iterator[str]:
     """Yield the names that are arguments of the bytecode instructions `ops` of `code`."""
-    for each in _codes(code):
+    for each in nested_code(code):
         yield from (str(step.argval) for step in dis.get_instructions(each) if step.opname in ops)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dis
 import inspect
 import random
-import sys
 from collections.abc import Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -18,10 +17,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from memtune.activations.capture.executed_code import is_library
+from memtune.activations.capture.guard_sources import nested_code
 from memtune.runtime import is_python_generator
-
-_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "memtune"}
-"""Packages whose code is not read: torch's draws are ops, and a user's code names the others' generators."""
 
 
 def draws_named_in(module: nn.Module, forward: Any) -> str:
@@ -44,7 +42,8 @@ def _named_by(value: Any, owner: Any, seen: set[CodeType]) -> Iterator[str]:
         value = value.__func__
     if isinstance(value, property):
         value = value.fget
-    if not isinstance(value, (type, FunctionType)) or str(value.__module__).partition(".")[0] in _LIBRARIES:
+    # Of libraries, torch's draws are ops, and a user's code names the generators of the others.
+    if not isinstance(value, (type, FunctionType)) or is_library(value.__module__):
         return
     if isinstance(value, type):
         for each in vars(value).values():
@@ -54,7 +53,7 @@ def _named_by(value: Any, owner: Any, seen: set[CodeType]) -> Iterator[str]:
         return
     seen.add(value.__code__)
     outside = {**value.__globals__, **inspect.getclosurevars(value).nonlocals}
-    for code in _codes(value.__code__):
+    for code in nested_code(value.__code__):
         for each in dis.get_instructions(code):
             name, found = each.argval, None
             if each.opname == "IMPORT_NAME" and name in ("random", "numpy.random"):
@@ -66,14 +65,6 @@ def _named_by(value: Any, owner: Any, seen: set[CodeType]) -> Iterator[str]:
             if _is_generator(found) and (found is not np or "random" in code.co_names):
                 yield name
             yield from _named_by(found, owner, seen)
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield `code` and the code of what is defined in it."""
-    yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _codes(each)
 
 
 def _is_generator(value: Any) -> bool:
