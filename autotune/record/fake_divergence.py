@@ -15,7 +15,13 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune._replaced import replaced
-from memtune.activations.capture import MOST_ELEMENTS, SIZED_BY_VALUES, ConstantTensors, fakes_look_real
+from memtune.activations.capture import (
+    MOST_ELEMENTS,
+    SIZED_BY_VALUES,
+    ConstantTensors,
+    distributions_are_valid,
+    fakes_look_real,
+)
 from memtune.autotune.record.packed_sequences import packing_by_known_lengths
 from memtune.runtime import READ_OUTS, EagerRecorder, OpVisitor, tensors_in
 
@@ -96,19 +102,12 @@ class BatchValues:
         """Answer reads of values computed from known ones as in training; note assumptions in `assumed`."""
         reads = _KnownValueReads(self, assumed)
         convert = Tensor.numpy
-        checked, swap = torch._is_all_true, cast(Any, torch.utils.swap_tensors)
+        swap = cast(Any, torch.utils.swap_tensors)
 
         def numpy(tensor: Tensor, *, force: bool = False) -> Any:
             values = reads.array(tensor) if isinstance(tensor, FakeTensor) else None
             with _disable_current_modes():
                 return convert(tensor if values is None else values, force=force)
-
-        def is_all_true(valid: Tensor) -> Any:
-            out = checked(valid)
-            if isinstance(out, FakeTensor):
-                reads.assume(_VALID)
-                return True
-            return out
 
         def swap_tensors(one: Tensor, other: Tensor) -> None:
             # `model.bfloat16()` swaps its weights, and torch swaps no tensor that is weakly referenced.
@@ -119,7 +118,7 @@ class BatchValues:
         with (
             replaced(Tensor, numpy=numpy),
             replaced(torch.utils, swap_tensors=swap_tensors),
-            replaced(torch, _is_all_true=is_all_true),  # of torch.distributions' validation
+            distributions_are_valid(lambda: reads.assume(_VALID)),
             packing_by_known_lengths(self.known, self.mode, lambda: reads.assume(_SAME_COUNTS)),
             EagerRecorder(reads),
         ):

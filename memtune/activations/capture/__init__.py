@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         SideEffectError as SideEffectError,
         Slot as Slot,
         Tape as Tape,
+        distributions_are_valid as distributions_are_valid,
         fakes_look_real as fakes_look_real,
     )
 else:

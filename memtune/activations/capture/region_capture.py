@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from memtune._replaced import replaced
 from memtune.activations.capture.executed_code import ExecutedCode
 from memtune.activations.capture.python_draws import draws_named_in
 from memtune.activations.capture.side_effects import no_side_effects
@@ -28,6 +27,7 @@ from memtune.activations.capture.tape import (
     SideEffectError,
     Slot,
     Tape,
+    distributions_are_valid,
     fakes_look_real,
 )
 from memtune.activations.recompute import without_hooks
@@ -106,7 +106,7 @@ def capture(
         _unchanged(module),
         no_side_effects(module, SideEffectError),
         fakes_look_real(),
-        _arguments_of_distributions_valid(),
+        distributions_are_valid(),
         _observed(executed),
     ):
         # Inside the fake mode, so that it sees fake tensors.
@@ -278,19 +278,6 @@ def _grad_ready_hook(
         ready_gradients.append((number, len(recorder.calls) - 1, recorder.slot(parameter.grad)))
 
     return note
-
-
-@contextmanager
-def _arguments_of_distributions_valid() -> Iterator[None]:
-    """Answer the checks of `torch.distributions`, which read the data, as recordings of a step do."""
-    checked = torch._is_all_true
-
-    def is_all_true(valid: Tensor) -> Any:
-        out = checked(valid)
-        return True if isinstance(out, FakeTensor) else out
-
-    with replaced(torch, _is_all_true=is_all_true):
-        yield
 
 
 @contextmanager

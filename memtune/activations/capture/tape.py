@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -417,6 +417,22 @@ class ConstantTensors:
 
 def _is_mask(index: Tensor) -> bool:
     return index.dtype in (torch.bool, torch.uint8)
+
+
+@contextmanager
+def distributions_are_valid(note: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Take the arguments of `torch.distributions` as valid, whose checks read data; call `note` at each."""
+    checked = torch._is_all_true
+
+    def is_all_true(valid: Tensor) -> Any:
+        out = checked(valid)
+        if isinstance(out, FakeTensor):
+            note()
+            return True
+        return out
+
+    with replaced(torch, _is_all_true=is_all_true):
+        yield
 
 
 @contextmanager
