@@ -191,7 +191,8 @@ class Tracer(WatchingMode):
     ) -> int:
         place = tier_of_storage(storage)
         if place == DEVICE:
-            place = HOST if storage.device.type == "cpu" != self._device_type else current_tier()
+            is_on_host = self._device_type != "cpu" and storage.device.type == "cpu"
+            place = HOST if is_on_host else current_tier()
         index = self.draft.add(
             storage.nbytes(), Tier(TIERS.index(place)), kind, producer, float_bytes=float_bytes
         )
