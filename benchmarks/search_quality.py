@@ -44,7 +44,13 @@ import optuna
 from search_cases import CASES, Pool, added_s, pool, simulated_s
 
 from memtune.autotune.predict import Calibration
-from memtune.autotune.search.trial_verdict import WORTH_A_ROUND, Measured, finalists, judge, racing
+from memtune.autotune.search.trial_verdict import (
+    WORTH_A_ROUND,
+    Measured,
+    finalists,
+    finalists_to_repeat,
+    judge,
+)
 from memtune.autotune.space import Observed, Proposer, Pruner, Scored, StepTimeModel, kinds
 from memtune.executors import TrialResult
 
@@ -290,7 +296,7 @@ def shipped(cases: Pool, cluster: Cluster, ran: Trials) -> Scored:
             for each in best
         ]
         if done >= _ROUNDS:
-            left = racing(
+            left = finalists_to_repeat(
                 [each for each in best if each.choice in racers],
                 "throughput",
                 _ROUNDS + _MORE_ROUNDS - done,
