@@ -35,7 +35,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,6 +166,10 @@ class Cluster:
         noise = math.exp(self._draw.gauss(0, NOISE))
         return self.truth[scored.key] * drift * noise * self._other_work.factor()
 
+    def measure_round(self, finalists: Sequence[Scored]) -> list[float]:
+        """Return the measured seconds per sample of finalists that run one after the other."""
+        return [self.measure(each) for each in finalists]
+
 
 Trials = list[tuple[Scored, float]]
 """Settings that ran, with the measured seconds per sample."""
@@ -281,9 +285,12 @@ def shipped(cases: Pool, cluster: Cluster, ran: Trials) -> Scored:
     rounds: dict[Any, list[TrialResult | None]] = {each.choice: [] for each in best}
     racers = [each.choice for each in best]
     for done in range(1, _ROUNDS + _MORE_ROUNDS + 1):
+        running = [choice for choice in rounds if choice in racers and len(racers) > 1]
+        values = dict(
+            zip(running, cluster.measure_round([scored[choice] for choice in running]), strict=True)
+        )
         for choice, results in rounds.items():
-            ran_now = choice in racers and len(racers) > 1
-            results.append(_result(scored[choice], cluster.measure(scored[choice])) if ran_now else None)
+            results.append(_result(scored[choice], values[choice]) if choice in values else None)
         best = [
             replace(
                 measured[each.choice],

@@ -13,9 +13,9 @@ first trial, and the result corrects the predictions.
 are within `CONTENDER` of the fastest one of a budget. The machine should be idle; a run that other work
 disturbed is repeated.
 
-`replay` searches the stored pool of each budget: a trial draws one of the rounds of its setting, and regret
-is the median of the shipped setting's rounds over that of the best one's, minus 1. Searchers and shipping
-rules are those of `search_quality.py`, and `--outliers` too.
+`replay` searches the stored pool of each budget: a trial draws one of the rounds of its setting, and a round
+of finalists the same one for all of them. Regret is the median of the shipped setting's rounds over that of
+the best one's, minus 1. Searchers and shipping rules are those of `search_quality.py`, and `--outliers` too.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def _plain(prediction: Prediction) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The machine of a stored pool; `measure` draws one of a setting's rounds."""
+    """The machine of a stored pool: `measure` draws a round of its setting, `measure_round` one for all."""
 
     rounds: dict[str, list[float]]
     draw: random.Random
@@ -248,6 +248,14 @@ class Recorded:
     def measure(self, scored: Scored) -> float:
         """Return seconds per sample of one of the rounds."""
         return self.draw.choice(self.rounds[scored.key]) * self.other_work.factor()
+
+    def measure_round(self, finalists: Sequence[Scored]) -> list[float]:
+        """Return seconds per sample in the same round, as finalists of a search run one after the other."""
+        # A machine that was slow in a round was slow for all of its settings. One that ran in fewer rounds
+        # is no contender: its last round serves.
+        rounds = [self.rounds[each.key] for each in finalists]
+        drawn = self.draw.randrange(max(map(len, rounds), default=1))
+        return [each[min(drawn, len(each) - 1)] * self.other_work.factor() for each in rounds]
 
 
 class _Exact:

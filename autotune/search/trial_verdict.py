@@ -18,8 +18,9 @@ Rules:
 4. Of settings that cannot be distinguished the simplest wins: fewer slots in use, then less memory, then
   fewer changed knobs, all of which repeat from search to search. It was measured at most `_WORTH_SIMPLICITY`
   slower, however large the noise.
-5. A choice must beat every feasible baseline, otherwise the best baseline wins. A gain is stated with its
-  interval.
+5. A choice must beat every feasible baseline, or be more than `_WORTH_SIMPLICITY` faster in the median round,
+  otherwise the best baseline wins. A gain is stated with its interval; if noise may explain it, that is
+  stated too.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _TWO_SIDED_90 = 1.645
 _CONTENDS = 0.05
 """Relative distance from the best measured value within which a setting runs again."""
 _WORTH_SIMPLICITY = 0.05
-"""Largest measured relative difference that a simpler setting may cost."""
+"""Largest measured relative difference that a simpler setting, or a baseline, may cost."""
 _ABOUT_THE_SAME_PEAK = 0.05
 """Relative difference of two peaks below which neither setting is preferred for it."""
 WORTH_A_ROUND = 0.003
@@ -159,7 +160,6 @@ class Verdict(NamedTuple):
     """The winning choice, with the reason in one sentence."""
 
     winner: Measured
-    beats_baselines: bool
     text: str
 
 
@@ -188,20 +188,24 @@ def judge(measured: Sequence[Measured], goal: Goal) -> Verdict | None:
     if winner.baseline:
         return Verdict(
             winner,
-            False,
             f"{_name(winner)} is the best: nothing that was measured beats it by more than the spread{equal}",
         )
-    # A gain within the noise is no reason to change the user's setting.
-    unbeaten = [each for each in baselines if not (_left_rounds(each) or beats(winner, each, goal, measured))]
+    # A small gain within the noise is no reason to change the user's setting. A large one is: it is what the
+    # user may expect, however noisy the machine.
+    unbeaten = [
+        each
+        for each in baselines
+        if not (_left_rounds(each) or beats(winner, each, goal, measured))
+        and _usual_gain(winner, each, goal) <= _WORTH_SIMPLICITY
+    ]
     if unbeaten:
         simplest = _simplest_of_the_best(baselines, goal)
         return Verdict(
             simplest,
-            False,
             f"{_name(simplest)} is the best: {winner.choice.summary} is no better by more than the spread",
         )
     gains = ", ".join(f"{_gain_text(winner, each, goal, measured)} {_name(each)}" for each in baselines)
-    return Verdict(winner, True, (gains or "neither your own setting nor another baseline fits") + equal)
+    return Verdict(winner, (gains or "neither your own setting nor another baseline fits") + equal)
 
 
 def gain(one: Measured, other: Measured, goal: Goal, among: Sequence[Measured] = ()) -> Gain:
@@ -224,6 +228,17 @@ def gain(one: Measured, other: Measured, goal: Goal, among: Sequence[Measured] =
     if goal == "throughput":
         half += _change(one, other)
     return Gain(log, log - half, log + half)
+
+
+def _usual_gain(one: Measured, other: Measured, goal: Goal) -> float:
+    """Return the median over rounds of the logarithm of `other`'s value over `one`'s."""
+    # Of the median, as one lucky round must not decide where the interval does not.
+    rounds = [
+        math.log(b / a)
+        for a, b in zip(one.per_round(goal), other.per_round(goal), strict=True)
+        if math.isfinite(a) and math.isfinite(b)
+    ]
+    return statistics.median(rounds) if rounds else gain(one, other, goal).log
 
 
 def _change(one: Measured, other: Measured) -> float:
@@ -459,6 +474,9 @@ def _gain_text(winner: Measured, baseline: Measured, goal: Goal, among: Sequence
         return f"{1 / ratio:.3g}× the micro-batch of"
     found = gain(winner, baseline, goal, among)
     ratio, low, high = (math.exp(each) for each in found)
+    if low <= 1:
+        interval = f"{low - 1:+.1%} to {high - 1:+.1%}"
+        return f"measured {ratio - 1:.0%} faster ({interval}: noise may explain it) than"
     if ratio >= 2:
         return f"{ratio:.3g}× ({low:.3g} to {high:.3g}) as fast as"
     return f"{ratio - 1:.0%} ({low - 1:.1%} to {high - 1:.1%}) faster than"
