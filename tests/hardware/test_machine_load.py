@@ -9,11 +9,13 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fixed_cpu import CPU
 from support.gloo import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memtune.hardware import cpu_probe
 from memtune.hardware.cpu_cores import usable_cores
@@ -116,3 +118,25 @@ def test_rates_of_one_rank_are_those_of_the_host() -> None:
         "host_adam_bytes_per_s",
     }
     assert all(1e7 < rate < 1e13 for rate in found.values())
+
+
+def test_rates_are_those_of_memory_and_not_of_caches() -> None:
+    """A server's last-level cache holds copies of tens of MiB, and a training step evicts them in between."""
+    ran: list[str] = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            name = func.overloadpacket.__name__
+            if name in ("copy_", "_fused_adamw_"):
+                ran.append(name)
+            elif name == "add_" and args[0].nbytes >= 2**27:
+                ran.append("evict")
+            return func(*args, **(kwargs or {}))
+
+    with Recorder():
+        measure_rates(torch.device("cpu"), local_ranks=1)
+    ran.remove("_fused_adamw_")  # the first one makes the state and is not timed
+    assert ran[::2] == ["evict"] * (len(ran) // 2)
+    assert {"copy_", "_fused_adamw_"} == set(ran[1::2])
