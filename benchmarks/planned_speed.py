@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,13 +81,18 @@ def timed() -> list[dict[str, Any]]:
 def _repeated(problem: Problem, blocks: int) -> Problem:
     """Return `problem` with that many blocks, by repeating its own."""
     which = np.arange(blocks) % len(problem.class_of)
-    columns = (getattr(problem, name)[which] for name in ("held_bytes", "own_bytes", "seconds", "class_of"))
-    return Problem(*columns, problem.after_bytes, problem.rest_bytes)
+    return replace(
+        problem,
+        held_bytes=problem.held_bytes[which],
+        own_bytes=problem.own_bytes[which],
+        seconds=problem.seconds[which],
+        class_of=problem.class_of[which],
+    )
 
 
 def _solve_uncached(problem: Problem) -> None:
     """Call `solve` without its cache of layers from earlier problems."""
-    for function in (_frontier._after_the_last, _frontier._step_back, _frontier._different):
+    for function in (_frontier._after_the_last, _frontier._step_back, _frontier._undominated_options):
         function.cache_clear()
     solve(problem)
 
@@ -119,7 +125,7 @@ def exact(model: str, blocks: int) -> Iterator[dict[str, Any]]:
     for share in SHARES:
         budget = int(low + share * (high - low))
         least = least_seconds([ops] * blocks, own, saved // 2, budget, limit_s=LIMIT_S)
-        mine = float(frontier.seconds[frontier.at(budget)])
+        mine = float(frontier.seconds[frontier.row_within(budget)])
         gap = None if least is None else round((mine - least) / step_s, 6)
         yield {
             "model": model,

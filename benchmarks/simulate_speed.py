@@ -80,6 +80,7 @@ def synthetic_step(seed: int = 0) -> Step:
             prefetch=zeros.astype(np.uint8),
             match=zeros,
             elementwise_bytes=zeros.astype(np.uint8),
+            precision=zeros.astype(np.uint8),
         ),
         storages=Storages(
             bytes=rng.integers(2**10, 2**26, m),
@@ -104,7 +105,7 @@ def synthetic_step(seed: int = 0) -> Step:
             unpacked_before=zeros[:half],
             unpack_order=zeros[:half],
             is_output=zeros[:half].astype(np.uint8),
-            call=zeros[:half],
+            call=np.full(half, -1, np.int32),
         ),
         calls=Calls(none, none.astype(np.uint8), CallInputs(none, none)),
         forward_starts=none,
