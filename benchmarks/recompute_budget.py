@@ -43,6 +43,7 @@ from memtune.executors.local import LocalExecutor
 from memtune.memory.workspace import WorkspaceTable
 from memtune.program.step import Phase, Program, RankClass
 from memtune.search_spaces import find
+from memtune.search_spaces.recompute.planned import Planned
 from memtune.technique import Plan, Reason, Target, Technique
 from memtune.workload.workload import Workload
 
@@ -63,7 +64,7 @@ SAME = 5e-4
 """Part of a step by which two step times may differ and count as equal, where plans are ordered by the sum of
 their ops' times: the simulation overlaps some of them with what the host does.
 """
-BY_BUDGET = ("checkmate", "dtr", "megtaichi", "coop")
+BY_BUDGET: dict[str, dict[str, Any]] = {"checkmate": {}, "dtr": {}, "megtaichi": {"swap": False}, "coop": {}}
 COMPILED = "torch memory_budget"
 
 
@@ -95,24 +96,21 @@ def sweep(model: Path) -> tuple[list[Row], dict[int, dict[str, Any]]]:
         Target(hardware.detect("cpu"), 1, None),
     )
     plain = _simulated(model, "none", program, target, 0.0)
-    rows, configs = [plain], {}
-    planned = find("recompute", "planned")
-    if isinstance(planned(kind="planned", share=0.0).fits(program, target), Reason):
+    rows, configs = [plain], dict[int, dict[str, Any]]()
+    if isinstance(Planned(share=0.0).fits(program, target), Reason):
         return rows, configs
-    low, high = (planned(kind="planned", share=end).plan(program, target).peak_bytes for end in (0.0, 1.0))
+    low, high = (Planned(share=end).plan(program, target).peak_bytes for end in (0.0, 1.0))
     for share in SHARES:
-        budget = math.ceil((low + share * (high - low)) / (1 - planned(kind="planned").headroom))
-        technique = planned(kind="planned", budget_bytes=budget)
+        budget = math.ceil((low + share * (high - low)) / (1 - Planned().headroom))
+        technique = Planned(budget_bytes=budget)
         plan = technique.plan(program, target)
         configs[len(rows)] = _config(technique, plan)
         rows.append(_at(_row(model, technique, plan, program, target, plain.step_s), share, budget))
-        # The same bytes for all: without moves to the host, which the others lack, and with nothing spare.
-        by_schedule = planned(
-            kind="planned", budget_bytes=budget, headroom=0.0, offload=False, by_schedule=True
-        )
+        # The same for all: without moves to the host, which not all of them have, and with nothing spare.
+        by_schedule = Planned(budget_bytes=budget, headroom=0.0, offload=False, by_schedule=True)
         for rival in (
             by_schedule,
-            *(find("recompute", kind)(kind=kind, budget_bytes=budget) for kind in BY_BUDGET),
+            *(technique_of(kind, budget_bytes=budget, **knobs) for kind, knobs in BY_BUDGET.items()),
         ):
             # Where no schedule is faster the plan by blocks is the answer, and is refused if it is too large.
             if rival is not by_schedule and rival.fits(program, target) is not None:
@@ -122,7 +120,7 @@ def sweep(model: Path) -> tuple[list[Row], dict[int, dict[str, Any]]]:
                 rows.append(_at(found, share, budget))
     peers: list[Row] = []
     for kind, knobs in PEERS:
-        peer = find("recompute", kind)(kind=kind, **knobs)
+        peer = technique_of(kind, **knobs)
         if peer.fits(program, target) is None:
             peers.append(_row(model, peer, peer.plan(program, target), program, target, plain.step_s))
     for name, step in torch_steps(workload, recording.rung, program.step, target.hardware, BATCH):
@@ -135,8 +133,7 @@ def sweep(model: Path) -> tuple[list[Row], dict[int, dict[str, Any]]]:
     for found in peers:
         if found.peak_bytes < plain.peak_bytes:  # auto-SAC may save more than the plain model does
             op_by_op = found.technique.startswith(COMPILED)
-            technique = planned(
-                kind="planned",
+            technique = Planned(
                 budget_bytes=found.peak_bytes,
                 headroom=0.0,
                 offload=False,
@@ -151,6 +148,11 @@ def sweep(model: Path) -> tuple[list[Row], dict[int, dict[str, Any]]]:
     return rows, configs
 
 
+def technique_of(kind: str, **knobs: Any) -> Technique:
+    """Return the recompute technique of this kind."""
+    return find("recompute", kind)(kind=kind, **knobs)
+
+
 def _at(row: Row, share: float, budget_bytes: int) -> Row:
     return replace(row, budget_share=share, budget_bytes=budget_bytes)
 
@@ -159,7 +161,7 @@ def _row(
     model: Path, technique: Technique, plan: Plan, program: Program, target: Target, plain_s: float
 ) -> Row:
     after = technique.rewrite(program, plan, target)
-    hidden = ("kind", "budget_bytes", "headroom", "offload")
+    hidden = ("kind", "budget_bytes", "headroom", "offload", "swap")
     knobs = [
         f"{name}={value}"
         for name, value in technique.model_dump(exclude_defaults=True).items()
