@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from typing import Any
 
 import numpy as np
 from simulate_speed import synthetic_step
@@ -62,7 +63,7 @@ def main() -> None:
         "training": event_stream(training_step(), STEPS),
         "random": event_stream(synthetic_step(), STEPS),
     }
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "program": name,
             "settings": text,

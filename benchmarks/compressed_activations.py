@@ -15,6 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from memtune.api import apply
 from memtune.memory import Ledger
@@ -23,6 +24,7 @@ from memtune.runtime import HOST, tier
 from memtune.search_spaces.offload.activations.compressed import Compressed
 from memtune.testing import rewritten
 from memtune.testing.training import build, config_of
+from memtune.workload import Workload
 
 MODEL = Path(__file__).parents[1] / "examples" / "gpt.py"
 SIZE = 8
@@ -68,7 +70,7 @@ def main() -> None:
         )
 
 
-def started(setting: Compressed | None) -> tuple:
+def started(setting: Compressed | None) -> tuple[Workload, nn.Module, torch.optim.Optimizer]:
     """Return workload, model and optimizer under `setting`, with weights of one seed."""
     workload, model, optimizer = build(MODEL)
     if setting is not None:

@@ -75,7 +75,8 @@ class Block(nn.Module):
         )
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.ln_2(x))
+        found: Tensor = x + self.mlp(self.ln_2(x))
+        return found
 
 
 def gpt(width: int) -> nn.Module:

@@ -42,7 +42,7 @@ from memtune.memory.arena_settings import ArenaSettings
 from memtune.memory.ledger import Ledger
 from memtune.program.step import Program
 from memtune.search_spaces import find
-from memtune.technique import Target
+from memtune.technique import Target, Technique
 from memtune.workload.workload import Workload
 
 WORKLOAD = ROOT / "examples" / "gpt.py"
@@ -60,10 +60,15 @@ TIME_BAR = 1.02
 Row = dict[str, Any]
 
 
+def allocator(kind: str) -> Technique:
+    """Return the allocator of this kind with its defaults."""
+    return find("allocator", kind)(kind=kind)
+
+
 def rows_of(device: str) -> list[Row]:
     """Return all cases for `device`."""
     has = platform_of(device).capabilities
-    kinds = [kind for kind in KINDS if set(find("allocator", kind)().needs) <= has]
+    kinds = [kind for kind in KINDS if set(allocator(kind).needs) <= has]
     return [
         {
             "case": f"{under} {sizes} {kind}",
@@ -86,7 +91,7 @@ def replayed(rows: list[Row], device: str) -> None:
             choice = Choice.from_document({"execution": {"micro_batch": BATCH}, **UNDER[row["under"]]})
             program = rewriter.program(choice)
             assert isinstance(program, Program), program
-            settings = AllocatorSettings.from_env(find("allocator", row["kind"])().env())
+            settings = AllocatorSettings.from_env(allocator(row["kind"]).env())
             row["replayed_bytes"] = replay(event_stream(program.step, 6), settings, None).peak_reserved_bytes
 
 
@@ -242,16 +247,12 @@ def main() -> int:
         if "status" in row:
             continue
         what = json.dumps({"settings": row["settings"], "sizes": SIZES[row["sizes"]], "steps": asked.steps})
-        row |= in_a_process(
-            ["--device", asked.device, "--train", what], find("allocator", row["kind"])().env()
-        )
+        row |= in_a_process(["--device", asked.device, "--train", what], allocator(row["kind"]).env())
         print(row["under"], row["sizes"], row["kind"], row["status"], row.get("reason", ""), flush=True)
         written(file, rows, {})
     stitched: Row | None = None
     if Capability.OWN_ALLOCATOR in platform_of(asked.device).capabilities:
-        stitched = in_a_process(
-            ["--device", asked.device, "--read-back"], find("allocator", "gmlake")().env()
-        )
+        stitched = in_a_process(["--device", asked.device, "--read-back"], allocator("gmlake").env())
     found = judged(rows, stitched)
     written(file, rows, found)
     print(json.dumps(found))

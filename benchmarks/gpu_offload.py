@@ -396,7 +396,7 @@ def main() -> int:
     before = json.loads(place.read_text())["cases"] if place.exists() else []
     rows = {row["case"]: row for row in before}
     known = frozenset(case for case, row in rows.items() if asked.resume and row.get("status") == "ok")
-    run = {
+    run: dict[str, Callable[[], list[Row]]] = {
         "link": bench.link,
         "hidden": bench.hidden,
         "fine-tune": lambda: bench.fine_tune(known),

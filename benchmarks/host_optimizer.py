@@ -77,7 +77,7 @@ def contestants(numel: int) -> dict[str, Callable[[], None]]:
     peers: dict[str, torch.optim.Optimizer] = {"torch fused": torch.optim.AdamW([parameter], fused=True)}
     peers["torch fused"].state[parameter] = {"step": torch.zeros(()), "exp_avg": first, "exp_avg_sq": second}
     if WITHOUT_DEEPSPEED == "":
-        from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         peers["deepspeed"] = DeepSpeedCPUAdam([parameter])
         peers["deepspeed"].state[parameter] = {"step": 0, "exp_avg": first, "exp_avg_sq": second}
@@ -99,18 +99,24 @@ def in_large_pages(
 
     master, down, narrow = like(weight), like(gradient), like(gradient, torch.bfloat16)
     first, second = like(weight).zero_(), like(weight).zero_()
-    low = [like(weight, torch.bfloat16).zero_() for _ in range(2)]
-    codes = [
-        each.view(torch.uint8)[: weight.numel()] for each in low
-    ]  # the same memory: its values do not matter for the time
-    scales = [torch.zeros(-(-weight.numel() // _native.MOMENT_BLOCK)) for _ in range(2)]
+    low_first, low_second = (like(weight, torch.bfloat16).zero_() for _ in range(2))
+    # The same memory: its values do not matter for the time.
+    first_codes, second_codes = (each.view(torch.uint8)[: weight.numel()] for each in (low_first, low_second))
+    first_scales, second_scales = (torch.zeros(-(-weight.numel() // _native.MOMENT_BLOCK)) for _ in range(2))
     found = {"native": native(master, down, None, first, second, step)}
     found["native, bf16 in and out"] = native(master, narrow, narrow, first, second, step)
     found["native, bf16 in and out, bf16 moments"] = native(
-        master, narrow, narrow, *low, step, moments="bfloat16"
+        master, narrow, narrow, low_first, low_second, step, moments="bfloat16"
     )
     found["native, bf16 in and out, int8 moments"] = native(
-        master, narrow, narrow, *codes, step, moments="int8", scales=scales
+        master,
+        narrow,
+        narrow,
+        first_codes,
+        second_codes,
+        step,
+        moments="int8",
+        scales=(first_scales, second_scales),
     )
     found["stream: triad"] = lambda: void(torch.add(first, second, alpha=2.0, out=down))
     found["stream: triad in place"] = lambda: void(first.add_(second, alpha=2.0))
@@ -127,9 +133,10 @@ def native(
     second: torch.Tensor,
     step: torch.Tensor,
     moments: str = "float32",
-    scales: list[Any] | None = None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Callable[[], None]:
     """Run one native update."""
+    first_scales, second_scales = scales or (None, None)
     given = (
         "adamw",
         moments,
@@ -138,7 +145,8 @@ def native(
         out,
         first,
         second,
-        *(scales or [None, None]),
+        first_scales,
+        second_scales,
         step,
         ADAMW,
         False,

@@ -30,11 +30,11 @@ from memtune.autotune.predict.caching_allocator import (
     event_stream,
     replay,
 )
-from memtune.autotune.record.recorder import Recording, record
+from memtune.autotune.record.recorder import record
 from memtune.autotune.space.candidates import Choice, Rewriter
 from memtune.autotune.translate.translation import translate
 from memtune.memory.arena_settings import ArenaSettings
-from memtune.program.step import Program, Step
+from memtune.program.step import Program, Recording, Step
 from memtune.search_spaces import find
 from memtune.search_spaces.execution import Execution
 from memtune.technique import Target

@@ -176,7 +176,8 @@ def cases() -> list[Case]:
 
 def _optimizers() -> list[Case]:
     """Return cases that offload only optimizer state."""
-    native, narrow, in_parts = {"update": "native"}, {"model": "tobf16"}, {"parts": 3}
+    native: dict[str, Any] = {"update": "native"}
+    narrow, in_parts = {"model": "tobf16"}, {"parts": 3}
     return [
         _states("optimizer_cpu", "user", _at_end),
         _states("optimizer_cpu", "native", _at_end, **native),

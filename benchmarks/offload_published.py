@@ -32,7 +32,7 @@ from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
 from memtune.autotune.translate.translation import translate
 from memtune.hardware.spec import Hardware
 from memtune.program.step import Recording, Tier
-from memtune.search_spaces import find
+from memtune.search_spaces.offload.states.harmony import Harmony
 from memtune.ssd import offload_dir
 from memtune.technique import Reason, Target
 from memtune.workload.workload import Workload
@@ -201,9 +201,10 @@ def of_harmony() -> Iterator[Row]:
     the same with the fewest packs that fit, and virtual memory without overlap over the former.
     """
     recorded = recording(harmony.SHAPE, WIDE, harmony.MICRO_BATCHES)
-    searched = find("offload.states", "harmony")().choices()
+    searched = Harmony().choices()
     for gib in harmony.BUDGETS_GIB:
-        target = Target(harmony.HARDWARE, budget_bytes=gib << 30)
+        budget_bytes = gib << 30
+        target = Target(harmony.HARDWARE, budget_bytes=budget_bytes)
         found = []
         for size, *chosen in itertools.product(harmony.MICRO_BATCHES, *searched.values()):
             count, knobs = harmony.MINI_BATCH // size, dict(zip(searched, chosen, strict=True))
@@ -211,7 +212,7 @@ def of_harmony() -> Iterator[Row]:
                 continue
             execution = {"execution": {"micro_batch": size, "accumulate": count}}
             each = candidate(recorded, target, {**execution, **_states("harmony", **knobs)})
-            if (peak := each.program.step.peak_bytes()) <= target.budget_bytes:
+            if (peak := each.program.step.peak_bytes()) <= budget_bytes:
                 step = simulate(each.program, target.hardware, level="events")
                 found.append((step.step_s, step.busy_s["compute"], count, knobs, peak, each))
         step_s, compute_s, count, knobs, peak, best = min(found, key=lambda row: row[0])

@@ -54,7 +54,8 @@ def ops_of(step: Step) -> Ops:
         strict=True,
     )
     writes = step.uses.mode != READS
-    last_write, since = {}, {}
+    last_write: dict[int, int] = {}
+    since: dict[int, list[int]] = {}
     pairs: list[tuple[int, int]] = []
     for op, storage, write in zip(
         step.uses.op.tolist(), step.uses.storage.tolist(), writes.tolist(), strict=True

@@ -52,9 +52,10 @@ def saved_copied(case: Case, min_bytes: int) -> Step:
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
+        copy: list[Tensor]
         copy, size, stride, offset = packed
         if len(copy) == 1:  # the first view brings it back for all
-            copy += (copy[0].clone(),)
+            copy.append(copy[0].clone())
         return copy[1].as_strided(size, stride, offset)
 
     def hooked(forward: Any) -> Any:

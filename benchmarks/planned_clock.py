@@ -25,6 +25,7 @@ from recompute_peers import torch_steps
 
 from memtune.hardware.cpu_cores import cpu_threads
 from memtune.search_spaces import find
+from memtune.search_spaces.recompute.planned import Planned
 
 BUDGETS = 10
 SPREAD = 0.02
@@ -82,7 +83,7 @@ def swept(case: Case, rounds: int) -> tuple[list[Row], list[Pair]]:
     }
     realized = {}
     for name, budget in budgets.items():
-        technique = find("recompute", "planned")(kind="planned", budget_bytes=budget, headroom=0.0)
+        technique = Planned(budget_bytes=budget, headroom=0.0)
         plan, peaks[name] = case.planned(technique)
         realized[name] = type(plan).__name__
         ways[name] = case.tuned("recompute", "planned", budget_bytes=budget, headroom=0.0)

@@ -70,7 +70,7 @@ class Case:
     """Version of CUDA if its context differs from that of today's versions."""
     attention: str = ""
     """Attention kernel if it is not one of torch's, a key of `ATTENTION`."""
-    hardware: dict[str, float] = field(default_factory=dict)
+    hardware: dict[str, Any] = field(default_factory=dict)
     """Fields of `Hardware` that the source states otherwise than the table's usual node."""
     cause: str = ""
     """Reason why the prediction is off, if it is known and no setting expresses it."""

@@ -70,7 +70,9 @@ def saved_bytes() -> list[dict[str, Any]]:
 class _Attentions(TorchDispatchMode):
     """Mode that counts attention's forward ops."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += is_attention(func)
@@ -84,7 +86,8 @@ def attentions(model: Path, *techniques: Technique) -> int:
     workload, module, optimizer = build(model)
     apply(module, optimizer, config_of(model, *techniques), strict=False)
     workload.loss(module, workload.make_batch(2)).backward()
-    with _Attentions() as counter:
+    counter = _Attentions()
+    with counter:
         workload.loss(module, workload.make_batch(2)).backward()
     return counter.count
 

@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -300,14 +301,15 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         f"| {phase} | " + " | ".join(f"{row['cpu_s'].get(phase, 0):.1f}" for row in rows) + " |"
         for phase in phases
     ]
-    for title, value in (
+    figures: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
         ("record, check batch, score", lambda row: f"**{row['record_and_score_s']:.1f}**"),
         ("candidates", lambda row: f"{row['candidates']:,}"),
         ("trials", lambda row: str(row["trials"])),
         ("fastest step, ms", lambda row: f"{1e3 * row['step_s']:.0f}"),
         ("CPU outside steps / in steps", lambda row: f"{row['overhead']['cpu_s']:.2f}"),
         ("wall outside steps / in steps", lambda row: f"{row['overhead']['wall_s']:.2f}"),
-    ):
+    )
+    for title, value in figures:
         out.append(f"| {title} | " + " | ".join(value(row) for row in rows) + " |")
     return "\n".join([*out, ""])
 

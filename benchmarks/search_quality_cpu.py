@@ -38,7 +38,7 @@ from search_quality import SEARCHERS, TRIALS, OtherWork, Trials, shipped
 from memtune.autotune.predict import Prediction
 from memtune.autotune.predict.breakdown import OpTime
 from memtune.autotune.predict.prediction import Interval
-from memtune.autotune.search.driver import trial_config
+from memtune.autotune.search.predictions import trial_config
 from memtune.autotune.search.preparation import Setup, prepare
 from memtune.autotune.search.trials import make_executor
 from memtune.autotune.space import Choice, Scored, SearchOptions, kinds, predict_again
@@ -97,9 +97,10 @@ def make(name: str) -> dict[str, Any]:
     plain = baselines(setup.scorer, setup.global_batch)[0][0].scored
     plain_bytes = setup.scorer.refined(plain).prediction.peak_allocated_bytes
     rows: dict[str, dict[str, Any]] = {}
-    pools, refined = [], []
+    pools: list[dict[str, Any]] = []
+    refined = []
     for fraction in case.budgets:
-        budget = fraction and round(fraction * plain_bytes)
+        budget = None if fraction is None else round(fraction * plain_bytes)
         if budget is not None:
             setup = prepare(replace(options, budget_bytes=budget))
         pool, known = _pool(setup, budget)

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ sys.path.insert(1, str(Path(__file__).parents[1] / "tests" / "parallel" / "shard
 import torch
 import torch.distributed as dist
 from support.gloo import run_ranks
-from support.ranks.data_parallel_steps import alone, loss, on_this_rank
+from support.ranks.data_parallel_steps import alone, batches, build, loss, on_this_rank
 from support.ring_traffic import Rotation
 from support.suites.sharded_suite import peaks
 from support.zoo_paths import ZOO
 from test_fsdp_comm_hooks import converged
-from test_nested_sharding import EVEN, batches, build, sent
+from test_nested_sharding import EVEN, sent
+from torch import nn
 
 from memtune import hardware
 from memtune.api import apply
@@ -131,6 +133,10 @@ def _largest(ours: dict[Any, Any], wanted: dict[Any, Any]) -> float:
     return max(float((ours[key] - wanted[key]).abs().max()) for key in wanted)
 
 
+def _rotatable(model: nn.Module, degree: int) -> list[str]:
+    return rotatable(model, degree)[0]
+
+
 def _five_steps(asked: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     os.environ["LOCAL_WORLD_SIZE"] = str(NODE)
     plain = {clip: alone(*build(), batches, clip) for clip in (0.0, 0.05)}
@@ -138,7 +144,7 @@ def _five_steps(asked: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     for name, sharding in asked.items():
         for parts, clip in ((parts, clip) for parts in (1, 4) for clip in plain):
             model, optimizer = build()
-            config = _config(sharding, lambda degree, of=model: rotatable(of, degree)[0])
+            config = _config(sharding, partial(_rotatable, model))
             tuned = apply(model, optimizer, config, loss=loss, strict=False)
             ours, wanted = on_this_rank(model, optimizer, tuned, batches, parts, clip), plain[clip]
             losses = torch.tensor(ours["losses"], dtype=torch.float64)

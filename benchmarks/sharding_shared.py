@@ -141,7 +141,7 @@ def _counted(asked: list[tuple[str, str, dict[str, Any]]]) -> list[tuple[float, 
         elif kind == "pipeline":
             found.append((float(stages.measured(stages.CHAIN, document)[1]), 0.0))
         else:
-            found.append(contexts.measured({"one": document}, NODE)["one"][1:])
+            found.append(model_parallel_runs.measured({"one": document}, NODE)["one"][1:])
         node_topology.declare(None)
     return found
 

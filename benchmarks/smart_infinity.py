@@ -21,10 +21,11 @@ from published import smart_infinity as paper
 
 from memtune.autotune.predict.prediction import Prediction
 from memtune.autotune.predict.simulation import simulate
-from memtune.autotune.record.recorder import Recording, record
+from memtune.autotune.record.recorder import record
 from memtune.autotune.space.candidates import Choice, Rewriter
 from memtune.autotune.translate.translation import translate
 from memtune.hardware.spec import Hardware
+from memtune.program.step import Recording
 from memtune.ssd import offload_dir
 from memtune.technique import Reason, Target
 from memtune.units import GIB

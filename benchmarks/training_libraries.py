@@ -47,9 +47,10 @@ def build() -> nn.Module:
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 64}
-    return LlamaForCausalLM(
+    made: nn.Module = LlamaForCausalLM(
         LlamaConfig(num_attention_heads=4, num_key_value_heads=2, use_cache=False, **sizes)
     )
+    return made
 
 
 class Tokens(Dataset[dict[str, Tensor]]):
@@ -114,7 +115,7 @@ def lightning(applied: Applied, clip: float) -> list[float]:
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     losses: list[float] = []
 
-    class Module(pytorch_lightning.LightningModule):
+    class Module(pytorch_lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.net = build()

@@ -60,14 +60,20 @@ class Base(nn.Module):
         return self.head(x)
 
 
+def adapt(module: nn.Module, *names: str) -> None:
+    """Give an adapter to each of these linear layers of `module`."""
+    for name in names:
+        setattr(module, name, Adapter(getattr(module, name)))
+
+
 def model() -> nn.Module:
     """Return the base, frozen, with adapters in every layer."""
     base = Base()
     for parameter in base.parameters():
         parameter.requires_grad = False
     for layer in base.layers:
-        layer.mix, layer.out = Adapter(layer.mix), Adapter(layer.out)
-    base.head = Adapter(base.head)
+        adapt(layer, "mix", "out")
+    adapt(base, "head")
     return base
 
 

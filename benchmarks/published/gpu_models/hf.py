@@ -120,7 +120,7 @@ if OLD:
     DynamicLayer.update = _appended
     T5Attention.forward = _t5_attention
 if word("SOFTMAX") == "input":
-    nn.functional.softmax = _softmax
+    nn.functional.softmax = _softmax  # type: ignore[assignment]
 
 
 class Contrasted(nn.Module):

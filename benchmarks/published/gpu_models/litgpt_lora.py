@@ -63,6 +63,8 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 class LoraQkv(nn.Module):
     """The joint projection of queries, keys and values; queries and values have low-rank updates."""
 
+    places: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.frozen, self.drop = _linear(WIDTH, 3 * WIDTH), nn.Dropout(0.05)

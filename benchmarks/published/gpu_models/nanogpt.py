@@ -19,6 +19,8 @@ if whole("TF32", 0):
 class Block(nn.Module):
     """Attention and MLP, each behind a norm."""
 
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.before = nn.ModuleList(nn.LayerNorm(WIDTH, bias=BIAS) for _ in range(2))

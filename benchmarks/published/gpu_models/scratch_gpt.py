@@ -48,6 +48,8 @@ def _norm() -> nn.Module:
 class Attention(nn.Module):
     """Causal attention with three products and a mask."""
 
+    mask: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
@@ -102,7 +104,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the block."""
         x = self.drop(self.attention(self.norms[0](x))) + x
-        return self.drop(self.mlp(self.norms[1](x))) + x
+        out: Tensor = self.drop(self.mlp(self.norms[1](x))) + x
+        return out
 
 
 class Gpt(nn.Module):

@@ -109,7 +109,7 @@ class NextBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the block; a sample's update is dropped with the block's probability."""
         mixed = self.mlp(self.norm(self.depthwise(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
-        found = self.scale * mixed
+        found: Tensor = self.scale * mixed
         if self.drop:
             kept = torch.empty(x.shape[0], 1, 1, 1, dtype=x.dtype, device=x.device).bernoulli_(1 - self.drop)
             found = found * kept.div_(1 - self.drop)
