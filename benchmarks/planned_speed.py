@@ -3,9 +3,10 @@
 
     python benchmarks/planned_speed.py [--json FILE]
 
-A GPT of 80 blocks is recorded on fake tensors. `plan_s` is a full plan of a fresh program (options of blocks
-rewritten and measured, all plans ordered, the best rewritten); `frontier_s` is the planner alone, which
-orders the plans. For 1000 blocks it receives the recorded blocks, repeated. Seconds are CPU time of this
+A GPT of 80 blocks is recorded on fake tensors. `plan_s` is a full plan by blocks of a fresh program (options
+of blocks rewritten and measured, all plans ordered, the best rewritten); `schedule_s` is what the search for
+a schedule of single ops adds, which may replace that plan; `frontier_s` is the planner alone, which orders
+the plans. For 1000 blocks it receives the recorded blocks, repeated. Seconds are CPU time of this
 process; it grows somewhat if many processes share the machine's caches (`load`). The exact program decides
 every tensor of every block separately (HiGHS); where it finishes, `gap` is the share by which the plan's step
 is longer.
@@ -50,7 +51,7 @@ from memtune.workload.workload import Workload
 ROOT = Path(__file__).parents[1]
 RECORDED = 80
 BLOCKS = {RECORDED: 0.1, 1000: 2.0}
-"""Blocks, and the seconds that a plan of so many may take."""
+"""Blocks, and the seconds that a plan of so many by blocks may take."""
 EXACT = (("gpt", 4), ("gpt", 12), ("hf_llama", 6), ("cnn_bn", 4))
 SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
 LIMIT_S = 60.0
@@ -66,13 +67,19 @@ def timed() -> list[dict[str, Any]]:
         path.write_text(MODEL.replace("{layers}", str(RECORDED)))
         step = record(Workload.load(path), sizes={8}).at(8)
     program, target = Program((RankClass(1, step),), 8), Target(hardware.find("h100-80g"), 1, None)
-    plan_s = _cpu_s(lambda: Planned(share=0.5, offload=False).plan(program, target), 1)
+    by_blocks, free = Planned(share=0.5, offload=False, by_schedule=False), Planned(share=0.5, offload=False)
+    plan_s = _cpu_s(lambda: by_blocks.plan(program, target), 1)
+    schedule_s = _cpu_s(lambda: free.plan(program, target), 1)
     found = levels(step, target.hardware, 1, False).problem()
     rows = []
     for blocks, limit_s in BLOCKS.items():
         problem = _repeated(found, blocks)
         row = {"blocks": blocks, "options": found.seconds.shape[1], "limit_s": limit_s}
-        row |= {"plan_s": round(plan_s, 4), "ops": step.ops.n} if blocks == RECORDED else {}
+        row |= (
+            {"plan_s": round(plan_s, 4), "schedule_s": round(schedule_s, 4), "ops": step.ops.n}
+            if blocks == RECORDED
+            else {}
+        )
         rows.append(row | {"frontier_s": round(_cpu_s(partial(_solve_uncached, problem), REPEATS), 4)})
         print(rows[-1], file=sys.stderr, flush=True)
     return rows

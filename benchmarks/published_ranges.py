@@ -11,9 +11,9 @@ sources is tried on the rows of each source.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,9 +86,13 @@ def derive_all(rows: Sequence[Mapping[str, Any]]) -> dict[str, Derived]:
     return {name: derive(by_source) for name, by_source in found.items() if len(by_source) > 1}
 
 
-def main(arguments: Sequence[str]) -> None:
+def main() -> None:
     """Print each range and how each source does in that of the others."""
-    rows = json.loads(Path(arguments[0] if arguments else RESULTS).read_text())["rows"]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", type=Path, nargs="?", default=RESULTS, help="of `published_gpu.py`")
+    rows = json.loads(parser.parse_args().results.read_text())["rows"]
     for name, found in derive_all(rows).items():
         low, high = found.factors
         print(f"{name}, {found.rows} rows: true bytes are {low} to {high} of predicted")
@@ -98,4 +102,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
