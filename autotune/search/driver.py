@@ -593,7 +593,7 @@ class Driver:
                     number=winner.number,
                     summary=winner.choice.summary,
                     peak_bytes=winner.peak_bytes,
-                    samples_per_s=winner.samples_per_step / winner.step_s,
+                    samples_per_s=winner.samples_per_s,
                 )
             )
         # The same crash again and again is a fault of the environment or the model, not of a candidate.

@@ -131,7 +131,7 @@ def numbers(measured: Measured) -> dict[str, Any]:
         "reserved_bytes": max(each.peak_reserved_bytes or 0 for each in measured.results) or None,
         "step_s": measured.step_s,
         "spread_s": measured.spread_s,
-        "samples_per_s": measured.samples_per_step / measured.step_s,
+        "samples_per_s": measured.samples_per_s,
         "trials": len(measured.results),
     }
 

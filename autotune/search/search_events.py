@@ -213,6 +213,8 @@ class SearchFinished(_Event):
     best_number: int | None = None
     samples_per_s: float | None = None
     """Of the best, from all deciding runs, not just its first."""
+    baselines: dict[str, float] = {}
+    """Name → samples/s from all its runs, of each baseline that ran to its end."""
     confirmed: bool = False
     """The best was run again in a fresh process and was confirmed."""
     message: str = ""

@@ -522,7 +522,8 @@ class Stages:
                 status=status,
                 out=str(out),
                 best_number=verdict.winner.number,
-                samples_per_s=verdict.winner.samples_per_step / verdict.winner.step_s,
+                samples_per_s=verdict.winner.samples_per_s,
+                baselines={each.baseline: each.samples_per_s for each in driver.measured() if each.baseline},
                 confirmed=confirmed is not None,
                 message=message,
             )

@@ -104,6 +104,11 @@ class Measured:
         first = self.results[0]
         return first.samples_per_s * first.step_s if first.samples_per_s and first.step_s else 1.0
 
+    @property
+    def samples_per_s(self) -> float:
+        """Return samples a second over all ranks, at the step time that comparisons use."""
+        return self.samples_per_step / self.step_s
+
     def value(self, goal: Goal) -> float:
         """Return the value to minimise: seconds per sample, peak bytes, or the negated micro-batch."""
         if goal == "memory":

@@ -104,6 +104,12 @@ def outcome(trial: TrialView) -> str:
     return trial.stage if trial.status == "running" else STATUS_TEXT[trial.status]
 
 
+def baseline_outcome(view: SearchView, baseline: TrialView) -> str:
+    """Return the outcome of a baseline; at the end the rate of all its runs, which gains are of."""
+    found = view.baseline_rate(baseline)
+    return outcome(baseline) if found is None else f"{rate(found)} samples/s"
+
+
 def with_batches(sentence: str, micro_batch: int | None, accumulate: int) -> str:
     """Return the clauses of a setting after that of its micro-batches, if these are known."""
     batches = Execution(micro_batch=micro_batch, accumulate=accumulate).sentence()

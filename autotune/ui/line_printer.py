@@ -304,7 +304,7 @@ def summary_lines(
     sign = f"\x1b[{_ANSI['yellow' if partial else 'green']}m{sign}\x1b[0m" if color else sign
     plain = next((baseline for baseline in view.baselines if baseline.name == "plain"), None)
     against = (
-        f" (plain: {formatting.outcome(plain)})"
+        f" (plain: {formatting.baseline_outcome(view, plain)})"
         if plain is not None and plain.summary != best.summary
         else ""
     )

@@ -251,7 +251,7 @@ def _baselines(view: SearchView, width: int) -> list[Text]:
         return [_label("baseline").append(measured, DIM)]
     parts = []
     for baseline in view.baselines:
-        part = Text(f"{baseline.name}: ", DIM).append(formatting.outcome(baseline))
+        part = Text(f"{baseline.name}: ", DIM).append(formatting.baseline_outcome(view, baseline))
         part.stylize(formatting.STATUS_COLOR[baseline.status], len(baseline.name) + 2)
         parts.append(part)
     if width >= NARROW:
@@ -264,9 +264,7 @@ def _baselines(view: SearchView, width: int) -> list[Text]:
 def _gain(view: SearchView, width: int) -> str:
     """Return the speed-up of the best over the fastest baseline that fits."""
     rates = [
-        (baseline.result.samples_per_s, baseline)
-        for baseline in view.baselines
-        if baseline.result and baseline.result.samples_per_s
+        (rate, baseline) for baseline in view.baselines if (rate := view.baseline_rate(baseline)) is not None
     ]
     if not view.best_rate or not rates:
         return ""

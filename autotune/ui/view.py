@@ -314,6 +314,12 @@ class SearchView:
             return self.finished.samples_per_s
         return self.best_changed.samples_per_s if self.best_changed is not None else None
 
+    def baseline_rate(self, baseline: TrialView) -> float | None:
+        """Return samples/s of a baseline; at the end from all its runs, as those of the best."""
+        if self.finished is not None and baseline.name in self.finished.baselines:
+            return self.finished.baselines[baseline.name]
+        return baseline.result.samples_per_s if baseline.result is not None else None
+
     def noise(self, number: int | None) -> float:
         """Return by how much a setting's rates differ, relatively: over repeats, and over steps of each."""
         trial = self.trials.get(-1 if number is None else number)

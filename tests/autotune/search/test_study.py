@@ -106,6 +106,13 @@ def test_search_log_contains_all_events(
         for each in outcome.trials
         if each["settings"] == outcome.config["settings"]  # type: ignore[index]
     )
+    rates = {
+        name: each["samples_per_s"]
+        for name, each in outcome.config["measured"]["baselines"].items()  # type: ignore[index]
+        if "samples_per_s" in each
+    }
+    assert of(search_events.SearchFinished)[0].baselines == pytest.approx(rates)
+    assert rates
     assert of(search_events.CandidatesScored)[0].n_candidates > 50
     assert of(search_events.Calibrated)[-1].n_trials > 3
 
