@@ -148,5 +148,6 @@ if TYPE_CHECKING:
         page_locked as page_locked,
         without_grad as without_grad,
     )
+    from memtune.runtime.user_compile import BetweenGraphs as BetweenGraphs
 else:
     __getattr__ = open_door(__name__)

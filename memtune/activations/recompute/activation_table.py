@@ -99,7 +99,7 @@ from memtune.activations.recompute.user_checkpoint import autograd_saves
 from memtune.errors import ApplyError
 from memtune.program import INPUTS, OFFLOAD, RECOMPUTE, OpAddress, SavedTensorPolicy
 from memtune.refusals import error_of, inside_torch_func
-from memtune.runtime import EagerRecorder, ForwardWrapper, OpRecorder, OpVisitor, RandomState
+from memtune.runtime import BetweenGraphs, EagerRecorder, ForwardWrapper, OpRecorder, OpVisitor, RandomState
 
 
 class ActivationTable:
@@ -131,6 +131,7 @@ class ActivationTable:
         # Copies to the host in flight, each with the number of the call that started it.
         self._on_the_way: deque[tuple[SavedStorage, int]] = deque()
         self._call = 0  # number of calls of regions that have begun
+        self._between_graphs = BetweenGraphs("whose saved tensors memtune recomputes or offloads")
         self._undo: list[Callable[[], None]] = []
 
     def claim_recompute(self, index: int, keep: Keep | None = None) -> None:
@@ -193,12 +194,14 @@ class ActivationTable:
         original = region.module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            # Dynamo cannot trace hooks on saved tensors that compare and count.
+            if torch.compiler.is_compiling() and torch.is_grad_enabled():
+                return self._between_graphs.run(region.name, forward, args, kwargs)
             # Under `no_grad`, or in a checkpoint of the user's own, a frame would hold the inputs without a
             # use.
             if not autograd_saves():
                 return original(*args, **kwargs)
-            # Dynamo, which traces this too, takes the stack for a constant.
-            if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+            if torch._C._functorch.peek_interpreter_stack() is not None:
                 raise error_of(inside_torch_func(region.name))
             number = self._call = self._call + 1
             frame = _Frame(self, region, original, args, kwargs)

@@ -46,6 +46,7 @@ from memtune.offload.parameters.moments_pass import Overlap
 from memtune.program import Residency, order_of_use
 from memtune.runtime import (
     BackwardEnd,
+    BetweenGraphs,
     Context,
     EarlyUpdates,
     UncopiedHook,
@@ -241,7 +242,9 @@ class ParameterOffloader:
         self._is_last = False
         self._backward_end = BackwardEnd(self._backward_ends, self._backward_raised, is_last=is_gathered)
         self._updated_in_step = _kept_for_step(blocks)
+        between_graphs = BetweenGraphs("whose weights memtune offloads")
         for index, block in enumerate(blocks.modules):
+            context.undo.callback(between_graphs.keep_out(f"block {index}", block))
             # Before FSDP2's own hooks: its all-gather reads the rows that a moment loads.
             block.register_forward_pre_hook(
                 UncopiedHook(partial(self._before_forward, index)), prepend=is_gathered
