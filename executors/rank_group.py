@@ -26,7 +26,7 @@ from memtune.executors.core_wait import core_wait_s
 from memtune.executors.fork_server import ForkedSupervisor, ForkServer
 from memtune.executors.merge_results import RankExit
 from memtune.executors.monitor import SILENCE_S, Event, Leftovers, Line, RankLost, run_monitored
-from memtune.executors.secret_values import masked
+from memtune.executors.secret_values import mask_file, masked
 from memtune.hardware import threads_per_rank, usable_cores
 from memtune.ssd import offload_dir
 
@@ -132,14 +132,10 @@ class LocalRanks:
             raise EnvironmentFault(
                 "A trial cannot be started.", evidence=str(error), fix=fix, code="MT501"
             ) from error
+        self._logs = [log_path(log_dir, trial.number, rank) for rank in place.ranks]
         ranks = [
-            {
-                "rank": rank,
-                "argv": list(command),
-                "env": env,
-                "log": str(log_path(log_dir, trial.number, rank)),
-            }
-            for rank, env in zip(place.ranks, envs, strict=True)
+            {"rank": rank, "argv": list(command), "env": env, "log": str(log)}
+            for rank, env, log in zip(place.ranks, envs, self._logs, strict=True)
         ]
         self._order({"ranks": ranks, "scratch": self.scratch, "cores": list(place.bound)})
         self._buffer = bytearray()
@@ -202,6 +198,8 @@ class LocalRanks:
         # finds them.
         if self.process.returncode != 0:
             supervisor.kill_marked(f"{MARKER}={self.marker}")
+        for log in self._logs:
+            mask_file(log)
         self._folder.remove()
         self._clear_drives()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 _NAME = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
 _URL_PASSWORD = re.compile(r"://[^/\s]*:[^/\s]*@")
@@ -18,6 +20,14 @@ def masked(text: str, environ: Mapping[str, str] = os.environ) -> str:
     for value, name in sorted(secrets, key=lambda each: -len(each[0])):  # one may contain another
         text = text.replace(value, f"<{name}>")
     return text
+
+
+def mask_file(path: Path) -> None:
+    """Replace the secrets in a log as `masked` does; a log without any is not written."""
+    with contextlib.suppress(OSError):
+        text = path.read_text(errors="surrogateescape")
+        if (shown := masked(text)) != text:
+            path.write_text(shown, errors="surrogateescape")
 
 
 def _is_secret(name: str, value: str) -> bool:

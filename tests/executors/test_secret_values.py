@@ -30,7 +30,7 @@ def test_masked_hides_secret_values_only(text: str, wanted: str) -> None:
     assert masked(text, ENVIRON) == wanted
 
 
-def test_log_tail_of_a_trial_has_no_secret(ground, monkeypatch) -> None:
+def test_log_of_a_trial_has_no_secret(ground, monkeypatch) -> None:
     monkeypatch.setenv("LICENCE_KEY", "no licence server found")
     from memtune.executors.rank_group import run_group
 
@@ -38,3 +38,6 @@ def test_log_tail_of_a_trial_has_no_secret(ground, monkeypatch) -> None:
     assert "no licence server found" not in result.model_dump_json()
     assert "<LICENCE_KEY>" in result.reason
     assert ground.logs.stat().st_mode & 0o077 == 0
+    logs = [each.read_text() for each in ground.logs.iterdir()]
+    assert any("<LICENCE_KEY>" in each for each in logs)
+    assert not any("no licence server found" in each for each in logs)
