@@ -40,7 +40,6 @@ from memtune.autotune.space import (
     remedies,
     same_passes,
 )
-from memtune.autotune.translate import COMPOSED_ATTENTION
 from memtune.config import TunedConfig, save
 from memtune.errors import UsageError
 from memtune.executors import Probing
@@ -208,10 +207,7 @@ def plan(
     basis = PlanReport(
         _facts(setup),
         notes=(*setup.recording.notes, *setup.space.notes),
-        # Users can act on this one, so it is shown always.
-        recording_notes=tuple(
-            each for each in setup.recording.notes if not each.startswith(COMPOSED_ATTENTION)
-        ),
+        recording_notes=tuple(each for each in setup.recording.notes if each not in setup.advice),
     )
     if options.config is not None:
         planned, peak, out = _plan_config(setup, pruner, options)

@@ -47,7 +47,7 @@ from memtune.autotune.space import (
     executions,
     score_all,
 )
-from memtune.autotune.translate import translate
+from memtune.autotune.translate import COMPOSED_ATTENTION, translate
 from memtune.config import Bucket, MadeFor, load_config
 from memtune.device import DEFAULT_ACCELERATOR, accelerator
 from memtune.errors import EnvironmentFault, UsageError
@@ -116,6 +116,17 @@ class Setup:
     def parameter_bytes(self) -> int:
         """Bytes of the model's parameters on the device, each storage once."""
         return parameter_bytes(self.recording)
+
+    @property
+    def advice(self) -> frozenset[str]:
+        """Return the notes of the recording that users can act on; the others say how sizes were recorded."""
+        # The recording cannot show how much larger than its batch another one may be.
+        varies = not self.workload.has_worst_batch
+        return frozenset(
+            each
+            for each in self.recording.notes
+            if each.startswith(COMPOSED_ATTENTION) or (varies and "worst_batch(size)" in each)
+        )
 
     @cached_property
     def tokens_per_sample(self) -> int | None:

@@ -131,9 +131,8 @@ class Stages:
             )
         )
         for text in setup.recording.notes:
-            # The recording cannot show how much larger than its batch another one may be.
-            is_advice = "worst_batch(size)" in text and not setup.workload.has_worst_batch
-            self.log.write(search_events.Note(text=text, level="info" if is_advice else "detail"))
+            level: Literal["info", "detail"] = "info" if text in setup.advice else "detail"
+            self.log.write(search_events.Note(text=text, level=level))
         for text in setup.space.notes:
             self.driver.log_text(text)
         if setup.other_load > BUSY:

@@ -321,6 +321,18 @@ def test_plan_shows_that_attention_keeps_its_scores(tmp_path: Path):
     assert all(each not in shown for each in report.recording_notes)
 
 
+def test_plan_shows_that_batches_vary(tmp_path: Path):
+    """Only searches did: a plan's peak is of the largest drawn batch, and training may draw larger ones."""
+    model, config = tmp_path / "varying.py", tmp_path / "c.yaml"
+    config.write_text("settings: {execution: {micro_batch: 4}}\n")
+    found = []
+    for worst in ("", "\ndef worst_batch(size): return batch_of(size, 64)\n"):
+        model.write_text(Path("tests/support/models/varying_lengths.py").read_text() + worst)
+        report = plan(asked(workload=str(model), config=config, gpu_type=None, device="cpu"))
+        found.append("worst_batch(size) in model.py gives the largest" in shown(report, width=400))
+    assert found == [True, False]
+
+
 def test_plan_micro_batch_option_overrides_config(tmp_path: Path):
     config = tmp_path / "c.yaml"
     config.write_text(FULL)
