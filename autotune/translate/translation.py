@@ -24,7 +24,19 @@ from memtune.autotune.translate.kernel_fusion import FusedKernel, KernelFusion
 from memtune.device import Capability
 from memtune.hardware import Hardware
 from memtune.memory import WorkspaceTable
-from memtune.program import F64, FOREVER, I64, Call, Edit, Hints, Kind, Phase, Recording, Step
+from memtune.program import (
+    F64,
+    FOREVER,
+    I64,
+    Call,
+    Edit,
+    Hints,
+    Kind,
+    Phase,
+    Recording,
+    Step,
+    updates_on_host,
+)
 
 Flags = npt.NDArray[np.bool_]
 _MATMULS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten.addbmm.")
@@ -203,7 +215,7 @@ def translate_step(step: Step, hints: Hints, context: _Context) -> Step:
     else:
         step = fusion.done(lambda edit: None)
     if hints.foreach is not None:
-        step = with_foreach(step, hints.foreach)
+        step = replace(with_foreach(step, hints.foreach), updates_on_host=updates_on_host(step))
     return counters_on_host(step, hints.step_counters)
 
 

@@ -23,6 +23,13 @@ if TYPE_CHECKING:
         hold_prefetched_copies as hold_prefetched_copies,
         pending_copy_sources as pending_copy_sources,
     )
+    from memtune.program.host_updates import (
+        UpdatesOnHost as UpdatesOnHost,
+        one_by_one as one_by_one,
+        own_update as own_update,
+        owners_in_update as owners_in_update,
+        updates_on_host as updates_on_host,
+    )
     from memtune.program.lifecycle_steps import (
         checkpoint as checkpoint,
         evaluation as evaluation,

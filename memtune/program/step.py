@@ -16,13 +16,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import EnumType, IntEnum
 from functools import cached_property
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from memtune.program.parameter_columns import Parameter as Parameter, columns_of
 from memtune.program.pipeline_order import Stages
+
+if TYPE_CHECKING:
+    from memtune.program.host_updates import UpdatesOnHost
 
 FOREVER = np.int32(2**31 - 1)
 """`held_until` of storages that outlive the step: parameters, buffers, optimizer state."""
@@ -311,6 +314,8 @@ class Step:
     """Blocks run by schedules, which decide op by op what is saved and recomputed."""
     block_outputs: tuple[str, ...] = ()
     """Structure of each block's output, of its last call (`workload.output_structure.structure_of`)."""
+    updates_on_host: UpdatesOnHost | None = None
+    """The optimizer's ops in host memory, if those of the device are others (foreach kernels)."""
 
     def __post_init__(self) -> None:
         if self.ops.calls is not self.calls:

@@ -25,7 +25,7 @@ from memtune.autotune.translate import translate
 from memtune.config import Settings, TunedConfig
 from memtune.device import platform_of, streams
 from memtune.memory import Ledger
-from memtune.program import Kind, Phase, Program, RankClass, Recording, Resource, Step, Tier
+from memtune.program import Kind, Program, RankClass, Recording, Resource, Step, Tier
 from memtune.search_spaces import PASS_ORDER
 from memtune.search_spaces.execution import Execution
 from memtune.technique import Plan, Target, Technique
@@ -131,24 +131,7 @@ def drift(path: Path, *techniques: Technique, micro_batch: int = 2) -> str:
         inside = predicted.storages.kind == Kind.WORKSPACE
         predicted = predicted.with_storages(bytes=np.where(inside, 0, predicted.storages.bytes))
     real = _recorded_with(plans, path, *techniques, micro_batch=micro_batch)
-    return compare(
-        predicted, real, n_ops=_before_update(predicted) if _updates_lists_on_host(predicted) else None
-    )
-
-
-def _updates_lists_on_host(step: Step) -> bool:
-    """Return whether the optimizer is predicted to take all parameters at once although some are on the host.
-
-    Torch updates those one at a time, and the step that is translated for an accelerator does not know how.
-    """
-    on_host = (step.storages.kind == Kind.PARAMETER) & (step.storages.tier == Tier.HOST)
-    lists = np.asarray([name.startswith("aten._foreach_") for name in step.names], bool)[step.ops.name]
-    return bool((lists[step.uses.op] & on_host[step.uses.storage]).any())
-
-
-def _before_update(step: Step) -> int:
-    """Return the number of ops before the optimizer's first."""
-    return int((step.ops.phase == Phase.OPTIMIZER).argmax())
+    return compare(predicted, real)
 
 
 def depends_on_data(path: Path) -> bool:
@@ -195,20 +178,16 @@ def _measured_peaks(path: Path, config: Mapping[str, Any], device: torch.device)
     return found[2:]  # optimizer state is allocated in the first, its buffers in the second
 
 
-def compare(predicted: Step, real: Step, n_ops: int | None = None) -> str:
-    """Return the first difference in ops, live bytes of any tier at an op, or link bytes; '' for none.
-
-    With `n_ops` of the first ops alone.
-    """
-    first = slice(n_ops)
-    one, other = ([step.names[i] for i in step.ops.name[first]] for step in (predicted, real))
+def compare(predicted: Step, real: Step) -> str:
+    """Return the first difference in ops, live bytes of any tier at an op, or link bytes; '' for none."""
+    one, other = ([step.names[i] for i in step.ops.name] for step in (predicted, real))
     for op, (mine, theirs) in enumerate(zip(one, other, strict=False)):
         if mine != theirs:
             return f"op {op} of {len(one)} is {mine}, recorded {theirs}"
     if len(one) != len(other):
         return f"{len(one)} ops, recorded {len(other)}"
     for tier in Tier:
-        live, recorded_live = (step.live_bytes(tier)[first] for step in (predicted, real))
+        live, recorded_live = (step.live_bytes(tier) for step in (predicted, real))
         if not np.array_equal(live, recorded_live):
             op = int(np.flatnonzero(live != recorded_live)[0])
             where = f"{tier.name} at op {op} ({one[op]})"
@@ -216,7 +195,7 @@ def compare(predicted: Step, real: Step, n_ops: int | None = None) -> str:
             return f"{where}: {bytes_text}: {_identity(predicted, real, op)}"
     for link in _LINKS:
         mine_bytes, their_bytes = (
-            int(s.ops.traffic_bytes[first][s.ops.resource[first] == link].sum()) for s in (predicted, real)
+            int(s.ops.traffic_bytes[s.ops.resource == link].sum()) for s in (predicted, real)
         )
         if mine_bytes != their_bytes:
             return f"{mine_bytes} bytes on {link.name}, recorded {their_bytes}"

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
         no_state_to_offload as no_state_to_offload,
         not_contiguous as not_contiguous,
         optimizer_on_host as optimizer_on_host,
-        own_update as own_update,
         unknown_optimizer as unknown_optimizer,
         update_by as update_by,
         update_bytes as update_bytes,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from memtune.offload.gradients import ReadyGradients, ready_after, ready_gradients
 from memtune.offload.optimizer.grad_offload_pass import sentinel_row
-from memtune.program import F64, FOREVER, I32, WRITES, Edit, Kind, Phase, Step, columns_of
+from memtune.program import F64, FOREVER, I32, WRITES, Edit, Kind, Phase, Step, columns_of, owners_in_update
 
 _MOST_SHARED = 64
 """Limit of ops that use no parameter's storages; an optimizer with more computes over all parameters."""
@@ -52,7 +52,7 @@ def cut_by_parameter(step: Step) -> Cut:
     parameters = step.ops.phase == Phase.OPTIMIZER
     made = np.flatnonzero((step.storages.producer >= 0) & parameters[step.storages.producer]).astype(np.int32)
     used = parameters[step.uses.op]
-    owner = _owners(step)
+    owner = owners_in_update(step)
     ops = np.concatenate([step.uses.op[used], step.storages.producer[made]])
     storages = np.concatenate([step.uses.storage[used], made])
     owned = owner[storages] >= 0
@@ -87,20 +87,6 @@ def cut_by_parameter(step: Step) -> Cut:
     order = np.argsort(keys)
     keys, share = keys[order], share[order]
     return Cut((keys // step.ops.n).astype(np.int32), (keys % step.ops.n).astype(np.int32), share, owner, "")
-
-
-def _owners(step: Step) -> I32:
-    """Return (m,) the parameter of each storage."""
-    # A counter, which an op updates alone, comes before the other state of its parameter and gets that owner.
-    owner, parameter = step.storages.owner.copy(), step.parameter_of
-    owner[parameter >= 0] = parameter[parameter >= 0]
-    state = np.flatnonzero((step.storages.kind == Kind.OPTIMIZER) & (step.storages.producer < 0))
-    # State without an owner (step counters) belongs to the parameter whose moments follow it.
-    known = np.flatnonzero(owner[state] >= 0)
-    if len(known):
-        following = np.minimum(np.searchsorted(known, np.arange(len(state))), len(known) - 1)
-        owner[state] = owner[state[known[following]]]
-    return owner
 
 
 def not_at_gradients(step: Step) -> str:

@@ -24,6 +24,8 @@ from memtune.program import (
     Tier,
     columns_of,
     moments_of_parameters,
+    one_by_one,
+    own_update,
 )
 from memtune.technique import Reason, Target
 
@@ -56,6 +58,8 @@ def optimizer_on_host(
         n_resident_ops: Number of the optimizer's first ops that run on the device with all that they touch
             (`offload.optimizer.resident_state_pass`).
     """
+    if native is None:
+        step = one_by_one(step, n_resident_ops)
     columns = columns_of(step.parameters)
     on_device, resident = of_first_ops(step, n_resident_ops)
     offloaded = columns.trainable & (columns.gradient >= 0) & ~resident[columns.storage]
@@ -176,14 +180,6 @@ def without_own_update(edit: Edit, step: Step, n_resident_ops: int = 0) -> npt.N
     optimizer = own_update(step) & ~of_first_ops(step, n_resident_ops)[0]
     edit.drop_ops(optimizer)
     return np.flatnonzero(optimizer)
-
-
-def own_update(step: Step) -> Mask:
-    """Return a mask of the ops of the user's optimizer, with those that count its steps on the host."""
-    is_own = np.asarray([not name.startswith("memtune.") for name in step.names], bool)[step.ops.name]
-    counts = (step.ops.resource == Resource.HOST_THREADS) & is_own
-    mask: Mask = (step.ops.phase == Phase.OPTIMIZER) & ((step.ops.resource == Resource.COMPUTE) | counts)
-    return mask
 
 
 def update_bytes(step: Step, native: Native, offloaded: npt.NDArray[np.intp]) -> I64:

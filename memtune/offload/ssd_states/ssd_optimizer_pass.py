@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from memtune.offload.optimizer import own_update
 from memtune.program import (
     FOREVER,
     I32,
@@ -28,6 +27,7 @@ from memtune.program import (
     Tier,
     columns_of,
     moments_of_parameters,
+    own_update,
 )
 
 _READ, _OFFLOAD, _UPDATE, _COPY_TO_DEVICE, _WRITE, _WRITE_WEIGHT, _COPY_ON_HOST, _READ_GRADIENT = range(8)

@@ -30,9 +30,6 @@ this model shows do not show.
 NOTHING_DRAWN_AGAIN = ("test_balanced.py", "test_checkmate.py", "test_dtr.py", "test_lohan.py")
 """Planners that recompute no random draw of it there."""
 OPS_NOT_COMPARED = {
-    "test_patrickstar.py": {"rewrite loses an op"},
-    "test_elixir.py": {"rewrite loses an op"},
-    "test_angel_ptm.py": {"rewrite loses an op"},
     "test_mobius.py": {"rewrite loses an op", "rewrite frees a tensor one op too late"},
 }
 """Defects of ops that the drift test leaves out there: of updates on the host, or deferred to a thread."""

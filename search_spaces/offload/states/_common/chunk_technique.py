@@ -30,7 +30,17 @@ from memtune.offload.parameters import (
     sizes_in_blocks,
     stream_parameters,
 )
-from memtune.program import Program, Rule, Step, Units, cache_residency, columns_of, gathers_of, memoized
+from memtune.program import (
+    Program,
+    Rule,
+    Step,
+    Units,
+    cache_residency,
+    columns_of,
+    gathers_of,
+    memoized,
+    one_by_one,
+)
 from memtune.runtime import Context
 from memtune.search_spaces.offload.states._common.layer_rules import (
     EAGER_ONLY,
@@ -161,6 +171,8 @@ def in_chunks(program: Program, chunk_plan: ChunkPlan, rule: Rule, prefetch: int
     residency = cache_residency(chunk_plan.chunks.uses(prefetch), chunk_plan.slots, rule)
     # Resident parameters are taken out of their blocks, so that only the others are streamed.
     step, ops = update_resident_first(program.step, chunk_plan.resident_parameters, replicas(program))
+    # Before parameters are in chunks, which several have in common.
+    step = one_by_one(step, ops)
     step = stream_parameters(
         step, residency, chunk_plan.chunks, early=False, ranks=replicas(program), in_place=chunk_plan.in_place
     )

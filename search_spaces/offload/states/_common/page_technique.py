@@ -30,7 +30,7 @@ from memtune.offload.ssd_states import (
     optimizer_on_ssd,
     swept_from_ssd,
 )
-from memtune.program import Program, Step, Units, columns_of, memoized
+from memtune.program import Program, Step, Units, columns_of, memoized, one_by_one
 from memtune.runtime import Context
 from memtune.search_spaces.offload.states._common.chunk_technique import (
     are_sharded,
@@ -74,6 +74,8 @@ class OnSsd:
 def in_pages(program: Program, page_plan: PagePlan, on_ssd: OnSsd | None = None) -> Program:
     """Return the program with blocks' parameters in pages, and the optimizer on the host, or on SSD."""
     step, ops = update_resident_first(program.step, page_plan.cached)
+    if on_ssd is None:
+        step = one_by_one(step, ops)
     step = stream_parameters(
         step,
         timeline(page_plan.pages, page_plan.prefetch),
