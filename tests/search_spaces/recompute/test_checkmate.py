@@ -105,7 +105,7 @@ class TestCheckmate(TechniqueSuite):
     technique = Checkmate
     models: ClassVar = {name: ZOO[name] for name in ("gpt", "cnn_bn")}
     variants = (Checkmate(share=0.0, nodes=16),)
-    quick = ("gpt",)
+    quick = ("cnn_bn",)
 
     @classmethod
     def default(cls) -> Checkmate:
