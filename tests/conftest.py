@@ -11,6 +11,7 @@ import shutil
 import site
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,8 +130,12 @@ def ssd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
     monkeypatch.setenv(offload_dir.VARIABLE, str(tmp_path))
     yield tmp_path
-    gc.collect()
     used = ssd_tensors.opened()
+    for _ in range(100):
+        gc.collect()
+        if used is None or used.used_bytes == 0:
+            break
+        time.sleep(0.05)  # a thread of autograd's engine drops what it ran when it next gets the interpreter
     assert used is None or used.used_bytes == 0
 
 
