@@ -70,7 +70,6 @@ if TYPE_CHECKING:
         is_in_expert as is_in_expert,
         split_expert_name as split_expert_name,
     )
-    from memtune.program.per_call_view import join_calls as join_calls, split_calls as split_calls
     from memtune.program.pipeline_order import (
         PipelineSchedule as PipelineSchedule,
         StageAction as StageAction,
@@ -174,6 +173,8 @@ if TYPE_CHECKING:
         Uses as Uses,
         at_micro_batch as at_micro_batch,
         forward_and_backward as forward_and_backward,
+        join_calls as join_calls,
+        split_calls as split_calls,
         traffic_bytes as traffic_bytes,
     )
 else:

@@ -708,3 +708,28 @@ def _reads_sums(step: Step) -> npt.NDArray[np.bool_]:
     found[step.uses.op[sums[step.uses.storage] & (step.uses.mode == READS)]] = True
     found &= step.ops.resource == Resource.SSD_READ
     return found
+
+
+def split_calls(step: Step) -> Step:
+    """Return `step` with one block per call, in call order; `step` itself if no block runs twice.
+
+    ALBERT's shared layers and a GAN's discriminator run several times in one forward. Each call has its own
+    inputs, outputs and backward, so passes that recompute a block or offload its saved tensors work per call.
+    The recorder numbers calls in the order in which they begin; rows of ops, saves and inputs refer to them.
+    """
+    if len(step.calls.block) == len(step.blocks):
+        return step
+    blocks = tuple(step.blocks[each] for each in step.calls.block)
+    outputs = tuple(step.block_outputs[each] for each in step.calls.block) if step.block_outputs else ()
+    return replace(step, blocks=blocks, block_outputs=outputs).with_calls(
+        block=np.arange(len(blocks), dtype=np.int32)
+    )
+
+
+def join_calls(step: Step, like: Step) -> Step:
+    """Return `step`, which has one block per call of `like`, with the blocks of `like` restored."""
+    if len(like.calls.block) == len(like.blocks):
+        return step
+    return replace(step, blocks=like.blocks, block_outputs=like.block_outputs).with_calls(
+        block=like.calls.block
+    )

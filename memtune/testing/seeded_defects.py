@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.activations.offload import offloaded_tensor
 from memtune.activations.recompute import ActivationTable, Keep, RegionRun, activation_table
-from memtune.activations.schedules import codegen, codegen_expr, region_of, run_schedule, scheduled_region
+from memtune.activations.schedules import codegen, region_of, run_schedule, scheduled_region
 from memtune.activations.tiling import tiled_loss
 from memtune.program import FOREVER, Kind, OpAddresses, Program, Step, Tier, plain_schedule
 from memtune.runtime import Context, Snapshot, local, rng_state, transfer
@@ -356,7 +356,7 @@ def _gradient_is_wrong(technique: type[Technique]) -> AbstractContextManager[Any
 
 
 def _statistics_twice(technique: type[Technique]) -> AbstractContextManager[Any]:
-    return patch.object(codegen_expr, "BATCH_NORMS", frozenset())
+    return patch.object(codegen, "BATCH_NORMS", frozenset())
 
 
 def _of_schedule() -> list[Mutation]:

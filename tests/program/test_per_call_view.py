@@ -10,8 +10,7 @@ import pytest
 from support.zoo_paths import ZOO
 
 from memtune.autotune.record.recorder import record
-from memtune.program.per_call_view import join_calls, split_calls
-from memtune.program.step import Phase, Step
+from memtune.program.step import Phase, Step, join_calls, split_calls
 from memtune.search_spaces.offload.activations.copy_out import CopyOut
 from memtune.search_spaces.recompute.balanced import Balanced
 from memtune.search_spaces.recompute.full import Full

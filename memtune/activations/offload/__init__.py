@@ -12,7 +12,6 @@ if TYPE_CHECKING:
         copy_end_ops as copy_end_ops,
         move_activations as move_activations,
     )
-    from memtune.activations.offload.byte_quota import ByteShare as ByteShare
     from memtune.activations.offload.compression import (
         accepts as accepts,
         float_bytes as float_bytes,
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     )
     from memtune.activations.offload.prefetch import Prefetcher as Prefetcher
     from memtune.activations.offload.selection_plan import (
+        ByteShare as ByteShare,
         OffloadClaim as OffloadClaim,
         claimable_bytes as claimable_bytes,
         claimable_rows as claimable_rows,

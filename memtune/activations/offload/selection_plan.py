@@ -1,17 +1,18 @@
 """Selection of the saved tensors that a block offloads, with the time and bytes of each.
 
-It follows Rules 1, 2 and 10 of `activations.recompute.activation_table`.
+It follows Rules 1, 2 and 10 of `activations.recompute.activation_table`. Runtime and pass share the running
+sums that meet a share of a block's saved bytes exactly.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from memtune.activations.offload.byte_quota import ByteShare
 from memtune.program import (
     FOREVER,
     I32,
@@ -27,6 +28,43 @@ from memtune.program import (
     calls_of,
     split_calls,
 )
+
+T = TypeVar("T")
+
+
+class ByteShare(Generic[T]):
+    """Running byte sums of one call of a block, which meet a share of its saved bytes exactly.
+
+    A tensor is offloaded in full when it is saved if the offloaded bytes stay within the share of the bytes
+    saved so far. At the end of the call the missing bytes are taken from the last tensor that was kept. It is
+    large enough: it exceeded the missing bytes when it was saved, and tensors offloaded since then have not
+    increased them.
+
+    Args:
+        fraction: Share of the bytes to offload, from 0 to 1; rounded to whole bytes.
+    """
+
+    def __init__(self, fraction: float) -> None:
+        self._fraction = fraction
+        self._seen_bytes = self._offloaded_bytes = 0
+        self._kept: T | None = None
+
+    def _missing_bytes(self) -> int:
+        return round(self._fraction * self._seen_bytes) - self._offloaded_bytes
+
+    def is_offloaded_whole(self, tensor: T, n_bytes: int) -> bool:
+        """Return whether `tensor`, which is being saved, is offloaded in full."""
+        self._seen_bytes += n_bytes
+        if n_bytes > self._missing_bytes():
+            self._kept = tensor
+            return False
+        self._offloaded_bytes += n_bytes
+        return True
+
+    def partial_tensor(self) -> tuple[T, int] | None:
+        """Return the tensor to cut at the end of the call and its bytes to offload, if bytes are missing."""
+        missing = self._missing_bytes()
+        return None if self._kept is None or not missing else (self._kept, missing)
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ Rule 7. A tensor that is spilled to SSD is written from host memory (`activation
 Rule 8. A tensor is reloaded when backward unpacks it, or prefetched before (`activations.offload.prefetch`).
 Rule 9. On a pipeline stage only the outputs of the stage's own blocks are offloaded, and copies may follow
 the schedule (`activations.offload.pipeline_slots`).
-Rule 10. The offloaded bytes meet the claimed share exactly (`activations.offload.byte_quota`): at the end of
-a region's call the last tensor that was kept is cut; the missing bytes are offloaded and the rest gets memory
-of its own. Each storage is decided once, by the first region that saves it.
+Rule 10. The offloaded bytes meet the claimed share exactly (`activations.offload.selection_plan`): at the
+end of a region's call the last tensor that was kept is cut; the missing bytes are offloaded and the rest gets
+memory of its own. Each storage is decided once, by the first region that saves it.
 Rule 11. A policy without copies (`compress`) packs a storage when it is saved, in the order of compute: its
 source is freed with its last reader. It packs floating-point storages alone, and no statistics
 (`Hop.least_bytes`). A region whose inputs are not packed exactly does not compare the values of both runs.

@@ -7,11 +7,7 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
-    from memtune.activations.schedules import (
-        codegen as codegen,
-        codegen_expr as codegen_expr,
-        scheduled_region as scheduled_region,
-    )
+    from memtune.activations.schedules import codegen as codegen, scheduled_region as scheduled_region
     from memtune.activations.schedules.block_regions_pass import (
         BlockRegions as BlockRegions,
         block_regions_of as block_regions_of,
@@ -24,10 +20,6 @@ if TYPE_CHECKING:
         solve_exactly as solve_exactly,
         solve_rounded as solve_rounded,
     )
-    from memtune.activations.schedules.free_after_forward_planner import (
-        FreeAfterForwardPlanner as FreeAfterForwardPlanner,
-    )
-    from memtune.activations.schedules.partial_ops_pass import elements_of as elements_of
     from memtune.activations.schedules.region_pass import (
         Region as Region,
         added_gradients as added_gradients,
@@ -35,7 +27,10 @@ if TYPE_CHECKING:
         region_among as region_among,
         region_of as region_of,
     )
-    from memtune.activations.schedules.schedule_pass import run_schedule as run_schedule
+    from memtune.activations.schedules.schedule_pass import (
+        elements_of as elements_of,
+        run_schedule as run_schedule,
+    )
     from memtune.activations.schedules.scheduled_region import ScheduledRegion as ScheduledRegion
 else:
     __getattr__ = open_door(__name__)

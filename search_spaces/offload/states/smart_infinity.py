@@ -21,7 +21,7 @@ from memtune.search_spaces.offload.states._common.grad_offload_technique import 
     cannot_offload_on_grad_ready,
     replicas_of,
 )
-from memtune.search_spaces.offload.states._common.natively_updated import NativelyUpdated
+from memtune.search_spaces.offload.states._common.layer_rules import NativelyUpdated
 from memtune.ssd import offload_dir
 from memtune.technique import Exactness, Facts, Plan, Reason, Target, no_directory
 from memtune.units import MIB

@@ -56,10 +56,10 @@ from memtune.runtime import Context
 from memtune.search_spaces._support import conflict
 from memtune.search_spaces.offload.states._common.layer_rules import (
     EAGER_ONLY,
+    NativelyUpdated,
     cannot_run_on_ranks,
     other_gathers,
 )
-from memtune.search_spaces.offload.states._common.natively_updated import NativelyUpdated
 from memtune.ssd import offload_dir
 from memtune.technique import Facts, Plan, Reason, Target, no_directory
 

@@ -28,7 +28,7 @@ from memtune.search_spaces.offload.states._common.grad_offload_technique import 
     native_of,
     replicas_of,
 )
-from memtune.search_spaces.offload.states._common.natively_updated import NativelyUpdated
+from memtune.search_spaces.offload.states._common.layer_rules import NativelyUpdated
 from memtune.search_spaces.offload.states._common.state_ratio import RatioSolution, smallest_ratio
 from memtune.technique import Exactness, Plan, Reason, Target
 from memtune.units import MIB, format_bytes

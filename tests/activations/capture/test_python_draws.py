@@ -14,7 +14,7 @@ import torch
 from numpy.random import rand
 from torch import Tensor, nn
 
-from memtune.activations.capture import python_draws
+from memtune.activations.capture import region_capture
 
 OF_FILE = random.Random(5)
 TABLE = np.ones(3)
@@ -136,7 +136,7 @@ class Names(Net):
 
 def found_in(net: nn.Module) -> str:
     """Return the generator that the forward of `net` names."""
-    return python_draws.draws_named_in(net, net.forward)
+    return region_capture.draws_named_in(net, net.forward)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from memtune.activations.offload.byte_quota import ByteShare
+from memtune.activations.offload.selection_plan import ByteShare
 
 
 @given(sizes=st.lists(st.integers(1, 10**11), max_size=30), fraction=st.floats(0, 1))

@@ -1,13 +1,17 @@
-"""Rules of techniques that offload the blocks' parameters (`offload.parameters.offloader`)."""
+"""Rules of techniques that offload the blocks' parameters (`offload.parameters.offloader`), and the knob of
+those that run the native update.
+"""
 
 from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
 
 from memtune import refusals
 from memtune.offload.optimizer import unknown_optimizer
 from memtune.offload.parameters import not_in_layers
 from memtune.program import Kind, Program, Step, columns_of, gathers_of
 from memtune.search_spaces._support import Config, conflict
-from memtune.technique import Reason, Target, Technique
+from memtune.technique import Exactness, Reason, Target, Technique
 
 EAGER_ONLY = "compiled graphs keep offloaded parameters in device memory"
 _OTHER = "offload: {states: {kind: optimizer_cpu}}"
@@ -88,3 +92,21 @@ def _cannot_offload_parameters(step: Step, target: Target, natively: bool) -> Re
     if natively and (columns.itemsize[trained] != 4).any():
         return refusals.float32_weights("offload: {states: {kind: optimizer_cpu, update: master}}")
     return None
+
+
+class NativelyUpdated(Technique):
+    """Keeps optimizer state off the device, where the native update runs."""
+
+    exactness: ClassVar[Exactness] = Exactness.REORDERED
+
+    update: Literal["native", "master"] = "native"
+    """`native` is for float32 parameters and has the bits of torch's fused AdamW; `master` keeps float32
+    masters for bfloat16 parameters, on the tier of the state as well.
+    """
+
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        return {"update": ("native", "master")}
+
+    def exactly(self) -> Exactness:
+        # With masters it trains as bfloat16 with float32 masters, not as the user's optimizer.
+        return Exactness.LOSSY if self.update == "master" else self.exactness

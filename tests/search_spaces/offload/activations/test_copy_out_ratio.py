@@ -17,7 +17,7 @@ from support.gloo import run_ranks
 from support.zoo_paths import ZOO
 
 from memtune import hardware
-from memtune.activations.offload.byte_quota import ByteShare
+from memtune.activations.offload.selection_plan import ByteShare
 from memtune.api import apply
 from memtune.autotune.predict.simulation import simulate
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter

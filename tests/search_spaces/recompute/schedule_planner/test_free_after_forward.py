@@ -7,8 +7,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings, strategies as st
 
-from memtune.activations.schedules.free_after_forward_planner import FreeAfterForwardPlanner
 from memtune.program.op_schedule import Action, OpGraph, Schedule, find_schedule_error
+from memtune.search_spaces.recompute._schedule_planner.schedule_search import FreeAfterForwardPlanner
 
 
 @st.composite
