@@ -163,11 +163,12 @@ class OffloadedParameter:
     def expect_values(self, finish: Callable[[], None]) -> None:
         """Have each access to the parameter call `finish` first, until `settle`; it is not on the device."""
         if self._class is None and not self.is_resident:
-            self._class, shown = type(self.parameter), self.parameter
-            # A class, since attributes of a tensor cannot be intercepted on the object; `settle` gives the
-            # own one back.
-            shown.__class__ = _IN_FLIGHT[plain_type(shown)]
+            shown = self.parameter
+            in_flight = _IN_FLIGHT[plain_type(shown)]
             vars(shown).update(_finish=finish, _host=self.host if self._keeps else None)
+            # Last, so that an error in between leaves nothing to settle. A class, since attributes of a
+            # tensor cannot be intercepted on the object; `settle` gives the own one back.
+            self._class, shown.__class__ = type(shown), in_flight
 
     def settle(self) -> None:
         """End the wait: the host has the values."""

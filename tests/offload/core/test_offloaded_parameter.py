@@ -29,6 +29,7 @@ from torch.optim.swa_utils import AveragedModel
 from memtune.api import apply
 from memtune.autotune.record_parallel.fake_process_group import fake_ranks
 from memtune.errors import ApplyError
+from memtune.offload.core import offloaded_parameter
 from memtune.offload.core.offloaded_parameter import OffloadedParameter
 from memtune.runtime import shown_grad
 from memtune.ssd import offload_dir
@@ -297,6 +298,23 @@ def test_parameter_that_keeps_its_memory_has_the_hosts_values_while_it_is_freed(
     out.backward()
     assert (loads, parameter.grad.tolist()) == (["load"], [14.0] * 3)  # type: ignore[union-attr]
     assert type(parameter) is nn.Parameter
+
+
+def test_error_before_values_are_in_flight_leaves_nothing_to_settle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`apply` restores the parameters after an error anywhere in it, and must not fail in turn."""
+    parameter, host = nn.Parameter(torch.ones(3)), torch.full((3,), 2.0)
+    each = OffloadedParameter(parameter, host, keeps=True)
+    each.free()
+
+    def fail(tensor: Tensor) -> type:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(offloaded_parameter, "plain_type", fail)
+    with pytest.raises(RuntimeError, match="injected"):
+        each.expect_values(lambda: None)
+    each.restore()
+    assert type(parameter) is nn.Parameter
+    assert each.is_resident
 
 
 def test_autograd_grad_accepts_freed_parameters() -> None:
