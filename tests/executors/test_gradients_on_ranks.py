@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,10 @@ def config_of(path: Path, ranks: int, settings: Settings) -> dict[str, Any]:
     return {"settings": document, "plan": {slot: plan.document() for slot, plan in found.plans.items()}}
 
 
-def on_rank(path: Path, config: dict[str, Any], folder: str) -> dict[str, GradientRecord]:
-    """Return the records of the first step."""
+def on_rank(
+    path: Path, config: dict[str, Any], folder: str, order: Sequence[int] = range(8)
+) -> dict[str, GradientRecord]:
+    """Return the records of the first step, over the samples in `order`."""
     os.environ[offload_dir.VARIABLE] = folder
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     trial = Trial(number=0, workload=str(path), config=config, gradient_steps=1, ranks=ranks)
@@ -64,7 +67,8 @@ def on_rank(path: Path, config: dict[str, Any], folder: str) -> dict[str, Gradie
     measured = worker._Measurements()
     worker._digest_gradients(place, tuned, shapes, Ledger.open(place.device, budget_bytes=None), measured)
     torch.manual_seed(0)
-    samples = [workload.make_batch(2) for _ in range(8)]
+    drawn = [workload.make_batch(2) for _ in range(8)]
+    samples = [drawn[index] for index in order]
     per_rank = len(samples) // ranks
     tuned.step(samples[rank * per_rank : (rank + 1) * per_rank])
     return measured.gradients[0]
@@ -121,3 +125,29 @@ def test_worker_reports_full_gradients(
     plain = run_ranks(on_rank, 0, path, {"settings": {}}, str(tmp_path))[0]
     assert all(each == found[0] for each in found)
     assert largest_difference(found[0], plain)[0] < 1e-5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"offload": {"states": {"kind": "mobius", "stages": 4}}},
+        pytest.param(
+            {"offload": {"states": {"kind": "harmony", "parallelism": "pipeline"}}}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_rotated_micro_batches_add_up_as_one_rank_adds_them(settings: Settings, tmp_path: Path) -> None:
+    """The sum is that of one process, to the bit, over each rank's first sample, then the second ones; DDP
+    adds up each rank's own samples first.
+    """
+    found = run_ranks(on_rank, 2, CHAIN, config_of(CHAIN, 2, settings), str(tmp_path))
+    in_turn = tuple(index + rank * 4 for index in range(4) for rank in range(2))
+    wanted, other = (
+        run_ranks(on_rank, 0, CHAIN, {"settings": {}}, str(tmp_path), order)[0]
+        for order in (in_turn, range(8))
+    )
+    assert found[0] == found[1]
+    hashes = {name: each.sha256 for name, each in found[0].items()}
+    assert hashes == {name: each.sha256 for name, each in wanted.items()}
+    assert hashes != {name: each.sha256 for name, each in other.items()}

@@ -89,13 +89,14 @@ class Mobius(Technique):
     a stage, the prefetched weights, its gradients and its activations stay within the budget.
 
     On g ranks stage j is on the rank of place j mod g, and each rank holds its stages alone. Ranks bring
-    their own micro-batches and all ranks work on all of them; activations between stages pass through the
-    hosts. The last stage of each rank is resident between its forward and its backward. Cross mapping places
-    ranks so that consecutive stages are under different root complexes. The partition is then the fastest one
-    into a multiple of g stages under which each rank stays within the budget: of all partitions if they are
-    few, else the best found from even ones (`offload.multiplexed.stage_partition_planner`). Forward and
-    backward have the same stages, since a block's weights are on one rank's host. Such a config is written by
-    hand, with `sharding: {states: {kind: none}}`.
+    their own micro-batches and all ranks work on all of them, in turn; gradients add up in that order, where
+    DDP adds up each rank's own first. Activations between stages pass through the hosts. The last stage of
+    each rank is resident between its forward and its backward. Cross mapping places ranks so that consecutive
+    stages are under different root complexes. The partition is then the fastest one into a multiple of g
+    stages under which each rank stays within the budget: of all partitions if they are few, else the best
+    found from even ones (`offload.multiplexed.stage_partition_planner`). Forward and backward have the same
+    stages, since a block's weights are on one rank's host. Such a config is written by hand, with `sharding:
+    {states: {kind: none}}`.
     """
 
     kind: Literal["mobius"] = "mobius"
