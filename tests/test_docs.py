@@ -74,6 +74,9 @@ def test_planning_times_are_the_measured_ones() -> None:
     readme, index = (" ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/index.md"))
     assert f"took {many} for 7B parameters on 64 GPUs, {one} on one, and {largest}" in readme
     assert f"took {one} for 7B parameters on one GPU and {many} on 64" in index
+    table = dict(rows("docs/measurements.md"))
+    names = ("7B on 64 GPUs", "7B on one GPU", "405B-shaped on 16,384 GPUs")
+    assert [table[name] for name in names] == [f"{row['wall_s']:.1f} s" for row in results["rows"][:3]]
 
 
 def test_systems_page_names_every_technique_and_existing_tests(monkeypatch: pytest.MonkeyPatch) -> None:
