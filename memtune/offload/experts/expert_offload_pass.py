@@ -30,6 +30,7 @@ from memtune.program import (
     columns_of,
     gathers_of,
     memoized,
+    owners_in_update,
     raw_gradients,
     rows_of_gradients,
     window_residency,
@@ -184,10 +185,13 @@ def _on_ssd(edit: Edit, step: Step, plain: Step, expert_rows: npt.NDArray[np.int
 
 
 def _drop_optimizer_uses(edit: Edit, step: Step, plain: Step, expert_rows: npt.NDArray[np.intp]) -> None:
-    """Drop the uses of experts' storages by the optimizer's own ops."""
-    columns = columns_of(plain.parameters)
-    theirs = np.isin(step.storages.owner, expert_rows)
+    """Drop the uses of experts' storages by the optimizer's own ops, and the bytes of what these make of
+    them: a foreach op has temporaries of all parameters.
+    """
+    columns, inside = columns_of(plain.parameters), step.ops.phase == Phase.OPTIMIZER
+    theirs = np.isin(owners_in_update(step), expert_rows)
     theirs[columns.storage[expert_rows]] = True
+    edit.storages.bytes[theirs & (step.storages.producer >= 0) & inside[step.storages.producer]] = 0
     edit.drop_uses((step.use_phase == Phase.OPTIMIZER) & theirs[step.uses.storage])
 
 

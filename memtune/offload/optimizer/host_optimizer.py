@@ -404,7 +404,7 @@ class HostOptimizer:
         }
         self._deferred = DeferredUpdates(hosts, is_fake=fake)
         self.sync_before_checkpoints(context)
-        if not fake:
+        if not self._deferred.is_fake:
             sync_reads(self.optimizer, self._finish_updates)
         return self._deferred
 

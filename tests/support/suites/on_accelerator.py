@@ -21,18 +21,12 @@ NOT_PREDICTED = {
     "listed": "of the router's choices: 288 bytes on a CPU, which are 14 blocks",
 }
 """Models whose steps on a device without a table of kernels are others, and the reason."""
-OF_ALL_EXPERTS = ("test_moesys.py",)
-"""Predictions of steps that use all experts, which those that are measured there do not."""
 NOTHING_RECOMPUTED = ("test_planned.py",)
 """Planners that recompute nothing of `gpt` there, where the optimizer's step has the peak: defects that only
 this model shows do not show.
 """
 NOTHING_DRAWN_AGAIN = ("test_balanced.py", "test_checkmate.py", "test_dtr.py", "test_lohan.py")
 """Planners that recompute no random draw of it there."""
-OPS_NOT_COMPARED = {
-    "test_mobius.py": {"rewrite loses an op", "rewrite frees a tensor one op too late"},
-}
-"""Defects of ops that the drift test leaves out there: of updates on the host, or deferred to a thread."""
 OTHER_TESTS = {
     "allocator": "installed before the device starts: test_other_allocators.py",
     "test_pipeline.py": "has loops of its own on the CPU: test_techniques.py",
@@ -70,11 +64,9 @@ def _trains(item: Any) -> bool:
     is_of_drift = is_of_drift or item.originalname == "test_rewrite_equals_the_recording_of_apply"
     if not OTHER_TESTS.keys().isdisjoint(parts):
         return False
-    if is_of_drift and (values.get("model") in NOT_PREDICTED or item.path.name in OF_ALL_EXPERTS):
+    if is_of_drift and values.get("model") in NOT_PREDICTED:
         return False
     if "mutation" in values and values["mutation"].needs == "gpt" and item.path.name in NOTHING_RECOMPUTED:
-        return False
-    if "mutation" in values and values["mutation"].name in OPS_NOT_COMPARED.get(item.path.name, ()):
         return False
     is_of_draws = "mutation" in values and values["mutation"].name == "the random state is not restored"
     if is_of_draws and item.path.name in NOTHING_DRAWN_AGAIN:
