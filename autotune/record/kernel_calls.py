@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from memtune.autotune.record.device_calls import as_on
 from memtune.autotune.record.inplace_accumulation import PRODUCT_PLUS_BIAS
 from memtune.autotune.record.tracer import Tracer
 from memtune.autotune.translate import translation_table
@@ -130,12 +131,13 @@ class CallRecorder(TorchFunctionMode):
         fuse: For steps whose kernels are to be translated: run attention without its dropout, because CPU's
             fused kernel has none and only a fused kernel lays out its output as CUDA's do; run attention for
             which no GPU has a kernel as the composite that it is there.
+        device: Run recurrent layers with this device's ops; None leaves them to the CPU's.
     """
 
-    def __init__(self, tracer: Tracer, *, fuse: bool = False) -> None:
+    def __init__(self, tracer: Tracer, *, fuse: bool = False, device: torch.device | None = None) -> None:
         super().__init__()
         self.calls: list[Call] = []
-        self._tracer, self._fuse = tracer, fuse
+        self._tracer, self._fuse, self._device = tracer, fuse, device
         self._modes = 0
 
     def __enter__(self) -> Any:
@@ -160,6 +162,8 @@ class CallRecorder(TorchFunctionMode):
         options = known[1](*args, **(kwargs or {})) if known else None
         if known is None or options is None:
             return func(*args, **(kwargs or {}))
+        if self._device is not None and known[1] is _recurrent:
+            return as_on(self._device, func, args, kwargs or {})
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         inputs = tuple(self._tracer.storage_of(each) for each in tensors)
         dtype = _compute_dtype(known[0], tensors[0])

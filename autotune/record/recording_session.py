@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from memtune.autotune.record.accelerator_autocast import accelerator_autocast_on_cpu
 from memtune.autotune.record.block_dedup import BlockDedup, optimizer_mark
 from memtune.autotune.record.block_expand import PartialRecording
+from memtune.autotune.record.device_calls import backward_on_one_thread
 from memtune.autotune.record.fake_divergence import BatchValues, as_in_training
 from memtune.autotune.record.foreach_record import foreach_phase, step_counters
 from memtune.autotune.record.kernel_calls import CallRecorder, attention_without_dropout
@@ -29,7 +30,7 @@ from memtune.autotune.record.optimizer_dedup import OptimizerDedup
 from memtune.autotune.record.tracer import Tracer
 from memtune.compile import CompiledModel, Compiling
 from memtune.deferred_init import OneFakeMode
-from memtune.device import Capability, platform_of
+from memtune.device import Capability, accelerator, platform_of
 from memtune.errors import MemtuneError, WorkloadError
 from memtune.hardware import Device
 from memtune.memory import RealOutputs, WorkspaceTable
@@ -135,11 +136,20 @@ class Session:
         """True if `translate` has a table of the target's kernels, which are not those of a CPU."""
         return self._is_for_another and Capability.TRANSLATION in platform_of(self.target).capabilities
 
+    @property
+    def _composing_device(self) -> torch.device | None:
+        """Device of the target whose composition of calls a recording on fake tensors can follow: one that is
+        present and whose kernels `translate` does not know.
+        """
+        follows = self._is_for_another and not self._has_other_kernels and self.fake is not None
+        return torch.device(self.target, 0) if follows and accelerator.device_type() == self.target else None
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Enter the recording modes: fake tensors unless the rung is real, random draws from `SEED`."""
         casts = accelerator_autocast_on_cpu(self.target) if self._is_for_another else nullcontext()
-        with casts, preserved_random(), self.mode:
+        threads = nullcontext() if self._composing_device is None else backward_on_one_thread()
+        with casts, threads, preserved_random(), self.mode:
             seed_all(SEED)
             if self.fake is None:
                 yield
@@ -227,7 +237,7 @@ class Session:
         tracer = self._tracer(dedup.recorded)
         with self.entered(), dedup.skipping_blocks():
             batches = [self.batch(size)]
-            calls = CallRecorder(tracer, fuse=self._has_other_kernels)
+            calls = self._call_recorder(tracer)
             try:
                 with tracer.recording():
                     with calls:
@@ -247,6 +257,9 @@ class Session:
             finally:
                 self.optimizer.zero_grad(set_to_none=True)
         return dedup.partial_recording(tracer, calls.calls, self.optimizer, gradients)
+
+    def _call_recorder(self, tracer: Tracer) -> CallRecorder:
+        return CallRecorder(tracer, fuse=self._has_other_kernels, device=self._composing_device)
 
     def _tracer(self, blocks: list[str]) -> Tracer:
         return Tracer(
@@ -284,7 +297,7 @@ class Session:
                     sync=lambda last: self.sync(False),
                 )
                 batches = batches[-1:]
-            calls = CallRecorder(tracer, fuse=self._has_other_kernels)
+            calls = self._call_recorder(tracer)
             with tracer.recording():
                 with calls if self.compiled is None else _no_new_graphs():
                     loss = accumulate(

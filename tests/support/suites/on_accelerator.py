@@ -17,10 +17,9 @@ CHECKS = (
 )
 """Tests of a suite that use a device."""
 NOT_PREDICTED = {
-    "lstm": "an accelerator runs fused cells, the recording for it those of a CPU",
     "listed": "of the router's choices: 288 bytes on a CPU, which are 14 blocks",
 }
-"""Models whose steps on a device without a table of kernels are others, and the reason."""
+"""Models whose peaks there are others, and the reason."""
 NOTHING_RECOMPUTED = ("test_planned.py",)
 """Planners that recompute nothing of `gpt` there, where the optimizer's step has the peak: defects that only
 this model shows do not show.
