@@ -21,8 +21,8 @@ from memtune.activations.capture import (
     ConstantTensors,
     distributions_are_valid,
     fakes_look_real,
+    packing_by_known_lengths,
 )
-from memtune.autotune.record.packed_sequences import packing_by_known_lengths
 from memtune.runtime import READ_OUTS, EagerRecorder, OpVisitor, tensors_in
 
 _NUMBER = torch.ops.aten._local_scalar_dense.default
@@ -119,7 +119,7 @@ class BatchValues:
             replaced(Tensor, numpy=numpy),
             replaced(torch.utils, swap_tensors=swap_tensors),
             distributions_are_valid(lambda: reads.assume(_VALID)),
-            packing_by_known_lengths(self.known, self.mode, lambda: reads.assume(_SAME_COUNTS)),
+            packing_by_known_lengths(self.known, lambda: reads.assume(_SAME_COUNTS)),
             EagerRecorder(reads),
         ):
             yield

@@ -49,13 +49,13 @@ from memtune.program import (
     Tier,
 )
 from memtune.progress import advance
-from memtune.random_seeds import PythonRandomState
 from memtune.runtime import (
     DEVICE,
     HOST,
     READ_OUTS,
     SEAM,
     TIERS,
+    PythonDraws,
     SeamOp,
     WatchingMode,
     current_tier,
@@ -119,7 +119,7 @@ class Tracer(WatchingMode):
         self._blocks, self._on_cpu, self._device_type = blocks, on_cpu, device_type
         self.draft = Draft(blocks)
         self.n_state = 0
-        self._random_at_start: PythonRandomState | None = None
+        self._drawn: PythonDraws | None = None
         self.entered: dict[int, Mark] = {}
         self.phase = Phase.FORWARD
         self._paused = 0
@@ -526,7 +526,7 @@ class Tracer(WatchingMode):
                 self.entered[block] = self.mark()
             if block == len(self._blocks):
                 self.draft.model_calls += 1
-                self._random_at_start = PythonRandomState.now()
+                self._drawn = PythonDraws(module)
                 return
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, Tensor):
@@ -539,8 +539,7 @@ class Tracer(WatchingMode):
             if torch._C._current_autograd_node() is None:
                 self.draft.leave[block] = len(self.draft.ops) - 1
                 if block == len(self._blocks):
-                    before = self._random_at_start
-                    self.draft.python_draws |= before is not None and not before.is_now()
+                    self.draft.python_draws |= self._drawn is not None and self._drawn.some()
                     # Reading a lazy output (tiled logits that do not exist yet) would compute it.
                     with torch._C.DisableTorchFunctionSubclass():
                         storages = [

@@ -309,7 +309,7 @@ class Step:
     lazy_values: bool = False
     """An op of forward or backward received a lazily conjugated or negated tensor (complex numbers)."""
     python_draws: bool = False
-    """Forward of the model draws from the generators of Python or numpy, which no op shows."""
+    """Forward of the model draws from generators of Python or numpy, which no op shows."""
     runs_schedules: bool = False
     """Blocks run by schedules, which decide op by op what is saved and recomputed."""
     block_outputs: tuple[str, ...] = ()

@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from memtune.runtime.placement import RemoteParameters as RemoteParameters
     from memtune.runtime.rng_state import (
         NoteGenerators as NoteGenerators,
+        PythonDraws as PythonDraws,
         RandomState as RandomState,
         autocast_now as autocast_now,
         generator_of as generator_of,

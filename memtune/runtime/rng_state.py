@@ -207,25 +207,37 @@ def _generators_in(places: Iterable[Mapping[str, Any]]) -> list[Any]:
     return list({id(each): each for each in found}.values())
 
 
+class PythonDraws:
+    """Draws from now on from the generators of Python and numpy, the global ones and those of `module`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        # torch's generators are not touched, because fake tensors draw nothing.
+        self._before = PythonRandomState.now()
+        generators = [*generators_of(module), *generators_of_files(module)]
+        self._own = [(each, _state_of(each)) for each in generators if is_python_generator(each)]
+
+    def some(self) -> bool:
+        """Return whether anything has been drawn."""
+        same = (_is_same(state, _state_of(each)) for each, state in self._own)
+        return not (self._before.is_now() and all(same))
+
+    def undo(self) -> None:
+        """Restore the generators."""
+        self._before.continue_from()
+        for each, state in self._own:
+            _set_state(each, state)
+
+
 @contextmanager
 def undone_draws(module: nn.Module) -> Iterator[Callable[[], bool]]:
     """Restore Python's and numpy's generators and those of `module` at the end; yield what returns whether
     anything has been drawn.
     """
-    # torch's generators are not touched, because fake tensors draw nothing.
-    before = PythonRandomState.now()
-    generators = [*generators_of(module), *generators_of_files(module)]
-    own = [(each, _state_of(each)) for each in generators if is_python_generator(each)]
-
-    def drawn() -> bool:
-        return not (before.is_now() and all(_is_same(state, _state_of(each)) for each, state in own))
-
+    draws = PythonDraws(module)
     try:
-        yield drawn
+        yield draws.some
     finally:
-        before.continue_from()
-        for each, state in own:
-            _set_state(each, state)
+        draws.undo()
 
 
 def generator_of(kwargs: Any) -> Generator | None:

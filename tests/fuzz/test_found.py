@@ -116,6 +116,29 @@ def test_layer_major_order_of_draws_in_python_is_refused_before_a_trial(tmp_path
     assert "draws random numbers in Python" in outcome.text
 
 
+def test_layer_major_order_of_draws_of_an_own_generator_is_refused_before_a_trial(tmp_path: Path) -> None:
+    """On two ranks stages drew other numbers in their second run."""
+    found = case("own_generator", ranks=2, offload__states=("harmony", {"parallelism": "pipeline"}))
+    outcome = Recorded(found.model, None, tmp_path, found.ranks).peak(found)
+    assert outcome.kind == "refused", outcome.text
+    assert "draws random numbers in Python" in outcome.text
+
+
+def test_layer_major_order_of_draws_that_begin_in_a_later_step_is_refused_then(tmp_path: Path) -> None:
+    """The recorded step draws nothing; forward packs drew for all micro-batches first, and backward again."""
+    found = case("late_draw", "mlp", accumulate=2, offload__states="harmony")
+    outcome = Recorded(found.model, None, tmp_path).outcome(found)
+    assert outcome.kind == "refused", outcome.text
+    assert "draws random numbers in Python" in outcome.text
+
+
+def test_schedules_know_packed_sequences_of_known_lengths(tmp_path: Path) -> None:
+    """Torch reads the lengths in C++: they were recorded, and not captured in training."""
+    found = case("packed", "attention", recompute="attention_boundary")
+    outcome = Recorded(found.model, None, tmp_path).outcome(found)
+    assert outcome.kind == "equal", outcome.text
+
+
 def test_batch_norm_that_is_kept_finds_its_statistics_as_saved(tmp_path: Path) -> None:
     found = case("unfused", "batch_norm", loss="penalty", recompute="balanced")
     outcome = Recorded(found.model, None, tmp_path).outcome(found)

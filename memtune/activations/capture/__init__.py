@@ -18,6 +18,9 @@ if TYPE_CHECKING:
         match_layouts as match_layouts,
     )
     from memtune.activations.capture.guards import Guards as Guards, call_key as call_key
+    from memtune.activations.capture.packed_sequences import (
+        packing_by_known_lengths as packing_by_known_lengths,
+    )
     from memtune.activations.capture.region_capture import (
         capture as capture,
         named_state as named_state,

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from memtune.activations.capture.executed_code import ExecutedCode, is_library
 from memtune.activations.capture.guard_sources import nested_code
+from memtune.activations.capture.packed_sequences import packing_by_known_lengths
 from memtune.activations.capture.side_effects import no_side_effects
 from memtune.activations.capture.tape import (
     CaptureError,
@@ -133,7 +134,7 @@ def capture(
             given = tree_unflatten(
                 [faked[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
             )
-            with EagerRecorder(recorder):
+            with packing_by_known_lengths(recorder.known), EagerRecorder(recorder):
                 with ExitStack() as stack:
                     # As autocast was at the call: a capture may run later, in backward, outside of the
                     # caller's context.

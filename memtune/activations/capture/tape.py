@@ -121,7 +121,7 @@ class Recorder(OpVisitor):
         self._of: dict[int, int | Outside] = {}
         self._readers: dict[Outside, set[int]] = {}
         self._n_values = 0
-        self._known = ConstantTensors()
+        self.known = ConstantTensors()
 
     def register_outside(self, tensor: Tensor, outside: Outside) -> None:
         """Register `tensor` as the outside tensor `outside`."""
@@ -156,7 +156,7 @@ class Recorder(OpVisitor):
         if func.namespace in ("prim", "prims"):
             return NotImplemented
         # Masks and positions may steer the code: their values follow from shapes, so reading them is safe.
-        constant = self._known.read_constant(func, args)
+        constant = self.known.read_constant(func, args)
         if constant is not None:
             return constant
         try:
@@ -167,7 +167,7 @@ class Recorder(OpVisitor):
             # As the real kernel does; otherwise two gradients would be one value.
             if str(func) in _FAKE_SHARES:
                 out = _separate_storages(out)
-            self._known.follow(func, args, kwargs, out)
+            self.known.follow(func, args, kwargs, out)
             self._record(func, args, kwargs, plain, out)
         except CaptureError as error:
             raise CaptureError(f"{func}: {error}") from None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from memtune._door import open_door
 
 if TYPE_CHECKING:
+    from memtune.offload.layer_major.block_chain import not_chain_error as not_chain_error
     from memtune.offload.layer_major.block_chain_pass import not_a_chain as not_a_chain
     from memtune.offload.layer_major.boundary_activations import discard_saved as discard_saved
     from memtune.offload.layer_major.layer_major_order import LayerMajor as LayerMajor

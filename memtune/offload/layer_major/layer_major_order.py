@@ -40,7 +40,14 @@ from memtune.offload.layer_major.boundary_activations import BoundaryActivations
 from memtune.offload.layer_major.joined_forward import form_of, join, part_of, require_equal, samples_of
 from memtune.offload.layer_major.pack_offloader import PackOffloader
 from memtune.offload.layer_major.packs import BoundaryTier, Packs, Span, joins
-from memtune.runtime import Context, ReplacedForward, training_step
+from memtune.runtime import (
+    Context,
+    RandomState,
+    ReplacedForward,
+    generators_of,
+    generators_of_files,
+    training_step,
+)
 
 
 class _Step(NamedTuple):
@@ -77,6 +84,8 @@ class LayerMajor:
         self._store = store
         self._packs, self._boundaries = packs, BoundaryActivations(boundaries)
         _refuse(context.model)
+        self._model = context.model
+        self._generators = [*generators_of(context.model), *generators_of_files(context.model)]
         self._calls = InterceptedBlocks(context.model, context.blocks)
         self._prologue = Prologue(context.model, context.blocks, self._calls, store)
         self._anchor = torch.empty(0, device=context.device, requires_grad=True)
@@ -133,6 +142,7 @@ class LayerMajor:
         packs = self._packs
         following = dict(zip(range(len(packs.uses)), [*packs.uses[1:], None], strict=True))
         update = group.stop == len(step.batches)
+        before = RandomState.capture(self._model, self._generators, python=True)
         if packs.forward:
             for index in group:
                 # All prologues first: the forward packs then run without the user's code.
@@ -144,6 +154,7 @@ class LayerMajor:
             self._store.begin(pack, following[number] if packs.prefetch else None)
             backward = number >= len(packs.forward)
             if number == len(packs.forward):
+                self._require_no_draws(before)
                 total = self._turnaround(step, group, total)
             elif backward:
                 for index in group:
@@ -163,6 +174,17 @@ class LayerMajor:
             self._prologue_backward(index)
         assert total is not None
         return total
+
+    def _require_no_draws(self, before: RandomState) -> None:
+        """Refuse draws in the forward packs, before any gradient is made: the recorded step had none.
+
+        Raises:
+            ApplyError: There were some.
+        """
+        if not self._packs.forward or before.is_now(self._model):
+            return
+        where = "" if before.python is None or before.python.is_now() else " in Python"
+        raise not_chain_error(f"the model draws random numbers{where}, and their order would change")
 
     # -- packs -----------------------------------------------------------------------------------------------
 

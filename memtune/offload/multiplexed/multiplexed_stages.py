@@ -37,7 +37,14 @@ from torch import Tensor, nn
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune import refusals
 from memtune.device import accelerator
-from memtune.offload.layer_major import BoundaryTier, PackOffloader, StageLayout, StageUse, discard_saved
+from memtune.offload.layer_major import (
+    BoundaryTier,
+    PackOffloader,
+    StageLayout,
+    StageUse,
+    discard_saved,
+    not_chain_error,
+)
 from memtune.offload.optimizer import HostOptimizer
 from memtune.parallel.pipeline import Run, become_pieces, shared_batch_form, total_loss
 from memtune.parallel.ranks import MicroBatchRotation, keep_own, require_ranks
@@ -46,6 +53,7 @@ from memtune.runtime import (
     HOST,
     Context,
     LossFunction,
+    PythonDraws,
     count_collective,
     mark,
     page_locked,
@@ -190,6 +198,7 @@ class MultiplexedStages:
         items, losses = self.rotation.gather(batches), list[Tensor]()
         self.order = []
         self._store.begin_step()
+        draws = PythonDraws(self._context.model)
         try:
             with self.rotation.own_numbers(self._context.device):
                 # Of all ranks: the user's code before the blocks reads the batch wherever the first stage
@@ -203,6 +212,11 @@ class MultiplexedStages:
                 uses = self._layout.uses(self._rank)
                 for number, use in enumerate(uses):
                     self._use(step, use, number, like, losses)
+                    # Torch's generators have a seed for each run of a stage, these have none.
+                    if draws.some():
+                        raise not_chain_error(
+                            "the model draws random numbers in Python, and blocks run twice"
+                        )
                 self._messages.end_step()
         except BaseException:
             self._messages.abandon()

@@ -5,6 +5,7 @@ predicted.
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -27,7 +28,7 @@ from support.suites.block_offload_suite import block_bytes
 from memtune.api import apply
 from memtune.autotune.predict.simulation import simulate
 from memtune.autotune.space.candidates import Candidate, Choice, Rewriter
-from memtune.errors import UsageError
+from memtune.errors import ApplyError, UsageError
 from memtune.memory import cpu_allocator
 from memtune.memory.ledger import Ledger
 from memtune.offload.layer_major.pack_offloader import PackOffloader
@@ -142,6 +143,26 @@ def trained(
             "audit": tuned.audit(),
             "here": sum(p.nbytes for p in tuned._context.placement.optimizer_params.values()),
         }
+
+
+def draws_later(config: dict[str, Any]) -> str:
+    """Return the error of a step whose blocks draw in Python; the one before drew nothing."""
+    workload, model, optimizer = build(CHAIN)
+    tuned = apply(model, optimizer, config, loss=workload.loss, strict=False)
+    batches = [workload.make_batch(SIZE) for _ in range(2)]
+    tuned.step(batches)
+    for block in map(model.get_submodule, workload.find_blocks(model)):
+        own = block.forward
+        block.forward = lambda *args, own=own, **kwargs: own(*args, **kwargs) * random.uniform(1, 2)
+    with pytest.raises(ApplyError) as caught:
+        tuned.step(batches)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("states", [MOBIUS, HARMONY], ids=["mobius", "harmony"])
+def test_draws_in_python_that_begin_in_a_later_step_are_refused_then(states: dict[str, Any]) -> None:
+    for error in run_ranks(draws_later, 2, config(2, **states)):
+        assert "draws random numbers in Python" in error
 
 
 def check(

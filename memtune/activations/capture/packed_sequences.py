@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune._replaced import replaced
-from memtune.activations.capture import ConstantTensors
+from memtune.activations.capture.tape import ConstantTensors
 
 _VF: Any = torch._VF
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -24,15 +24,15 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 @contextmanager
 def packing_by_known_lengths(
-    known: ConstantTensors, mode: FakeTensorMode, assume: Callable[[], None]
+    known: ConstantTensors, assume: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Pack, unpack and run recurrent layers on fake sequences by `known` lengths; call `assume` if so."""
-    pack, pad = _VF._pack_padded_sequence, _VF._pad_packed_sequence
+    """Pack, unpack and run recurrent layers on fake sequences by `known` lengths.
 
-    def fake(real: Tensor) -> Tensor:
-        made = mode.from_tensor(real)
-        known.register(made, real)
-        return made
+    Args:
+        known: Their values.
+        assume: Called wherever lengths are read.
+    """
+    pack, pad = _VF._pack_padded_sequence, _VF._pad_packed_sequence
 
     def packed(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
         values = known.value(lengths) if isinstance(lengths, FakeTensor) else lengths
@@ -41,7 +41,7 @@ def packing_by_known_lengths(
         assume()
         with _disable_current_modes():
             _, sizes = pack(torch.empty(*input.shape[:2], 1), values, batch_first)
-        return _Pack.apply(input, sizes, batch_first), fake(sizes)  # type: ignore[no-untyped-call]
+        return _Pack.apply(input, sizes, batch_first), _constant(sizes)  # type: ignore[no-untyped-call]
 
     def padded(
         data: Tensor, batch_sizes: Tensor, batch_first: bool, padding: float, total_length: int
@@ -59,7 +59,7 @@ def packing_by_known_lengths(
             row += rows
         with _disable_current_modes():
             lengths = (sizes[:, None] > torch.arange(counts[0])).sum(0)
-        return out.transpose(0, 1) if batch_first else out, fake(lengths)
+        return out.transpose(0, 1) if batch_first else out, _constant(lengths)
 
     def with_real_sizes(run: Callable[..., Any]) -> Callable[..., Any]:
         def recurrent(data: Any, sizes: Any, *args: Any) -> Any:
@@ -92,6 +92,13 @@ class _Pack(torch.autograd.Function):
         shape, sizes, batch_first = context.of
         of_input = torch.ops.aten._pack_padded_sequence_backward(gradients[0], shape, sizes, batch_first)
         return of_input, None, None
+
+
+def _constant(real: Tensor) -> Tensor:
+    """Return a fake of `real` that is a constant of the code."""
+    with _disable_current_modes():
+        values = real.tolist()
+    return torch.tensor(values, dtype=real.dtype)
 
 
 def _runs(counts: list[int]) -> Iterator[tuple[int, int]]:
