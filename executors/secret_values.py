@@ -8,6 +8,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from memtune.config import save_private
+from memtune.errors import EnvironmentFault
+
 _NAME = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
 _URL_PASSWORD = re.compile(r"://[^/\s]*:[^/\s]*@")
 _LEAST_CHARS = 8
@@ -23,11 +26,11 @@ def masked(text: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def mask_file(path: Path) -> None:
-    """Replace the secrets in a log as `masked` does; a log without any is not written."""
-    with contextlib.suppress(OSError):
-        text = path.read_text(errors="surrogateescape")
+    """Replace the secrets in a log as `masked` does, atomically; a log without any is not written."""
+    with contextlib.suppress(OSError, EnvironmentFault):
+        text = path.read_bytes().decode(errors="surrogateescape")
         if (shown := masked(text)) != text:
-            path.write_text(shown, errors="surrogateescape")
+            save_private(path, shown.encode(errors="surrogateescape"))
 
 
 def _is_secret(name: str, value: str) -> bool:

@@ -29,7 +29,6 @@ from memtune.autotune.space import (
     fits_budget,
     predict_again,
 )
-from memtune.config import save_text
 from memtune.errors import MemtuneError, NothingFits, UsageError
 from memtune.hardware import BUSY
 from memtune.technique import Reason
@@ -515,7 +514,7 @@ class Stages:
         )
         if status == "done":
             self._teach_later_runs()
-            save_text(self.folder.path / RESULT, json.dumps(outcome.to_dict(), indent=1) + "\n")
+            self.folder.save_text(RESULT, json.dumps(outcome.to_dict(), indent=1) + "\n")
         self.log.write(
             search_events.SearchFinished(
                 status=status,
@@ -535,7 +534,7 @@ class Stages:
         driver = self.driver
         if driver.measures:
             found = timelines(driver.setup, scored.choice, driver.pruner.calibration.step_correction)
-            save_text(self.folder.path / TIMELINES, json.dumps(found, separators=(",", ":")) + "\n")
+            self.folder.save_text(TIMELINES, json.dumps(found, separators=(",", ":")) + "\n")
 
     def _teach_later_runs(self) -> None:
         driver = self.driver

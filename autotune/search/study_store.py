@@ -21,7 +21,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from memtune.config import TunedConfig, file_texts, save, save_text
+from memtune.config import TunedConfig, file_texts, save, save_private
 from memtune.errors import EnvironmentFault, UsageError, existing_file
 
 SCHEMA = 1
@@ -56,7 +56,7 @@ class StudyFolder:
     path: Path
 
     def __post_init__(self) -> None:
-        self._lock = FileLock(self.path / "lock")
+        self._lock = FileLock(self.path / "lock", mode=0o600)
 
     @property
     def database(self) -> Path:
@@ -78,6 +78,10 @@ class StudyFolder:
         """Return the name of the study."""
         return self.path.name
 
+    def save_text(self, name: str, text: str) -> None:
+        """Write `text` to the study's file `name`, atomically and for the user only."""
+        save_private(self.path / name, text.encode())
+
     def __enter__(self) -> StudyFolder:
         """Lock the study.
 
@@ -90,8 +94,8 @@ class StudyFolder:
             self._lock.acquire(timeout=0)
             for partial in self.path.glob(".*.tmp*"):  # of a search that was killed while it wrote
                 partial.unlink(missing_ok=True)
-            save_text(
-                self.path / "owner.json",
+            self.save_text(
+                "owner.json",
                 _json({"pid": os.getpid(), "host": socket.gethostname(), "since": _clock()}),
             )
         except Timeout:
@@ -136,7 +140,7 @@ class StudyFolder:
         """
         before = self.fingerprint()
         if before is None:
-            save_text(self.path / "study.json", _json({"memtune": SCHEMA, **fingerprint}))
+            self.save_text("study.json", _json({"memtune": SCHEMA, **fingerprint}))
             return False
         if not resume:
             self.check_new()
@@ -180,7 +184,7 @@ class StudyFolder:
         text, _ = file_texts(config, out)
         # The hashes of all versions: after a crash between the two writes the old file is still recognised.
         known = {*self._written(), _sha256(text.encode())}
-        save_text(self.path / "written.json", _json({"sha256": sorted(known)}))
+        self.save_text("written.json", _json({"sha256": sorted(known)}))
         return save(config, out)
 
     def wrote(self, path: Path) -> bool:

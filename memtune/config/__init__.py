@@ -27,6 +27,6 @@ if TYPE_CHECKING:
         load_config as load_config,
         save as save,
     )
-    from memtune.config.yaml_io import flow as flow, save_text as save_text
+    from memtune.config.yaml_io import flow as flow, save_private as save_private, save_text as save_text
 else:
     __getattr__ = open_door(__name__)

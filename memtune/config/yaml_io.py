@@ -276,12 +276,11 @@ def read_text(path: Path) -> bytes:
         ) from error
 
 
-def _locked_temporary(target: Path) -> tuple[Path, int]:
+def _locked_temporary(target: Path, mode: int) -> tuple[Path, int]:
     """Return a new temporary file next to `target`, and its descriptor, which holds its lock."""
     while True:
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-        # 0o666 under the user's umask, as an editor does, because configs are shared.
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         with contextlib.suppress(OSError):  # a file system without locks keeps what a killed writer leaves
             fcntl.flock(handle, fcntl.LOCK_EX)
         if os.fstat(handle).st_nlink:  # else another writer took it for abandoned before it was locked
@@ -307,13 +306,23 @@ def save_text(path: str | os.PathLike[str], text: str) -> Path:
     Raises:
         EnvironmentFault: The folder is missing, read-only or full; nothing is left behind.
     """
+    # Under the user's umask, as an editor does, because configs are shared.
+    return _save(path, text.encode("utf-8"), 0o666)
+
+
+def save_private(path: str | os.PathLike[str], data: bytes) -> Path:
+    """Write `data` as `save_text` does, for the user only: files of a study have output and code of users."""
+    return _save(path, data, 0o600)
+
+
+def _save(path: str | os.PathLike[str], data: bytes, mode: int) -> Path:
     target = Path(os.path.realpath(path))
     try:
         _remove_abandoned(target)
-        temporary, handle = _locked_temporary(target)
+        temporary, handle = _locked_temporary(target, mode)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(text.encode("utf-8"))
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, target)

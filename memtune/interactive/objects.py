@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from memtune._optional import require
+from memtune.config import save_private
 from memtune.errors import UsageError
 from memtune.workload import OPTIONAL, REQUIRED, map_tensors, summary, tensors_of
 
@@ -127,13 +128,13 @@ def write_workload(title: str, functions: dict[str, Any]) -> str:
     folder = (FOLDER / _digest(model, functions)).absolute()
     for each in (folder.parents[1], folder.parent, folder):  # weights and code: for the user only
         each.mkdir(mode=0o700, parents=True, exist_ok=True)
-    (folder / "objects.pkl").write_bytes(pickle.dumps(stored))
+    save_private(folder / "objects.pkl", pickle.dumps(stored))
     if functions["model"] is None:
-        (folder / "model.pt").write_bytes(_stored("model", model))
+        save_private(folder / "model.pt", _stored("model", model))
     name = re.sub(r"\W+", "_", title).strip("_") or "model"
     path = folder / f"{name}.py"
     above = [str(Path(each or ".").absolute()) for each in sys.path]
-    path.write_text(_FILE.format(title=name, path=above, folder=str(folder)))
+    save_private(path, _FILE.format(title=name, path=above, folder=str(folder)).encode())
     return str(path)
 
 

@@ -79,6 +79,9 @@ def test_fresh_process_loads_a_model_with_its_weights():
     assert set(report.functions) == {"model", "batch", "loss", "optimizer"}
     assert Path(path).stem == "Net"
     assert torch.equal(Workload.load(path).build_model().a.weight, net.a.weight)
+    stored = [each for each in Path(path).parent.iterdir() if each.is_file()]
+    assert len(stored) == 3
+    assert not any(each.stat().st_mode & 0o077 for each in stored)
     assert workload_of(net, batch=batch, loss=loss, optimizer=torch.optim.SGD) == path
     with torch.no_grad():
         net.a.weight.add_(1)
