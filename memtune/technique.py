@@ -187,7 +187,7 @@ def lacking(platform: Platform, needs: Iterable[Capability]) -> Reason | None:
     if not missing:
         return None
     return Reason(
-        f"{platform.title} have no {missing[0]}", f"`memtune doctor` lists what {platform.name} lacks"
+        f"missing on {platform.title}: {missing[0]}", f"`memtune doctor` lists what {platform.name} lacks"
     )
 
 

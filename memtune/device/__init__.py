@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         DEFAULT_ACCELERATOR as DEFAULT_ACCELERATOR,
         DISPATCH_KEYS as DISPATCH_KEYS,
         PLATFORMS as PLATFORMS,
+        TENSOR_FLAGS as TENSOR_FLAGS,
         Capability as Capability,
         Platform as Platform,
         device_of as device_of,

@@ -163,6 +163,8 @@ DISPATCH_KEYS = ("CPU", "CUDA", "XPU", "PrivateUse1")
 """Keys of torch's dispatcher under which memtune's operators are registered: ROCm's is `CUDA`, that of Ascend
 and other out-of-tree devices `PrivateUse1`. Fake tensors have kernels of their own.
 """
+TENSOR_FLAGS = frozenset(f"is_{each.device}" for each in _ALL)
+"""Attributes of tensors that are true on one device type."""
 DEFAULT_ACCELERATOR = "cuda"
 """Device type that predictions are for if the user names none."""
 

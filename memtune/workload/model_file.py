@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import itertools
 import operator
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -113,8 +114,11 @@ def user_line(error: BaseException, path: Path) -> tuple[int, str] | None:
     return (frames[-1].lineno or 0, (frames[-1].line or "").strip()) if frames else None
 
 
-_NO_CUDA = ("not compiled with CUDA", "no NVIDIA driver", "No CUDA GPUs")
-"""In torch's errors on a machine without a GPU."""
+_NO_DEVICE = re.compile(
+    r"not compiled with \w+ enabled|not linked with support for \w+ devices"
+    r"|[Nn]o [A-Z]\w+ (driver|GPUs|devices)\b"
+)
+"""In torch's errors on a machine without an accelerator."""
 
 
 def raised_in_user_code(
@@ -124,10 +128,10 @@ def raised_in_user_code(
     found = user_line(error, path)
     where = f" at line {found[0]}" if found else ""
     evidence = f"line {found[0]}:  {found[1]}" if found and found[1] else ""
-    if any(text in str(error) for text in _NO_CUDA):
+    if _NO_DEVICE.search(str(error)):
         fix = (
-            "leave out .cuda() and device='cuda': memtune moves the model and each batch to the device; new"
-            " tensors take  device=x.device"
+            "leave out .cuda() and device='cuda', or those of another device: memtune moves the model and"
+            " each batch to the device; new tensors take  device=x.device"
         )
     elif isinstance(error, NotImplementedError) and "CPU" in str(error):
         fix = (

@@ -28,7 +28,7 @@ def refused(platform: Platform | None, technique: Technique) -> str | None:
 @pytest.mark.parametrize("kind", ALLOCATORS)
 def test_device_without_the_capability_is_refused(kind: str) -> None:
     technique, needed = allocator(kind), ALLOCATORS[kind]
-    assert refused(Platform("x", "x", "X devices"), technique) == f"X devices have no {needed}"
+    assert refused(Platform("x", "x", "X devices"), technique) == f"missing on X devices: {needed}"
     assert refused(Platform("x", "x", "X devices", frozenset({needed})), technique) is None
     assert refused(PLATFORMS["cuda"], technique) is None
 

@@ -171,7 +171,11 @@ def test_loss_rejects_integer_tensor(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the code runs on the GPU")
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("nn.Linear(8, 4))", "nn.Linear(8, 4)).cuda()"), ("model(batch)", 'model(batch.to("cuda"))')],
+    [
+        ("nn.Linear(8, 4))", "nn.Linear(8, 4)).cuda()"),
+        ("nn.Linear(8, 4))", 'nn.Linear(8, 4)).to("xpu")'),
+        ("model(batch)", 'model(batch.to("cuda"))'),
+    ],
 )
 def test_code_for_a_gpu_is_answered_with_what_to_leave_out(tmp_path, old, new):
     workload = Workload.load(written(tmp_path, GOOD.replace(old, new)))

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from memtune.activations.tiling.tiled_loss import Step, TiledLoss
+from memtune.device import TENSOR_FLAGS
 from memtune.errors import ApplyError
 from memtune.runtime import Context, ForwardWrapper
 
@@ -216,15 +217,13 @@ class _Handle:
             self._hooks.remove(self._hook)
 
 
-_METADATA = {
+_METADATA = TENSOR_FLAGS | {
     "shape",
     "dtype",
     "device",
     "layout",
     "ndim",
     "requires_grad",
-    "is_cuda",
-    "is_cpu",
     "is_meta",
     "is_sparse",
     "is_mkldnn",

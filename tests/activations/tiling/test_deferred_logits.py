@@ -139,6 +139,8 @@ def test_logits_report_plain_metadata() -> None:
     logits = head(x)
     assert isinstance(logits, Logits)
     assert (logits.shape, logits.dtype, logits.requires_grad, len(logits)) == ((5, 6), torch.float32, True, 5)
+    assert (logits.is_cpu, logits.is_cuda, logits.is_xpu) == (True, False, False)
+    assert logits.call.plain is None  # they were not computed
     assert torch.equal(logits + 0 * logits.detach(), F.linear(x, head.weight, head.bias))
 
 
