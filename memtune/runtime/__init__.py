@@ -130,6 +130,7 @@ if TYPE_CHECKING:
         is_own_step as is_own_step,
         keep_groups as keep_groups,
         replace_step as replace_step,
+        unhooked as unhooked,
         weakly as weakly,
         with_hooks as with_hooks,
     )

@@ -24,7 +24,7 @@ from types import MethodType
 from typing import Any, Final, ParamSpec
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -550,3 +550,19 @@ class PartialStep:
                 fix=_LOAD,
                 code="MT368",
             )
+
+
+@contextmanager
+def unhooked(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Disable hooks on gradients of `parameters` in this context: `autograd.grad` calls them for an inner
+    graph, too, and the outer graph does so afterwards, with the whole gradient.
+    """
+    # `_backward_hooks` is the dictionary that autograd reads, so emptying it in place is enough.
+    held = [(hooks, dict(hooks)) for each in parameters if (hooks := each._backward_hooks)]
+    try:
+        for hooks, _ in held:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, before in held:
+            hooks.update(before)

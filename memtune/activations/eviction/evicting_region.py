@@ -19,8 +19,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,7 +44,7 @@ from memtune.activations.eviction.eviction_table import OnlineTable
 from memtune.activations.eviction.op_metadata import Costs, OpMetadataCache
 from memtune.activations.eviction.policy import Policy
 from memtune.activations.eviction.schedule_cache import Decided, ScheduleCache
-from memtune.runtime import HOST, ReplacedForward, members_of, storages_of, tier
+from memtune.runtime import HOST, ReplacedForward, members_of, storages_of, tier, unhooked
 
 
 @dataclass
@@ -339,20 +338,6 @@ class _Run:
         return found or [each.grad for each in inputs]
 
 
-@contextmanager
-def _unhooked(parameters: list[Tensor]) -> Iterator[None]:
-    """Disable the hooks of `parameters` in this context; the outer graph calls them afterwards."""
-    # `_backward_hooks` is the dictionary that autograd reads, so emptying it in place is enough.
-    held = [(hooks, dict(hooks)) for each in parameters if (hooks := each._backward_hooks)]
-    try:
-        for hooks, _ in held:
-            hooks.clear()
-        yield
-    finally:
-        for hooks, before in held:
-            hooks.update(before)
-
-
 def _apply(function: Any, *args: Any) -> Any:
     return function.apply(*args)
 
@@ -396,7 +381,7 @@ class _Region(torch.autograd.Function):
         hooked = ctx.run.hooked_since()
         # If the engine would accumulate anyway, the inner backward does so, gradient by gradient.
         accumulates = not hooked and all(map(is_accumulated, edges[:1] + edges[1 + ctx.n_inputs :]))
-        with ctx.run.region.forward_lock, _unhooked(hooked):
+        with ctx.run.region.forward_lock, unhooked(hooked):
             found = ctx.run.backward(accumulates=accumulates)
         n_reached = len(edges) - 1
         return None, None, None, *found[:n_reached], *[None] * (n_reached - len(found))

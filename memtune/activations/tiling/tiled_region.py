@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memtune.activations.tiling.tiled_region_pass import Tiling
 from memtune.errors import ApplyError
-from memtune.runtime import Context
+from memtune.runtime import Context, unhooked
 
 
 @dataclass
@@ -224,8 +224,9 @@ class _Parts(torch.autograd.Function):
                 part = rows[mine].detach().requires_grad_(dx is not None)
                 out = settings.part(part, x.dim())
             wanted = [part, *ctx.parameters] if dx is not None else list(ctx.parameters)
-            # Not `backward`: parameters' hooks must see one full gradient, not one per part.
-            got = list(torch.autograd.grad(out, wanted, given[mine], allow_unused=True))
+            # Not `backward`, nor with hooks: both must see one full gradient, not one per part.
+            with unhooked(ctx.parameters):
+                got = list(torch.autograd.grad(out, wanted, given[mine], allow_unused=True))
             del out
             if dx is not None:
                 dx[mine].copy_(got.pop(0))
@@ -286,7 +287,8 @@ class _KeptParts(torch.autograd.Function):
         for number, (entered, left) in reversed(list(enumerate(ctx.edges))):
             mine = slice(number * size, (number + 1) * size)
             wanted = [*ctx.parameters] if dx is None else [entered, *ctx.parameters]
-            got = list(torch.autograd.grad(left, wanted, given[mine], allow_unused=True))
+            with unhooked(ctx.parameters):
+                got = list(torch.autograd.grad(left, wanted, given[mine], allow_unused=True))
             if dx is not None:
                 dx[mine].copy_(got.pop(0))
             _add_to(sums, got)

@@ -44,6 +44,32 @@ def test_tiled_modules_add_gradients_of_weights_that_some_parts_use(again: bool,
     torch.testing.assert_close([each.grad for each in model.parameters()], wanted)
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_hooks_of_parameters_get_the_whole_gradient_once(again: bool) -> None:
+    """`autograd.grad` of a part called them as well: a hook that halves gradients quartered them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)))
+    seen: list[Tensor] = []
+
+    def halved(gradient: Tensor) -> Tensor:
+        seen.append(gradient.clone())
+        return gradient / 2
+
+    for each in model.parameters():
+        each.register_hook(halved)
+    x = torch.rand(1, 4, 4)
+    found = []
+    for tiled in (False, True):
+        if tiled:
+            context: Any = SimpleNamespace(model=model, checks={})
+            install_tiled_modules(context, {"0": Tiling(2, again)}, check="tiled")
+        seen.clear()
+        model.zero_grad()
+        model(x).square().sum().backward()
+        found.append(([each.grad for each in model.parameters()], sorted(seen, key=lambda each: each.shape)))
+    torch.testing.assert_close(found[1], found[0])
+
+
 class Attention(nn.Module):
     """Is called as nn.MultiheadAttention is, and returns what it does."""
 
