@@ -470,7 +470,7 @@ def _device(options: TargetOptions, for_trials: bool) -> Device:
         raise EnvironmentFault(
             f"{options.ranks} GPUs asked, {visible} visible.",
             evidence=accelerator.visible_devices(wanted),
-            fix=f"--gpus {visible}, or widen the variable",
+            fix=f"--gpus {visible}, or make more of them visible",
             code="MT104",
         )
     return wanted

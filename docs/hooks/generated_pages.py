@@ -128,6 +128,7 @@ def devices() -> Iterator[str]:
         "memtune asks torch for the accelerator of a process (`torch.accelerator`), so a device is a row of"
         " data in `memtune/device/platforms.py`. A technique that needs what a device lacks is refused with"
         " that reason. `memtune doctor` names the accelerator of this machine and what it lacks."
+        " Torch and the makers document these capabilities; the row *tested* says where memtune has run."
     )
     yield f"\n| | {' | '.join(each.title for each in every)} |\n|{'---|' * (len(every) + 1)}"
     rows: dict[str, list[str]] = {
@@ -159,7 +160,8 @@ def devices() -> Iterator[str]:
         "\nOther device types, from a package that registers a PrivateUse1 backend, need no change to"
         " memtune: it asks their module by torch's usual names, and the module may describe itself"
         " (`memtune/device/README.md`). Without a table of their kernels, predictions count those of a CPU,"
-        " with torch's dropout and optimizer for accelerators."
+        " with torch's dropout and optimizer for accelerators and, where the device is present, its fused"
+        " cells of recurrent layers; layers on packed sequences and compiled ones are counted with the CPU's."
     )
 
 

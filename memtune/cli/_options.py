@@ -139,7 +139,7 @@ def place(given: dict[str, Any], *, for_trials: bool) -> tuple[str, int]:
         raise EnvironmentFault(
             f"{gpus} GPUs requested, {visible} visible.",
             evidence=_visibility(wanted),
-            fix=f"--gpus {visible}, or widen the variable",
+            fix=f"--gpus {visible}, or make more of them visible",
             code="MT104",
         )
     return wanted, gpus or visible

@@ -16,7 +16,8 @@ class Capability(StrEnum):
 
     STREAMS = "streams and events that run asynchronously to the host"
     PINNED = "pinned host memory"
-    STATISTICS = "allocated, reserved and peak bytes from torch's caching allocator"
+    STATISTICS = "counts of allocated and peak bytes"
+    """By torch's caching allocator, on CPU by memtune's ledger."""
     LIMIT = "a limit on a process's device memory"
     GENERATORS = "random generators whose state can be read and set"
     ALLOCATOR_SETTINGS = "allocator settings from the environment (PYTORCH_ALLOC_CONF)"
