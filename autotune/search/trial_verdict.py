@@ -16,9 +16,9 @@ Rules:
 3. Without rounds a difference below the spread of the steps, plus the change of the machine that a reference
   op shows between the trials, is a tie.
 4. Of settings that cannot be distinguished the simplest wins: fewer slots in use, then less memory, then
-  fewer changed knobs, all of which repeat from search to search. It was measured at most `_WORTH_SIMPLICITY`
+  fewer changed knobs, all of which repeat from search to search. It was measured at most `WORTH_SIMPLICITY`
   slower, however large the noise.
-5. A choice must beat every feasible baseline, or be more than `_WORTH_SIMPLICITY` faster in the median round,
+5. A choice must beat every feasible baseline, or be more than `WORTH_SIMPLICITY` faster in the median round,
   otherwise the best baseline wins. A gain is stated with its interval; if noise may explain it, that is
   stated too.
 """
@@ -52,7 +52,7 @@ _CLOSE_ENOUGH = 0.01
 _TWO_SIDED_90 = 1.645
 _CONTENDS = 0.05
 """Relative distance from the best measured value within which a setting runs again."""
-_WORTH_SIMPLICITY = 0.05
+WORTH_SIMPLICITY = 0.05
 """Largest measured relative difference that a simpler setting, or a baseline, may cost."""
 _ABOUT_THE_SAME_PEAK = 0.05
 """Relative difference of two peaks below which neither setting is preferred for it."""
@@ -174,6 +174,8 @@ class Gain(NamedTuple):
     log: float
     low: float
     high: float
+    usual: float
+    """The logarithm in the median round: one lucky round does not decide where the interval does not."""
 
     @property
     def half_width(self) -> float:
@@ -201,7 +203,7 @@ def judge(measured: Sequence[Measured], goal: Goal) -> Verdict | None:
         each
         for each in baselines
         if not (_left_rounds(each) or beats(winner, each, goal, measured))
-        and _usual_gain(winner, each, goal) <= _WORTH_SIMPLICITY
+        and gain(winner, each, goal).usual <= WORTH_SIMPLICITY
     ]
     if unbeaten:
         simplest = _simplest_of_the_best(baselines, goal)
@@ -232,18 +234,7 @@ def gain(one: Measured, other: Measured, goal: Goal, among: Sequence[Measured] =
     half = max(one.spread(goal) / abs(a), other.spread(goal) / abs(b)) if a and b else 0.0
     if goal == "throughput":
         half += _change(one, other)
-    return Gain(log, log - half, log + half)
-
-
-def _usual_gain(one: Measured, other: Measured, goal: Goal) -> float:
-    """Return the median over rounds of the logarithm of `other`'s value over `one`'s."""
-    # Of the median, as one lucky round must not decide where the interval does not.
-    rounds = [
-        math.log(b / a)
-        for a, b in zip(one.per_round(goal), other.per_round(goal), strict=True)
-        if math.isfinite(a) and math.isfinite(b)
-    ]
-    return statistics.median(rounds) if rounds else gain(one, other, goal).log
+    return Gain(log, log - half, log + half, log)
 
 
 def _change(one: Measured, other: Measured) -> float:
@@ -266,13 +257,16 @@ class _Fit(NamedTuple):
     noise: float
     """Standard deviation of one measurement."""
     freedom: int
+    times: npt.NDArray[np.float64]
+    """(finalists, rounds) logarithms of the times, NaN where a finalist did not run."""
 
     def gain(self, one: int, other: int) -> Gain:
         """Return the difference of two finalists."""
         log = float(self.log_s[other] - self.log_s[one])
         share = self.covariance[one, one] + self.covariance[other, other] - 2 * self.covariance[one, other]
         half = self.quantile(self.freedom) * self.noise * math.sqrt(max(float(share), 0.0))
-        return Gain(log, log - half, log + half)
+        usual = float(np.nanmedian(self.times[other] - self.times[one]))
+        return Gain(log, log - half, log + half, usual)
 
     def quantile(self, freedom: int) -> float:
         """Return the half-width of an interval in standard errors."""
@@ -306,7 +300,7 @@ def _fit(values: Sequence[Sequence[float]]) -> _Fit | None:
         slowed = _slowed(residual, unexplained, times - usual, freedom)
         if slowed is None:
             noise = max(math.sqrt(float(residual @ residual) / freedom), _LEAST_NOISE)
-            return _Fit(found[:n], inverse[:n, :n], noise, freedom)
+            return _Fit(found[:n], inverse[:n, :n], noise, freedom, table)
         # One at a time: a long time makes others of its round look short.
         design, times, usual = (np.delete(each, slowed, 0) for each in (design, times, usual))
         freedom -= 1
@@ -432,7 +426,7 @@ def _simplest_of_the_best(measured: Sequence[Measured], goal: Goal) -> Measured:
         if each is best
         or (
             not _left_rounds(each)
-            and gain(best, each, goal, measured).log <= _WORTH_SIMPLICITY
+            and gain(best, each, goal, measured).log <= WORTH_SIMPLICITY
             and not any(beats(other, each, goal, measured) for other in measured)
         )
     ]
@@ -478,7 +472,7 @@ def _gain_text(winner: Measured, baseline: Measured, goal: Goal, among: Sequence
     if goal == "batch":
         return f"{1 / ratio:.3g}× the micro-batch of"
     found = gain(winner, baseline, goal, among)
-    ratio, low, high = (math.exp(each) for each in found)
+    ratio, low, high, _ = (math.exp(each) for each in found)
     if low <= 1:
         interval = f"{low - 1:+.1%} to {high - 1:+.1%}"
         return f"measured {ratio - 1:.0%} faster ({interval}: noise may explain it) than"

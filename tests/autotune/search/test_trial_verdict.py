@@ -7,6 +7,7 @@ from dataclasses import replace
 from hypothesis import example, given, strategies as st
 
 from memtune.autotune.search.trial_verdict import (
+    WORTH_SIMPLICITY,
     Measured,
     beats,
     contenders,
@@ -361,7 +362,7 @@ def test_verdict_is_no_worse_than_baselines(
         assert not beats(baseline, verdict.winner, "throughput")
         if not verdict.winner.baseline:
             found = gain(verdict.winner, baseline, "throughput")
-            assert found.low > 0 or found.log > 0.05
+            assert found.low > 0 or found.usual > WORTH_SIMPLICITY
 
 
 def choice(*techniques: Technique, micro: int = 4, accumulate: int = 1) -> Choice:
