@@ -11,7 +11,8 @@ first trial, and the result corrects the predictions.
 
 `measure` runs every setting in a process of its own; later rounds repeat, in alternating order, those that
 are within `CONTENDER` of the fastest one of a budget. The machine should be idle; a run that other work
-disturbed is repeated.
+disturbed is repeated. A round in which the time of a reference op moved by more than `_MOVED` is dropped: its
+settings ran on machines of different speeds.
 
 `replay` searches the stored pool of each budget: a trial draws one of the rounds of its setting, and a round
 of finalists the same one for all of them. Regret is the median of the shipped setting's rounds over that of
@@ -53,6 +54,8 @@ _MEASURE_S = 1.0
 _STEPS = (3, 12)
 _BUSY, _TRIES = 0.1, 3
 """Other load from which on a run is repeated, and runs at most."""
+_MOVED = 0.1
+"""Relative change of the reference op's time within a round from which on the round is dropped."""
 _SEARCHERS = ("memtune", "predictions in order", "random", "TPE", "full + fsdp by hand")
 
 
@@ -161,8 +164,8 @@ def _pool(setup: Setup, budget: int | None) -> tuple[dict[str, Scored], dict[str
     return pool, {each.scored.key: each.name for each in known if each.scored.key in pool}
 
 
-def measure(found: dict[str, Any], keep: Callable[[], None]) -> None:
-    """Run one more round; `keep` writes the pool after each trial."""
+def measure(found: dict[str, Any], keep: Callable[[], None]) -> bool:
+    """Run one more round; return whether it was kept. `keep` writes the pool after each trial."""
     case = CASES[found["case"]]
     os.environ.update(case.environment)
     executor = make_executor("local", device="cpu", ranks=case.ranks)
@@ -181,9 +184,20 @@ def measure(found: dict[str, Any], keep: Callable[[], None]) -> None:
                 row["peak_bytes"] = result.peak_allocated_bytes
                 row["step_s"].append(result.step_s)
                 row["other_load"].append(round(result.other_load, 3))
+                # Rounds of pools that were measured before have none.
+                row.setdefault("reference_s", []).append(result.reference_s)
             keep()
     finally:
         executor.close()
+    ran = [each for each in rows if len(each["step_s"]) > least]
+    references = [each["reference_s"][-1] for each in ran]
+    if not references or max(references) <= min(references) * (1 + _MOVED):
+        return True
+    for row in ran:
+        for values in (row["step_s"], row["other_load"], row["reference_s"]):
+            values.pop()
+    keep()
+    return False
 
 
 def _contenders(found: dict[str, Any], ids: list[int]) -> list[int]:
@@ -430,8 +444,8 @@ def main() -> None:
         for name in asked.cases:
             file = asked.folder / f"{name}.json"
             found = json.loads(file.read_text())
-            for _ in range(asked.rounds):
-                measure(found, partial(_write, file, found))
+            kept = [measure(found, partial(_write, file, found)) for _ in range(asked.rounds)]
+            print(f"{name}: {len(kept) - sum(kept)} of {len(kept)} rounds dropped", flush=True)
         return
     files = sorted(asked.folder.glob("*.json"))
     stored = [json.loads(file.read_text()) for file in files if not asked.cases or file.stem in asked.cases]
