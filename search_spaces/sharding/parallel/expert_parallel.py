@@ -40,7 +40,9 @@ class ExpertParallel(PartitionedWeights):
     forward, their gradients back in backward; which experts is chosen from the rows of the steps before.
 
     Peak and time are those of a rank to which the recorded routing sends most rows, while a router whose
-    choices are not known spreads them evenly.
+    choices are not known spreads them evenly. The optimizer keeps state for the one value that replaces
+    each weight of an expert elsewhere, once tokens reach that expert: it is not counted, one block of 512
+    bytes per moment and weight on an accelerator.
 
     Reordered: an output is the plain one, a sum of its experts' in the same order; the gradient of an
     expert's weight adds the rows of all ranks in one product, within (rows + degree)·eps·Σ|gᵣxᵣ|/degree of
