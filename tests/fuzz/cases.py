@@ -80,7 +80,7 @@ NOT_UNDER = {
     # FSDP2 computes with other parameters than those that have the hooks.
     **dict.fromkeys(("fsdp", "zero3", "mics", "paro", "amsp"), ("grad_hooks",)),
     # torch's DistributedDataParallel cannot go on after these.
-    "ddp": ("raise_in_block", "raise_in_backward", "freeze", "backward_twice"),
+    "ddp": ("raise_in_block", "raise_in_backward", "freeze"),
 }
 """Kind → behaviours that are no cases under it."""
 

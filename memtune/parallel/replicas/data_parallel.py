@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from operator import itemgetter
 from types import MethodType
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from memtune.errors import ApplyError
 from memtune.parallel.ranks import require_ranks
@@ -30,8 +31,51 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"
 class ReplicatedModel(DistributedDataParallel):
     """DDP's wrapper with the attributes of the model: a loss may call its submodules and methods.
 
+    Every backward averages gradients. DDP prepares one at each forward, so of two backwards through one
+    forward, or after two forwards, it would leave the second one's gradients to each rank.
+
     Pickled or copied, it is the model itself, which needs neither memtune nor a process group to be loaded.
     """
+
+    _is_prepared = False
+    """A forward has prepared the average of a backward that has not begun."""
+    _backward = -1
+    """Number of the last backward that reached an output."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Return the model's output, at which each backward is noticed."""
+        out = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self._is_prepared = True
+            reached = weakref.WeakMethod(self._reached)
+            for each in tree_leaves(out):
+                if isinstance(each, Tensor) and each.requires_grad:
+                    each.register_hook(lambda _, reached=reached: _call(reached))
+        return out
+
+    def _reached(self) -> None:
+        """Prepare the average of a backward for which no forward has.
+
+        Raises:
+            ApplyError: Unused parameters are looked for, in an output that only its forward has.
+        """
+        number = torch._C._current_graph_task_id()
+        if number == self._backward:
+            return
+        self._backward = number
+        if self._is_prepared:
+            self._is_prepared = False
+        elif self.find_unused_parameters:
+            raise ApplyError(
+                "A second backward of one step runs through the model, and find_unused_parameters: true looks"
+                " for unused parameters in the output of each forward once.",
+                fix="find_unused_parameters: false, or one backward of the sum of the losses",
+                code="MT315",
+            )
+        else:
+            # Private in torch: of what DDP's forward does, all but the broadcast of buffers.
+            self.reducer._rebuild_buckets()
+            self.reducer.prepare_for_backward([])
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the model where the wrapper has none.
@@ -64,6 +108,7 @@ class ReplicatedModel(DistributedDataParallel):
         # Private in torch: what DDP's forward does before it calls the module.
         self._pre_forward()  # type: ignore[no-untyped-call]
         self.reducer.prepare_for_backward([])
+        self._is_prepared = True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return the model, so that a saved one is loaded anywhere."""
@@ -201,6 +246,11 @@ def _excluded(context: Context) -> Iterator[None]:
         vars(model).pop(_IGNORED)
         if before is not None:
             vars(model)[_IGNORED] = before
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    if (found := method()) is not None:
+        found()
 
 
 def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
