@@ -16,6 +16,7 @@ SCRIPT = (ROOT / ".ci" / "gpu-check").read_text()
 PROGRAMS = dict.fromkeys(re.findall(r"benchmarks/\w+\.py(?= --device)", SCRIPT))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_gpu_check_benchmarks_can_be_imported(program: str) -> None:
     settings = re.search(r"^export .*$", SCRIPT, re.MULTILINE)

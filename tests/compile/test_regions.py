@@ -50,6 +50,7 @@ def steps(
     ], tuned
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("name", "scope", "graphs"),
     [

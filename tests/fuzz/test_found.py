@@ -38,6 +38,7 @@ def case(
     return Case(model, settings, (), accumulate, own_loop=False, ranks=ranks)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     "found",
     [

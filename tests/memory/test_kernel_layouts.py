@@ -70,6 +70,7 @@ def _layout(tensor: Tensor) -> list[tuple[int, int]]:
     return [each for each in zip(tensor.shape, tensor.stride(), strict=True) if each[0] > 1]
 
 
+@pytest.mark.drawn(35)
 @pytest.mark.parametrize("shape", [(3, 40, 70), (8, 5, 12, 12), (2, 1, 6)], ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_layouts_of_fake_outputs_are_those_of_kernels(op: str, shape: tuple[int, ...]) -> None:

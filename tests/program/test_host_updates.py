@@ -30,6 +30,7 @@ def updates_of(step: Step) -> list[str]:
     return [step.names[i] for i in step.ops.name[step.ops.phase == Phase.OPTIMIZER]]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("model", ["gpt", "tied", "lora", "autocast"])
 def test_updates_and_host_bytes_are_those_of_a_cpu(model: str) -> None:
     cpu, gpu = steps_of(model)

@@ -141,6 +141,7 @@ def test_join_calls_inverts_split_calls(shared: Step) -> None:
         assert np.array_equal(attrgetter(column)(again), attrgetter(column)(shared))
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(
     "techniques",
     [

@@ -89,6 +89,7 @@ def test_backward_end_runs_once_per_backward_and_not_after_an_error() -> None:
     assert seen == ["first", "inside", "raised", "first", "inside", "again", "inside", "ended"]
 
 
+@pytest.mark.drawn(7)
 @pytest.mark.parametrize("name", ALL)
 def test_loop_continues_after_a_failed_backward(name: str) -> None:
     model, optimizer, _ = made(name)

@@ -84,6 +84,7 @@ def test_raising_pre_hook_sees_no_updates_or_stops_training(name: str) -> None:
         assert_equal(_trained(name, "before", first=True), _trained("", "before", first=True))
 
 
+@pytest.mark.drawn(9)
 @pytest.mark.parametrize("name", [*interrupted_loops.ALL, *interrupted_loops.AT_END])
 def test_closure_runs_before_the_step(name: str) -> None:
     """As in a plain loop; Lightning trains this way."""

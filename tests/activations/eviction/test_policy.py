@@ -240,6 +240,7 @@ def check(trace: Trace, policy: Policy, budget_bytes: int) -> bool:
     return done.outcome == "done"
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=25, deadline=None)
 @given(trace=traces(), tight=st.floats(0.3, 1.0))

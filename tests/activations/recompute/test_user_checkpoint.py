@@ -57,6 +57,7 @@ def path(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "technique", [Full(kind="full"), Selective(kind="selective"), ALL], ids=lambda each: each.kind
 )
@@ -117,6 +118,7 @@ def loss(model, batch): return model(*batch).square().mean()
 """
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("own", [False, True], ids=["torch's", "own"])
 @pytest.mark.parametrize(
     "techniques",

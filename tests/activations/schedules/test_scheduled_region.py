@@ -50,6 +50,7 @@ def train(name: str, schedule: Schedule | None, steps: int) -> tuple[list[Tensor
     return trained_values(workload, model, optimizer, 2, steps, micro_batches=2), frozen
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("name", CAPTURED)
 def test_schedule_trains_the_zoo_bitwise(name: str) -> None:
     graph = region(name).graph

@@ -201,6 +201,7 @@ def test_block_dedup_is_disabled_if_modules_differ(change: str, tmp_path: Path) 
     assert not dedup.skipped
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("change", "call", "reason"),
     [
@@ -224,6 +225,7 @@ def test_block_dedup_is_disabled_if_blocks_are_called_differently(
     assert session.block_dedup.verified == (not reason)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "other",
     [

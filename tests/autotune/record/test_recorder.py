@@ -263,6 +263,7 @@ def loss(model, batch):
 """
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "kind",
     ["LSTM(64, 96, 2, batch_first=True)", "GRU(64, 48, 2, bidirectional=True, dropout=0.1)", "RNN(64, 128)"],
@@ -807,6 +808,7 @@ def loss(model, batch):
 """
 
 
+@pytest.mark.slow
 def test_record_drops_empty_attention_mask_as_in_training(tmp_path: Path) -> None:
     """transformers looks at the mask; it is known while the batch is fake, and that it was looked at
     is seen.

@@ -114,6 +114,7 @@ def gradients(workload: Workload, batches: list[Any]) -> list[list[Tensor]]:
     return found
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.native_ledger
 @pytest.mark.parametrize("by_schedule", [False, True])
 def test_buckets_have_their_plans_their_peaks_and_plain_gradients(tmp_path: Path, by_schedule: bool) -> None:

@@ -50,6 +50,7 @@ def dry(model: str, settings: dict[str, Any], ranks: int = 1, **execution: int) 
     return dry_run(workload(model), found, target, rung=recording_of(ZOO[model]).rung)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("model", ["gpt", "cnn_bn", "tobf16"])
 def test_dry_run_peak_equals_pass_prediction(model: str) -> None:
     step = dry(model, EVERYTHING)
@@ -64,6 +65,7 @@ def test_dry_run_uses_fake_ranks() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", ["zero1", "zero2"])
 def test_dry_run_of_sharded_states_with_accumulation(kind: str) -> None:
     settings = EVERYTHING | {"sharding": {"states": {"kind": kind}}}

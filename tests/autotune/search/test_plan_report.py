@@ -344,6 +344,7 @@ def test_plan_micro_batch_option_overrides_config(tmp_path: Path):
     assert (small.peak_allocated_bytes or 0) < (large.peak_allocated_bytes or 0)
 
 
+@pytest.mark.slow
 def test_plan_on_cpu_records_size_with_kernel_scratch(tmp_path: Path):
     config = tmp_path / "c.yaml"
     config.write_text(FULL)
@@ -379,6 +380,7 @@ def test_plan_says_what_a_plan_cannot_do(tmp_path: Path):
     assert line in shown(report, command=["memtune", "plan", model])
 
 
+@pytest.mark.slow
 def test_plan_keeps_micro_batch_if_split_is_lossy():
     found = plan(asked(workload=str(zoo_paths.ZOO["cnn_bn"]), axes=("execution", "recompute")))
     assert {each.accumulate for each in found.rows} == {1}

@@ -13,6 +13,7 @@ from memtune.autotune.space.search_options import PlanOptions
 EXPERTS, OTHER = str(ZOO["moe"]), str(ZOO["tied"])
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("path", "asked", "kinds"),
     [

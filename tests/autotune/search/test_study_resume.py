@@ -99,6 +99,7 @@ def test_first_signal_ends_in_order_and_any_other_at_once(number: signal.Signals
     assert control.exit_code == 128 + number
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
 def test_ctrl_c_writes_best_so_far(after: int):
     options, control = asked(), Control()
@@ -210,6 +211,7 @@ def test_resume_of_finished_study_prints_result(ended: None):
         assert load_config("tuned.yaml").document() == written
 
 
+@pytest.mark.slow
 def test_resume_of_finished_study_refuses_changed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model, layers = tmp_path / "model.py", tmp_path / "layers.py"
     model.write_bytes(zoo_paths.ZOO["tied"].read_bytes())  # the least to record
@@ -293,6 +295,7 @@ def test_resume_rebuilds_damaged_study_from_log(interrupted: None):
     assert len(counted) == len(set(counted)) == 8
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "damage",
     [

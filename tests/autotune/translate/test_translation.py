@@ -132,6 +132,7 @@ CASES = [
 ]
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(("kernel", "dtype", "drop", "kv", "gpu"), CASES)
 def test_translated_attention_and_dropout_save_tensors_of_cuda_ops(
     tmp_path: Path, kernel: str, dtype: str, drop: float, kv: int, gpu: str
@@ -429,6 +430,7 @@ def test_cublas_workspaces_exist_before_step(tmp_path: Path, monkeypatch: pytest
     )
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", ["gpt", "lstm", "tobf16", "cnn_bn"])
 def test_translation_is_valid_step_without_unknown_ops(name: str) -> None:
     plain = record(Workload.load(ZOO[name]), target="cuda")
@@ -522,6 +524,7 @@ def test_translated_live_bytes_equal_real_cuda_run(
     assert not off, off[:10]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("target", "is_fused"), [("xpu", True), ("cuda", False)])
 def test_grouped_attention_is_composed_only_for_devices_with_a_table(target: str, is_fused: bool) -> None:
     names = record(Workload.load(ZOO["hf_llama"]), target=target).step.names

@@ -248,6 +248,7 @@ def refusals(documents: list[dict[str, Any]]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_edited_configs_are_refused() -> None:
     two, four = (
         model_parallel_runs.config("rtp", RANKS, path=PATH, degree=degree) for degree in (PARTS, RANKS)

@@ -268,6 +268,7 @@ def check(drive: Path, division: str, cells: list[Cell]) -> None:
             )
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("division", BRIEFLY)
 def test_offload_with_recompute_is_exact(tmp_path: Path, division: str) -> None:
     check(tmp_path, division, BRIEFLY[division])

@@ -38,6 +38,7 @@ SCHEDULES: list[Technique] = [
 ]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda each: each.kind)
 def test_schedules_with_early_updates_train_bitwise_as_predicted(schedule: Technique) -> None:
     found = train(ZOO["gpt"], schedule, Roam())

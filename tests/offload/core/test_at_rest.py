@@ -51,6 +51,7 @@ def trained(config: dict[str, Any], start: str) -> tuple[list[Tensor], dict[str,
     return losses, tuned.state_dict()["model"], peak, host_peak
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("start", ["deferred", "host"])
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_device_holds_a_block_and_the_rest(

@@ -125,6 +125,7 @@ def at_random(model: Net) -> None:
     nn.init.normal_(weight_of(model), std=0.1)
 
 
+@pytest.mark.drawn(30)
 @pytest.mark.parametrize("change", [in_place, through_data, assigned, loaded, loaded_in_part, at_random])
 @pytest.mark.parametrize("name", [*SORTS, "elixir", "stronghold", "gradients on SSD", "all else on SSD"])
 def test_writes_between_steps_train_as_the_plain_model(name: str, change: Callable[[Net], None]) -> None:

@@ -373,6 +373,7 @@ def _weight(model: Net) -> nn.Parameter:
     return weight
 
 
+@pytest.mark.drawn(84)
 @pytest.mark.parametrize(
     "change",
     [

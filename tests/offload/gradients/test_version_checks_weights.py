@@ -168,6 +168,7 @@ def trained(
     return interrupted_loops.weights(model)
 
 
+@pytest.mark.drawn(9)
 @pytest.mark.parametrize(
     "name", [*interrupted_loops.ALL, *(name for name in interrupted_loops.AT_END if name != "smart_infinity")]
 )

@@ -41,6 +41,7 @@ def _step_of(path: Path) -> Step:
     return accumulate_gradients(recording.at(2), kept=recording.keeps_gradients)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied head"])
 @pytest.mark.parametrize("boundaries", ["device", "host"])
 @pytest.mark.parametrize(

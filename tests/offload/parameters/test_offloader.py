@@ -62,6 +62,7 @@ def steps(
     return found
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.native_ledger
 @pytest.mark.parametrize(
     ("technique", "micro_batches", "budget_bytes"),

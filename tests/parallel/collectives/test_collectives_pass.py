@@ -57,6 +57,7 @@ def predicted_and_real(model: str, *chosen: Any) -> tuple[Step, Step]:
     return program.step, _with_staging(trace.step)  # type: ignore[union-attr]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[1]} {case[2]}")
 def test_collectives_pass_equals_recording(case: tuple[str, Fsdp, Technique]) -> None:
     model, states, communication = case

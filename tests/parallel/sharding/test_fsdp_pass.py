@@ -307,7 +307,7 @@ def timeline(step: Step) -> list[tuple[str, int]]:
     return [(step.names[name], int(live[op])) for op, name in enumerate(step.ops.name)]
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_fsdp_pass_equals_recording(case: Case) -> None:
     ours, theirs = predicted(case), real(case)

@@ -143,7 +143,7 @@ def real(case: Case) -> Step:
     return session.trace(2, micro_batches=case.micro_batches, trace_last=True)
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_zero_partition_pass_equals_recording(case: Case) -> None:
     ours, theirs = predicted(case), real(case)

@@ -80,6 +80,7 @@ class Block(nn.Module):
 class Net(nn.Module):"""
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("name", "cached"), [("autocast", False), ("weights used twice", True), ("mlp", True)]
 )

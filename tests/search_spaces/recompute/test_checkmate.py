@@ -220,6 +220,7 @@ def loss(model, batch):
 """
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["autocast", "all_states"])
 def test_blocks_with_externally_held_values_are_recomputed(name: str, tmp_path: Path) -> None:
     """Casts of weights in autocast's cache; every block's output, which is the model's."""

@@ -204,6 +204,7 @@ class TestPlanned(TechniqueSuite):
         )
         assert after.step.peak_bytes() == offloaded.peak_bytes <= offloaded.budget_bytes
 
+    @pytest.mark.drawn(2)
     @pytest.mark.parametrize(
         ("calls", "moved", "blocks"),
         [
@@ -243,6 +244,7 @@ class TestPlanned(TechniqueSuite):
         plan = Planned(share=0.3, offload=False).plan(plain_program(ZOO["gpt"]), target_of()).document()
         assert not any(option["offloaded"] for option in plan["options"])
 
+    @pytest.mark.drawn(4)
     @pytest.mark.parametrize("other", [Dtr(), Coop(), Megtaichi(), Checkmate()], ids=lambda each: each.kind)
     @pytest.mark.parametrize("model", ["gpt", "cnn_bn"])
     def test_schedule_replaces_plan_where_it_is_faster(self, model: str, other: Technique) -> None:

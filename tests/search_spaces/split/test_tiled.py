@@ -105,6 +105,7 @@ class TestTiled(TechniqueSuite):
         assert not drift(LARGE, Tiled(), Full())
         assert not differences(train(LARGE, Tiled(), Full()), train(LARGE, Tiled()))
 
+    @pytest.mark.drawn(1)
     @pytest.mark.parametrize("other", [Full(), Balanced(), Planned(share=0.5)], ids=lambda each: each.kind)
     def test_mlps_in_parts_compose_with_recompute_to_the_byte(self, other: Technique) -> None:
         mine = Tiled(chunks=1, mlp=4)
@@ -227,6 +228,7 @@ class TestTiled(TechniqueSuite):
         assert caught.value.code == "MT334"
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("path", [LARGE, CAPPED, WIDE, NO_HEAD], ids=["large", "capped", "wide", "no_head"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_composes_with_sharding_and_offload_to_the_byte(path: Path, ranks: int) -> None:
@@ -248,6 +250,7 @@ def test_composes_with_sharding_and_offload_to_the_byte(path: Path, ranks: int) 
     assert compare(found.program.step, step) == ""
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("path", "mine"),
     [

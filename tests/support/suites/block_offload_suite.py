@@ -95,6 +95,7 @@ class LayersSuite(TechniqueSuite):
         found = differences(without_gradients(train(ZOO[model], variant)), in_place(model, self.update))
         assert not found, f"{len(found)} differences: {'; '.join(found[:5])}"
 
+    @pytest.mark.drawn(8)
     @pytest.mark.parametrize("micro_batches", [1, 3])
     def test_five_steps_are_bitwise_equal_to_update_in_place(self, micro_batches: int) -> None:
         """Also with accumulation: the host sums in the order of the device."""

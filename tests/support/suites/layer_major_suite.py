@@ -108,6 +108,7 @@ class PacksSuite(TechniqueSuite):
         found = differences(trained(variant, 2, 3), in_place(2, 3))
         assert not found, f"{len(found)} differences: {'; '.join(found[:5])}"
 
+    @pytest.mark.drawn(8)
     def test_five_steps_are_bitwise_equal_to_update_in_place(self) -> None:
         """Three micro-batches: summands of each weight's gradient are added in the plain order."""
         assert not differences(trained(self.variants[0], 3), in_place(3))

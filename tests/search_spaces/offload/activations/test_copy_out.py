@@ -96,6 +96,7 @@ class TestCopyOut(TechniqueSuite):
         """
         assert drift(ZOO["gpt"], ALL, find("offload.states", states["kind"]).model_validate(states)) == ""
 
+    @pytest.mark.drawn(1)
     @pytest.mark.parametrize("recompute", [(), (Selective(kind="selective"),)], ids=["alone", "selective"])
     def test_gates_saved_in_parts_stay_as_predicted(
         self, recompute: tuple[Technique, ...], tmp_path: Path

@@ -67,6 +67,7 @@ class TestOptimizerCpu(TechniqueSuite):
             state["exp_avg"] = to_the_device(state["exp_avg"])
         return True
 
+    @pytest.mark.drawn(5)
     @pytest.mark.parametrize("model", ZOO)
     def test_states_are_not_resident_and_gradients_and_weights_are_copied_once(self, model: str) -> None:
         """The mechanism: residency and bytes."""

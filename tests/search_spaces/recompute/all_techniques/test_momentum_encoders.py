@@ -61,6 +61,7 @@ def test_schedule_of_a_forward_that_replaces_a_buffer_is_refused() -> None:
     assert "sets a buffer" in str(candidate("queue", "checkmate"))  # generated code would not
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("queue", "planned"), ("bank", "planned"), ("bank", "checkmate"), ("two_views", "dtr")],

@@ -123,6 +123,7 @@ SECOND_ORDER = {
 }
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", SECOND_ORDER)
 def test_gradient_penalty_asks_for_products_twice(name: str, tmp_path: Path) -> None:
     """Blocks run a third time for values freed after the first backward; reloaded tensors are resident for

@@ -52,6 +52,7 @@ def trained(settings: str, compiled: str, path: Path) -> list[float]:
     return losses
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("compiled", ["model", "blocks"])
 @pytest.mark.parametrize("settings", [*SETTINGS])
 def test_user_compile_runs_changed_blocks_between_its_graphs(

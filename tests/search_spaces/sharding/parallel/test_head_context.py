@@ -386,6 +386,7 @@ def test_dropped_weights_of_attention_are_those_of_one_rank(ranks: int) -> None:
         )
 
 
+@pytest.mark.slow
 def test_dropped_weights_of_shared_keys_are_divided_on_gpus() -> None:
     """There the plain step has no one op for them."""
     on, workload = hardware.find("h100"), Workload.load(DROPPING)

@@ -32,6 +32,7 @@ ON_SSD = TILED.model_copy(update={"parameters": "ssd", "tiles": 3})
 ALL_ON_SSD = ON_SSD.model_copy(update={"gradients": "ssd"})
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("technique", "micro_batches"), [(TILED, 1), (ON_SSD, 3), (ALL_ON_SSD, 3)])
 def test_five_steps_equal_those_of_untiled_weights(technique: ZeroInfinity, micro_batches: int) -> None:
     """Up to rounding: the input's gradient is a sum over tiles."""
