@@ -14,7 +14,7 @@ from memtune.autotune.space.candidates import Choice
 from memtune.autotune.space.pruning import Pruner
 from memtune.autotune.space.sampler import Sampler
 from memtune.autotune.space.scoring import EVENTS_FOR, Goal, Scored, Scorer, Scores, alike, fits_budget
-from memtune.autotune.space.step_time_model import F64, Observed, StepTimeModel, expected_improvement
+from memtune.autotune.space.step_time_model import F64, Observed, StepTimeModel
 from memtune.technique import Reason
 
 _ASKS = 16
@@ -25,8 +25,8 @@ _SAMPLER_EVERY = 6
 """Every sixth candidate is the sampler's: it leaves the neighbourhoods that were scored."""
 _WORTHWHILE = 0.001
 """Expected relative gain below which a further trial is not worthwhile."""
-_ABOUT_EQUAL = 0.05
-"""Difference in the logarithm of a gain that is no reason to prefer a less simple candidate."""
+_DECIMALS = 9
+"""Of the logarithm of a gain: candidates that differ by rounding errors alone are equal."""
 _MOST_COMPARED, _LEAST_COMPARED = 128, 8
 """Refined candidates whose coarse prediction is compared with the refined one, the last ones and at least."""
 _BELOW_FAILED = 0.98
@@ -92,9 +92,7 @@ class Proposer:
     ) -> Iterator[Scored]:
         """Yield candidates in order, all of them simulated op by op."""
         # The coarse level is optimistic, so what comes first by it is simulated op by op and ranked again.
-        # One of each group of equals comes before the others, and of those with about the same gain the
-        # simplest.
-        seen = {alike(self.scores.by_key[key].prediction) for key in tried if key in self.scores.by_key}
+        # Of equals the simplest comes first.
         untried = [
             each
             for each in self.scores.by_key.values()
@@ -102,7 +100,7 @@ class Proposer:
         ]
         gains = self._gains(untried, pruner, best, model)
         queue = [
-            (alike(each.prediction) in seen, -_rounded(gain), each.choice.complexity, i, each)
+            (-round(gain, _DECIMALS), each.choice.complexity, i, each)
             for i, (each, gain) in enumerate(zip(untried, gains.tolist(), strict=True))
             if gain > -math.inf
         ]
@@ -125,10 +123,7 @@ class Proposer:
             if refined_count > _MOST_REFINED:
                 yield refined
                 continue
-            heapq.heappush(
-                queue,
-                (alike(refined.prediction) in seen, -_rounded(gain), each.choice.complexity, i, refined),
-            )
+            heapq.heappush(queue, (-round(gain, _DECIMALS), each.choice.complexity, i, refined))
 
     def _gains(
         self, candidates: list[Scored], pruner: Pruner, best: float | None, model: StepTimeModel
@@ -139,17 +134,16 @@ class Proposer:
         """
         if not candidates:
             return np.zeros(0)
-        mean, sd = model.posterior(candidates)
         more, more_sd = self._refinement(candidates)
-        sd = np.hypot(sd, more_sd)
-        log_s = np.log([_s_per_sample(each) for each in candidates]) + mean + more
+        log_s = np.log([_s_per_sample(each) for each in candidates]) + more
         # A candidate that may not fit is worth its gain only as often as it does.
         fits = self._chance_to_fit(candidates, pruner)
         if best is None:
             # Nothing to improve on: first what is expected to fit, then what is fast at its slower end.
-            slow_end = log_s + sd
+            mean, sd = model.posterior(candidates)
+            slow_end = log_s + mean + np.hypot(sd, more_sd)
             return np.asarray(-slow_end - np.where(fits >= 0.5, 0.0, 1e6 * (1 - fits)), dtype=np.float64)
-        found = fits * expected_improvement(log_s, sd, math.log(best))
+        found = fits * model.improvement(candidates, log_s, math.log(best), more_sd)
         # Before any trial the factor that all steps share is unknown, and `best` is no measure.
         least = _WORTHWHILE if model.observed else 0.0
         return np.log(found, where=found > least, out=np.full(len(candidates), -np.inf))
@@ -280,10 +274,6 @@ class Proposer:
         if isinstance(scored, Reason):
             return str(scored)
         return self._refined(self.scores.by_key.get(scored.key, scored))
-
-
-def _rounded(gain: float) -> int:
-    return round(gain / _ABOUT_EQUAL)
 
 
 def _s_per_sample(each: Scored) -> float:

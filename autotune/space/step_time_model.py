@@ -22,7 +22,8 @@ one, given what all others say of its setting (a mixture of two Gaussians, by it
 2006, section 10.1): it then counts little, and its setting stays as uncertain as if it had not run. To repeat
 it is worth that probability times the expected improvement without it. A setting that ran again is known.
 
-Candidates are proposed by expected improvement (Jones, Schonlau, Welch 1998, equation 15).
+Candidates are proposed by expected improvement (Jones, Schonlau, Welch 1998, equation 15), averaged over the
+scales.
 """
 
 from __future__ import annotations
@@ -134,6 +135,30 @@ class StepTimeModel:
 
     def posterior(self, candidates: Sequence[Scored]) -> Posterior:
         """Return the posterior of each candidate's own step time, without the error of a measurement."""
+        chances, means, variances = self._by_scale(candidates)
+        mean = chances @ means
+        # Law of total variance: within each scale, and between the scales' means.
+        return Posterior(mean, np.sqrt(chances @ (variances + (means - mean) ** 2)))
+
+    def improvement(
+        self, candidates: Sequence[Scored], log_s: F64, best_log_s: float, error_sd: F64 | float = 0.0
+    ) -> F64:
+        """Return by how much the logarithm of the best is expected to fall, by candidate.
+
+        Args:
+            candidates: Settings.
+            log_s: (n,) logarithms of what they are predicted to take.
+            best_log_s: Logarithm of the best measurement.
+            error_sd: (n,) standard deviations of the logarithms of the predictions, beyond the posterior's.
+        """
+        # Expected over the scales. One Gaussian with the mean and variance of all scales would take for a
+        # chance to be faster that settings are slower by a large scale.
+        chances, means, variances = self._by_scale(candidates)
+        found: F64 = chances @ _improvement(log_s + means, np.sqrt(variances + error_sd**2), best_log_s)
+        return found
+
+    def _by_scale(self, candidates: Sequence[Scored]) -> tuple[F64, F64, F64]:
+        """Return for each likely scale its probability, and means and variances of the candidates."""
         features = _Features([each.scored for each in self.observed], candidates)
         asked = features.matrix(candidates)
         means, variances, weights = [], [], []
@@ -142,11 +167,7 @@ class StepTimeModel:
             means.append(asked.value(fit.mode))
             variances.append(fit.variance(slope) + asked.unseen * scales[1] ** 2)
             weights.append(weight)
-        chances = np.array(weights)
-        mean = chances @ np.array(means)
-        # Law of total variance: within each scale, and between the scales' means.
-        spread = chances @ (np.array(variances) + (np.array(means) - mean) ** 2)
-        return Posterior(mean, np.sqrt(spread))
+        return np.array(weights), np.array(means), np.array(variances)
 
     def _fits(self, features: _Features) -> list[tuple[float, tuple[float, float], _Fit]]:
         """Return the likely scales with their weights and fits."""
@@ -214,9 +235,9 @@ class StepTimeModel:
                 continue
             # Without it: had it been slowed down, it would say nothing of its setting.
             others = replace(self, observed=[one for one in self.observed if one is not each])
-            mean, sd = others.posterior([each.scored])
-            log_s = mean - math.log(each.scored.prediction.samples_per_s)
-            found[each.scored.key] = probability * float(expected_improvement(log_s, sd, math.log(best_s))[0])
+            log_s = np.array([-math.log(each.scored.prediction.samples_per_s)])
+            gain = others.improvement([each.scored], log_s, math.log(best_s))
+            found[each.scored.key] = probability * float(gain[0])
         return found
 
     def believing(self, pending: Sequence[Scored]) -> StepTimeModel:
@@ -501,8 +522,8 @@ def _technique_sd(technique: Technique) -> float:
     return max(found, _DISPATCH_SD) if technique.effects.eager_only == DISPATCH_MODE else found
 
 
-def expected_improvement(log_s: F64, sd: F64, best_log_s: float) -> F64:
-    """Return by how much the logarithm of the best is expected to fall, by candidate; (n,) each."""
+def _improvement(log_s: F64, sd: F64, best_log_s: float) -> F64:
+    """Return by how much a Gaussian with mean `log_s` is expected to fall below `best_log_s`."""
     z = (best_log_s - log_s) / sd
     density = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
     found: F64 = sd * (z * ndtr(z) + density)

@@ -80,6 +80,33 @@ def test_proposer_repeats_trial_that_other_work_slowed_down(proposer: Proposer) 
     assert found is None or found.scored.key != fastest.key
 
 
+def test_proposer_takes_the_equal_of_the_best_before_what_is_expected_to_be_slower(
+    proposer: Proposer,
+) -> None:
+    """Settings that are predicted alike differ on the clock."""
+    refined = [
+        proposer.scorer.refined(each)
+        for each in proposer.scores.by_key.values()
+        if kinds(each.choice) == {("offload.states", "optimizer_cpu")}
+    ]
+    ran, other, slower = refined[:3]
+    equal = replace(other, prediction=ran.prediction)
+    slow = replace(
+        ran.prediction,
+        step_s=1.02 * ran.prediction.step_s,
+        samples_per_s=ran.prediction.samples_per_s / 1.02,
+    )
+    scores = {ran.key: ran, equal.key: equal, slower.key: replace(slower, prediction=slow)}
+    small = replace(proposer, scores=replace(proposer.scores, by_key=scores))
+    best = 1 / ran.prediction.samples_per_s
+    model = StepTimeModel([Observed(ran, ran.prediction.step_s)])
+    found = small.next(Pruner(None), {ran.key}, best, model)
+    assert found is not None
+    assert found.scored.key == equal.key
+    left = small.next(Pruner(None), {ran.key, equal.key}, best, model)
+    assert left is not None
+
+
 def test_proposer_stops_when_nothing_may_improve(proposer: Proposer) -> None:
     ran = proposer.scorer.refined(by_time(proposer)[0])
     observed = [Observed(ran, ran.prediction.step_s)] * 4

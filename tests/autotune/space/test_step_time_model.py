@@ -19,7 +19,7 @@ from memtune.autotune.space.step_time_model import (
     Observed,
     StepTimeModel,
     _Fit,
-    expected_improvement,
+    _improvement,
     kinds,
 )
 from memtune.program import Program
@@ -148,9 +148,19 @@ def test_slow_first_trial_of_a_mechanism_is_probably_the_mechanism() -> None:
 def test_expected_improvement_equals_monte_carlo() -> None:
     log_s, sd, best = np.array([0.1, -0.2, 0.0]), np.array([0.3, 0.05, 0.2]), 0.0
     draws = np.random.default_rng(0).normal(log_s[:, None], sd[:, None], (3, 200_000))
-    assert expected_improvement(log_s, sd, best) == pytest.approx(
-        np.maximum(best - draws, 0).mean(1), abs=2e-3
-    )
+    assert _improvement(log_s, sd, best) == pytest.approx(np.maximum(best - draws, 0).mean(1), abs=2e-3)
+
+
+def test_improvement_is_expected_over_the_scales_of_the_priors() -> None:
+    plain, full = one_with(), one_with(("recompute", "full"))
+    model = StepTimeModel([Observed(plain, plain.prediction.step_s)])
+    log_s, best = np.array([0.0]), -0.05
+    chances, means, variances = model._by_scale([full])
+    draw = np.random.default_rng(0)
+    scales = draw.choice(len(chances), 200_000, p=chances)
+    drawn = draw.normal(means[scales, 0], np.sqrt(variances[scales, 0]))
+    found = model.improvement([full], log_s, best)[0]
+    assert found == pytest.approx(np.maximum(best - drawn, 0).mean(), rel=0.1)
 
 
 def with_copies(seconds: float, *wanted: tuple[str, str]) -> Scored:
