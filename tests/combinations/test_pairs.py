@@ -95,7 +95,7 @@ def param(pair: tuple[Technique, ...]) -> object:
     return pytest.param(pair, id=pair_id(pair), marks=[pytest.mark.slow] if slow else [])
 
 
-@pytest.mark.drawn(460)
+@pytest.mark.drawn(650)
 @pytest.mark.parametrize("pair", [param(each) for each in PAIRS])
 def test_pair_trains_as_the_plain_model_does(pair: tuple[Technique, Technique]) -> None:
     program, target = plain_program(ZOO[MODEL]), target_of(*pair)
