@@ -272,8 +272,9 @@ def row_of(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     best = min(runs, key=lambda run: sum(run["cpu_s"].values()))
     ratios = {}
     for clock in ("cpu_s", "wall_s"):
+        # Steps of a few milliseconds are shorter than the ticks of /proc: the ratio is unknown.
         steps = best[clock].get("trial: steps", 0.0)
-        ratios[clock] = round((sum(best[clock].values()) - steps) / steps, 3)
+        ratios[clock] = round((sum(best[clock].values()) - steps) / steps, 3) if steps else None
     recorded = sum(best["cpu_s"].get(phase, 0.0) for phase in _RECORD_AND_SCORE)
     arguments = [each.replace(f"{ROOT}/", "") for each in CASES[name].arguments]
     return {
@@ -284,6 +285,10 @@ def row_of(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
         **best,
         "runs": [{"cpu_s": round(sum(run["cpu_s"].values()), 2), "load": run["load"]} for run in runs],
     }
+
+
+def _ratio(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
@@ -306,8 +311,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         ("candidates", lambda row: f"{row['candidates']:,}"),
         ("trials", lambda row: str(row["trials"])),
         ("fastest step, ms", lambda row: f"{1e3 * row['step_s']:.0f}"),
-        ("CPU outside steps / in steps", lambda row: f"{row['overhead']['cpu_s']:.2f}"),
-        ("wall outside steps / in steps", lambda row: f"{row['overhead']['wall_s']:.2f}"),
+        ("CPU outside steps / in steps", lambda row: _ratio(row["overhead"]["cpu_s"])),
+        ("wall outside steps / in steps", lambda row: _ratio(row["overhead"]["wall_s"])),
     )
     for title, value in figures:
         out.append(f"| {title} | " + " | ".join(value(row) for row in rows) + " |")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -54,6 +55,49 @@ def test_sampler_refuses_study_of_another_space(space: Space, tmp_path: Path):
     with pytest.raises(UsageError, match="made with a different search space") as caught:
         Sampler(tmp_path / "s.db", fewer, 0).ask()
     assert caught.value.code == "MT406"
+
+
+@pytest.mark.parametrize("of_study", [False, True])
+def test_sampler_with_a_flipped_bit_in_values_is_damaged_not_of_another_space(
+    of_study: bool, space: Space, tmp_path: Path
+):
+    sampler, told = Sampler(tmp_path / "s.db", space, 0), {}
+    for choice in itertools.islice(space, 3):
+        number, _ = sampler.ask(choice)
+        sampler.tell(number, ok(number), 1.0)
+        told[number] = choice.dump(), ok(number)
+    sampler.close()
+    flip = (
+        """update study_user_attributes set value_json = '"0"'"""
+        if of_study
+        else """update trial_params set distribution_json = replace(distribution_json, '[', '[7, ')"""
+        " where param_id = 1"
+    )
+    with contextlib.closing(sqlite3.connect(tmp_path / "s.db")) as base:
+        assert base.execute(flip).rowcount == 1
+        base.commit()
+    again = Sampler(tmp_path / "s.db", space, 0)
+    assert again.holds(told) is of_study
+    if of_study:  # its hash alone decides nothing
+        assert again.ask(choice)[0] == 3
+
+
+@pytest.mark.parametrize("column", ["trials.state", "trial_values.value_type"])
+def test_sampler_with_a_flipped_bit_in_a_name_of_optuna_is_damaged(column: str, space: Space, tmp_path: Path):
+    sampler = Sampler(tmp_path / "s.db", space, 0)
+    number, choice = sampler.ask(next(iter(space)))
+    assert choice is not None
+    sampler.tell(number, ok(number), 1.0)
+    sampler.close()
+    table, _, name = column.partition(".")
+    with contextlib.closing(sqlite3.connect(tmp_path / "s.db")) as base:
+        assert base.execute(f"update {table} set {name} = 'INF_QOS'").rowcount == 1
+        base.commit()
+    try:
+        again = Sampler(tmp_path / "s.db", space, 0)
+    except DAMAGE:
+        return
+    assert not again.holds({number: (choice.dump(), ok(number))})
 
 
 def test_sampler_stores_choice_outside_space(space: Space, tmp_path: Path):
