@@ -204,6 +204,8 @@ class StudyFolder:
         try:
             with contextlib.closing(sqlite3.connect(self.database)) as connection:
                 sound = connection.execute("PRAGMA quick_check").fetchone() == ("ok",)
+        except UnicodeDecodeError:  # of SQLite's message, with a damaged name in it
+            sound = False
         except sqlite3.DatabaseError as error:
             from memtune.autotune.space import is_unreached  # loads torch, which refusals of a command do not
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -166,3 +167,20 @@ def test_study_store_checks_output_at_start(tmp_path: Path):
         check_writable(tmp_path / "missing" / "tuned.yaml", force=False)
     with pytest.raises(EnvironmentFault, match="is a folder"):
         check_writable(tmp_path, force=False)
+
+
+def test_study_with_a_damaged_name_in_its_schema_is_set_aside(tmp_path: Path):
+    """SQLite names it in its error, whose message is then no text."""
+    folder = StudyFolder(tmp_path)
+    with contextlib.closing(sqlite3.connect(folder.database)) as base:
+        base.execute("create table told (number int)")
+        base.execute("create index by_number on told (number)")
+        base.commit()
+    whole = folder.database.read_bytes()
+    # The schema's own text is rows of (kind, name, table, page, SQL): the SQL of the last one is broken too.
+    folder.database.write_bytes(
+        whole.replace(b"by_number", b"\xa0y_number").replace(b"told (number)", b"told (mumber)")
+    )
+    aside = folder.check_database()
+    assert aside is not None
+    assert not folder.database.exists()
