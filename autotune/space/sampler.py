@@ -8,6 +8,7 @@ violates, so that the sampler learns the border; a candidate not worth running i
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -34,6 +35,8 @@ from memtune.technique import Technique
 TrialOutcome = Literal["complete", "pruned", "running", "failed"]
 _LOCKED_S = 30
 """Seconds to wait for another process that has the file locked."""
+_SPACE = "space"
+"""Attribute of the study: the hash of its parameters' values."""
 _UNREACHED = (
     "SQLITE_BUSY",
     "SQLITE_LOCKED",
@@ -49,7 +52,7 @@ class DamagedStudy(EnvironmentFault):
 
 
 DAMAGE = (
-    *(KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError),
+    *(LookupError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError),
     DamagedStudy,
 )
 """Errors by which Optuna and the validation of results notice a damaged study."""
@@ -108,6 +111,9 @@ class Sampler:
                 storage=storage, sampler=tpe, study_name="memtune", direction="minimize", load_if_exists=True
             )
             self._storage = storage
+            self._values = _values_of(space)
+            if not self._study.get_trials(deepcopy=False):
+                self._study.set_user_attr(_SPACE, _text_of(self._values))
             self._optuna = {
                 _number(each): each.number
                 for each in self._study.get_trials(deepcopy=False)
@@ -199,6 +205,8 @@ class Sampler:
     def holds(self, results: Mapping[int, tuple[dict[str, Any], TrialResult]]) -> bool:
         """Return whether every trial can be read, and those in `results` have these settings and results."""
         try:
+            if self._is_garbled():
+                return False
             kept = [each for each in self.trials() if each.outcome != "pruned"]
             found = {each.number: (each.settings, each.result) for each in kept}
         except DAMAGE:
@@ -207,6 +215,20 @@ class Sampler:
         return all(
             number in found and _text(*found[number]) == _text(*each) for number, each in results.items()
         )
+
+    def _is_garbled(self) -> bool:
+        """Return whether a trial's values are not those of the space that the study was made with, which is
+        this one.
+        """
+        with self._storage_errors():
+            if self._study.user_attrs.get(_SPACE) != _text_of(self._values):
+                return False
+            return any(
+                not isinstance(found, CategoricalDistribution)
+                or list(found.choices) != self._values.get(name)
+                for each in self._study.get_trials(deepcopy=False)
+                for name, found in each.distributions.items()
+            )
 
     def close(self) -> None:
         """Release the file."""
@@ -256,6 +278,21 @@ class Sampler:
 
     def _storage_errors(self) -> _StorageErrors:
         return _StorageErrors(self._path)
+
+
+def _values_of(space: Space) -> dict[str, list[Any]]:
+    """Return the values of each parameter of `space`."""
+    found: dict[str, list[Any]] = {"micro_batch": [each.micro_batch for each in space.executions]}
+    for slot, among in space.slots.items():
+        found[slot] = list(dict.fromkeys(each.kind for each in among))
+        for kind in found[slot]:
+            for knob, choices in knob_values(among, kind).items():
+                found[f"{slot}.{kind}.{knob}"] = [_plain(value) for value in choices]
+    return found
+
+
+def _text_of(values: Mapping[str, Sequence[Any]]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _create(path: Path) -> None:
