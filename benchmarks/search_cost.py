@@ -63,10 +63,10 @@ CASES = {
 """The last one has steps of more than a second."""
 
 _PHASES = {
-    "looking at the workload": "probe",
+    "looking at the file": "probe",
     "recording one training step": "record",
     "checking that micro-batches add up to the batch": "check batch",
-    "predicting all candidates": "score",
+    "scoring settings": "score",
 }
 
 
@@ -80,16 +80,19 @@ def run_search(arguments: list[str], marks: int) -> int:
         os.write(marks, (json.dumps([time.monotonic(), phase]) + "\n").encode())
 
     mark("import")
-    import memtune.cli._search as command
     from memtune.cli import run
+    from memtune.progress import Progress
 
-    def on_phase(text: str) -> None:
+    phase = Progress.phase
+
+    def on_phase(self: Progress, text: str) -> None:
         if text in _PHASES:
             mark(_PHASES[text])
-        if text == "looking at the workload":
+        if text == "looking at the file":
             _mark_events(mark)
+        phase(self, text)
 
-    command.say = on_phase  # type: ignore[attr-defined]
+    Progress.phase = on_phase  # type: ignore[method-assign]
     return run(["search", *arguments, "--device", "cpu", "--no-tui", "--force"])
 
 

@@ -199,6 +199,7 @@ def _fingerprint(options: SearchOptions, setup: Setup) -> dict[str, object]:
 
 def _dry_run(options: SearchOptions, folder: StudyFolder, say: Callable[[str], None]) -> SearchOutcome:
     setup = prepare(options, say=say)
+    say("scoring settings")
     scores = setup.score(options.seed, options.trials)
     too_large = weights_over_budget(setup, scores)
     if too_large is not None:
