@@ -40,16 +40,26 @@ def measure_rates(device: torch.device, *, local_ranks: int) -> dict[str, float]
     """
     # Links are measured if all ranks are on this machine; of others it is unknown which link a message takes.
     shared = local_ranks if device.type == "cpu" else 1
-    found = _copy_rates(device, shared)
-    found["host_adam_bytes_per_s"] = _adam_rate(device) * local_ranks
+    # One for all: to map and clear its pages takes as long as several of the writes.
+    other = torch.zeros(_EVICTED_BYTES // 4)
+    found = _copy_rates(device, shared, other)
+    found["host_adam_bytes_per_s"] = _adam_rate(device, other) * local_ranks
+    del other
     if local_ranks > 1 and dist.is_initialized() and dist.get_world_size() == local_ranks:
         found |= _link_rates(device, local_ranks)
     return found
 
 
-def _best_s(run: Callable[[], object], device: torch.device, runs: int) -> float:
-    """Return the shortest time of `runs` runs from memory, which all ranks begin together."""
-    best, other = float("inf"), torch.zeros(_EVICTED_BYTES // 4)
+def _best_s(run: Callable[[], object], device: torch.device, runs: int, other: torch.Tensor) -> float:
+    """Return the shortest time of `runs` runs from memory, which all ranks begin together.
+
+    Args:
+        run: What is timed.
+        device: Where.
+        runs: Number of runs.
+        other: Written before each run, so that caches hold it.
+    """
+    best = float("inf")
     for _ in range(runs + 1):
         other.add_(1.0)
         if dist.is_initialized():
@@ -65,7 +75,7 @@ def _runs(device: torch.device) -> int:
     return _RUNS_ON_CPU if device.type == "cpu" else _RUNS
 
 
-def _copy_rates(device: torch.device, shared: int) -> dict[str, float]:
+def _copy_rates(device: torch.device, shared: int, other: torch.Tensor) -> dict[str, float]:
     on_cpu = device.type == "cpu"
     n_bytes = _COPY_BYTES_ON_CPU if on_cpu else _COPY_BYTES
     host = torch.ones(n_bytes // 4)
@@ -73,21 +83,21 @@ def _copy_rates(device: torch.device, shared: int) -> dict[str, float]:
         host = host.pin_memory()
     there = torch.ones_like(host, device=device)
     runs = _runs(device)
-    up_s = _best_s(lambda: there.copy_(host, non_blocking=True), device, runs)
-    down_s = _best_s(lambda: host.copy_(there, non_blocking=True), device, runs)
+    up_s = _best_s(lambda: there.copy_(host, non_blocking=True), device, runs, other)
+    down_s = _best_s(lambda: host.copy_(there, non_blocking=True), device, runs, other)
     return {
         "host_to_device_bytes_per_s": n_bytes / up_s * shared,
         "device_to_host_bytes_per_s": n_bytes / down_s * shared,
     }
 
 
-def _adam_rate(device: torch.device) -> float:
+def _adam_rate(device: torch.device, other: torch.Tensor) -> float:
     """Return bytes that torch's fused AdamW on the host reads and writes per second on this rank."""
     parameter = torch.zeros(_ADAM_PARAMETERS, requires_grad=True)
     parameter.grad = torch.ones(_ADAM_PARAMETERS)
     optimizer = torch.optim.AdamW([parameter], fused=True)
     optimizer.step()  # makes its state
-    return 7 * 4 * _ADAM_PARAMETERS / _best_s(optimizer.step, device, 3)
+    return 7 * 4 * _ADAM_PARAMETERS / _best_s(optimizer.step, device, 3, other)
 
 
 def _link_rates(device: torch.device, ranks: int) -> dict[str, float]:
