@@ -54,8 +54,8 @@ def _best_s(run: Callable[[], object], device: torch.device, runs: int, other: t
     """Return the shortest time of `runs` runs from memory, which all ranks begin together.
 
     Args:
-        run: What is timed.
-        device: Where.
+        run: Called without arguments; its time is measured.
+        device: Device whose streams are waited for.
         runs: Number of runs.
         other: Written before each run, so that caches hold it.
     """
