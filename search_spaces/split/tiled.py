@@ -144,9 +144,11 @@ class Tiled(Technique):
         )
 
     def _loss_fits(self, step: Step) -> Reason | None:
+        # A config that asks for MLPs or norms in parts gets the loss in parts too, by default.
+        fix = "chunks: 1" if self.mlp > 1 or self.norm > 1 else ""
         pattern = loss_pattern(step)
         if isinstance(pattern, str):
-            return Reason(pattern)
+            return Reason(pattern, fix)
         if pattern.head == "(outside)":
             return Reason(
                 "the logits are made outside of the model", "the head's product in the model's forward"
@@ -155,7 +157,7 @@ class Tiled(Technique):
             return refusals.few_tokens(pattern.rows, self.chunks, "fewer chunks")
         share = _logits_bytes(step, pattern) / max(step.peak_bytes(), 1)
         if share < _WORTH:
-            return Reason(f"the logits are {share:.1%} of the peak")
+            return Reason(f"the logits are {share:.1%} of the peak", fix)
         return None
 
     def plan(self, program: Program, target: Target) -> TiledPlan:

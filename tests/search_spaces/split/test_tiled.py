@@ -197,7 +197,10 @@ class TestTiled(TechniqueSuite):
         assert not drift(SHIFTED_AUTOCAST, Tiled(chunks=chunks))
 
     def test_small_logits_are_refused_and_so_are_those_made_inside_a_block(self) -> None:
-        assert "of the peak" in str(Tiled().fits(plain_program(ZOO["gpt"]), target_of()))
+        gpt = plain_program(ZOO["gpt"])
+        assert str(Tiled().fits(gpt, target_of())).endswith("of the peak")
+        assert str(Tiled(mlp=2).fits(gpt, target_of())).endswith("of the peak (chunks: 1)")
+        assert Tiled(chunks=1, mlp=2).fits(gpt, target_of()) is None
         assert "inside a block" in str(Tiled().fits(plain_program(ZOO["lstm"]), target_of()))
         assert "fewer than" in str(Tiled(chunks=1000).fits(plain_program(LARGE), target_of()))
 
