@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
@@ -60,7 +61,7 @@ class ReplicatedModel(DistributedDataParallel):
             ApplyError: Unused parameters are looked for, in an output that only its forward has.
         """
         number = torch._C._current_graph_task_id()
-        if number == self._backward:
+        if number == self._backward or not self._fills_gradients():
             return
         self._backward = number
         if self._is_prepared:
@@ -76,6 +77,15 @@ class ReplicatedModel(DistributedDataParallel):
             # Private in torch: of what DDP's forward does, all but the broadcast of buffers.
             self.reducer._rebuild_buckets()
             self.reducer.prepare_for_backward([])
+
+    def _fills_gradients(self) -> bool:
+        """Return whether the running backward is one into `grad`, not `torch.autograd.grad`."""
+        trained = (each for each in self.module.parameters() if each.requires_grad)
+        try:
+            # Private in torch; it raises for what `torch.autograd.grad` is to return.
+            return any(torch._C._will_engine_execute_node(get_gradient_edge(each).node) for each in trained)
+        except RuntimeError:
+            return False
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the model where the wrapper has none.

@@ -52,10 +52,15 @@ def trained(settings: dict[str, Any] | None, how: str) -> dict[str, Tensor] | st
             if how == "one forward":
                 out = net(given[0])
                 losses = [each.square().mean() for each in out.values()]
+            elif how == "penalty":
+                given = given.requires_grad_()
+                out = net(given[0])
+                (slope,) = torch.autograd.grad(out["one"].sum(), given, create_graph=True)
+                losses = [slope.square().mean() + out["one"].square().mean() + out["other"].mean()]
             else:
                 losses = [net(each)["one"].square().mean() + net(each)["other"].mean() for each in given]
-            losses[0].backward(retain_graph=True)
-            losses[1].backward()
+            for loss in losses:
+                loss.backward(retain_graph=loss is not losses[-1])
         except ApplyError as error:
             return error.code
         optimizer.step()
@@ -70,6 +75,15 @@ def test_ddp_averages_gradients_in_every_backward_of_a_step(how: str, states: st
     settings = {"sharding": {"states": {"kind": "ddp"}}, "offload": {"states": {"kind": states}}}
     wanted = trained(None, how)
     for found in run_ranks(trained, 2, settings, how):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_derivatives_inside_the_loss_are_no_backward_that_averages(unused: bool) -> None:
+    """`torch.autograd.grad` reaches the outputs, but no gradient of a parameter."""
+    settings = {"sharding": {"states": {"kind": "ddp", "find_unused_parameters": unused}}}
+    wanted = trained(None, "penalty")
+    for found in run_ranks(trained, 2, settings, "penalty"):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
