@@ -12,12 +12,12 @@ from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from memtune import hardware
+from memtune._replaced import replaced
 from memtune.api import apply
 from memtune.autotune.predict import AllocatorSettings, event_stream, replay
 from memtune.autotune.record import Trace, record, start_session
@@ -135,8 +135,8 @@ def _updates_in_line() -> Iterator[None]:
         run(self, gradients, None)
 
     with (
-        patch.object(DeferredUpdates, "__init__", starts_in_step),
-        patch.object(HostOptimizer, "_run_updates", runs_here),
+        replaced(DeferredUpdates, __init__=starts_in_step),
+        replaced(HostOptimizer, _run_updates=runs_here),
     ):
         yield
 

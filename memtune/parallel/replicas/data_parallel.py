@@ -55,7 +55,7 @@ class ReplicatedModel(DistributedDataParallel):
         return out
 
     def _reached(self) -> None:
-        """Prepare the average of a backward for which no forward has.
+        """Prepare the reducer for a backward that no forward has prepared.
 
         Raises:
             ApplyError: Unused parameters are looked for, in an output that only its forward has.
@@ -79,7 +79,7 @@ class ReplicatedModel(DistributedDataParallel):
             self.reducer.prepare_for_backward([])
 
     def _fills_gradients(self) -> bool:
-        """Return whether the running backward is one into `grad`, not `torch.autograd.grad`."""
+        """Return whether the current backward accumulates into `grad`, unlike `torch.autograd.grad`."""
         trained = (each for each in self.module.parameters() if each.requires_grad)
         try:
             # Private in torch; it raises for what `torch.autograd.grad` is to return.

@@ -79,7 +79,7 @@ def test_ddp_averages_gradients_in_every_backward_of_a_step(how: str, states: st
 
 
 @pytest.mark.parametrize("unused", [False, True])
-def test_derivatives_inside_the_loss_are_no_backward_that_averages(unused: bool) -> None:
+def test_gradient_penalty_is_not_a_second_backward(unused: bool) -> None:
     """`torch.autograd.grad` reaches the outputs, but no gradient of a parameter."""
     settings = {"sharding": {"states": {"kind": "ddp", "find_unused_parameters": unused}}}
     wanted = trained(None, "penalty")
