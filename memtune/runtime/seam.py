@@ -421,10 +421,16 @@ def to_host_together(tensors: Sequence[Tensor]) -> list[Tensor]:
         return []
     if not is_observed(tensors[0]):
         return transfer.to_host_together(tensors)
-    hosts = [torch.ops.memtune.to_host(each) for each in tensors]
-    for host in hosts:
-        mark(host, HOST)
-    return hosts
+    return [to_host(each) for each in tensors]
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Start the copy of `tensor`, no DTensor, to a new host tensor; see `transfer.to_host`."""
+    if not is_observed(tensor):
+        return transfer.to_host(tensor)
+    host: Tensor = torch.ops.memtune.to_host(tensor)
+    mark(host, HOST)
+    return host
 
 
 def copy_to_device_together(tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:

@@ -228,7 +228,11 @@ def _skipped_copy(technique: type[Technique]) -> Iterator[None]:
         return hosts
 
     original = transfer.to_host_together
-    with patch.object(transfer, "_start", start), patch.object(transfer, "to_host_together", together):
+    with (
+        patch.object(transfer, "_start", start),
+        patch.object(transfer, "to_host", lambda x: together([x])[0]),
+        patch.object(transfer, "to_host_together", together),
+    ):
         yield
 
 

@@ -7,7 +7,6 @@ compressed → resident.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,11 +15,14 @@ from torch import Tensor
 import memtune.ssd.ssd_tensors  # noqa: F401  (defines torch.ops.memtune, to_ssd and from_ssd there too)
 from memtune.activations.offload.compression import seed_of
 from memtune.program import Compression, SavedTensorPolicy
-from memtune.runtime import seam, to_host_together, transfer
+from memtune.runtime import seam, transfer
 
 
 class EntryOwner(Protocol):
     """Operations of the activation table that an entry calls."""
+
+    entries: dict[int, weakref.ref[SavedStorage]]
+    """Entries by the address of their storage."""
 
     def complete_offloads(self) -> None:
         """Complete the copies to the host that are in flight."""
@@ -42,22 +44,27 @@ class SavedStorage:
         name: Its name in error messages.
     """
 
+    moved = False
+    """Its offload has begun."""
+    _size: torch.Size | None = None
+    """Size of the contiguous tensor that is all of the storage, as its host copy and its reload are too; None
+    if it was made of another one, and these are flat.
+    """
+    _source: Tensor | None = None
+    _host: Tensor | None = None
+    """Its packed form, on the host or compressed."""
+    _kept: Tensor | None = None
+    """The last bytes of a cut storage, which remain on the device."""
+    _ssd: Tensor | None = None
+    _back: Tensor | None = None
+    _asked = False
+
     def __init__(self, moves: EntryOwner, tensor: Tensor, policy: SavedTensorPolicy, name: str) -> None:
         self._moves, self.policy, self._name = moves, policy, name
-        self._dtype = tensor.dtype
-        self.moved = False
-        """Its offload has begun."""
-        self._source: Tensor | None = None
-        self._host: Tensor | None = None
-        """Its packed form, on the host or compressed."""
-        self._numel = 0
-        self._kept: Tensor | None = None
-        """The last bytes of a cut storage, which remain on the device."""
-        self._ssd: Tensor | None = None
-        self.device = tensor.device
-        self._storage = weakref.ref(tensor.untyped_storage())  # not its address, which the allocator reuses
-        self._back: Tensor | None = None
-        self._asked = False
+        self._dtype, self.device = tensor.dtype, tensor.device
+        storage = tensor.untyped_storage()
+        self._key = storage._cdata
+        self._storage = weakref.ref(storage)  # not its address, which the allocator reuses
 
     def must_fetch(self, tensor: Tensor) -> bool:
         """Return whether a reader of the view `tensor` must get it by `fetch`: it is packed, or may be."""
@@ -76,13 +83,25 @@ class SavedStorage:
         """Bytes of the host copy, complete or in flight; 0 without one."""
         return 0 if self._host is None else self._host.nbytes
 
-    def is_of(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` is a view of this storage."""
-        return self._storage() is tensor.untyped_storage()
+    def is_of(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether `storage` is the one that autograd saved."""
+        return self._storage() is storage
 
     def keep_readable(self, tensor: Tensor) -> None:
-        """Keep it resident and readable until it is offloaded."""
-        self._back, self._asked = _flat_storage(tensor), True
+        """Keep it resident and readable until it is offloaded; `tensor` is the one that it was made of."""
+        self._asked = True
+        covers = tensor.nbytes == tensor.untyped_storage().nbytes() and _is_contiguous(tensor)
+        if covers and self.policy.is_exact:
+            self._size, self._back = tensor.size(), tensor.detach()
+        else:
+            self._back = _flat_storage(tensor)
+
+    def handle(self, tensor: Tensor) -> OffloadedTensor:
+        """Return a handle to the view `tensor` of the storage."""
+        is_all = tensor.size() == self._size and tensor.dtype == self._dtype and _is_contiguous(tensor)
+        return OffloadedTensor(
+            self, None if is_all else View.describe(tensor), requires_grad=tensor.requires_grad
+        )
 
     def offload(self, n_bytes: int) -> None:
         """Start the copy of `n_bytes` to the host, clone the rest; hold the source until it has ended."""
@@ -90,9 +109,9 @@ class SavedStorage:
         assert source is not None
         self._source, self._asked, self.moved = source, False, True
         if n_bytes == source.nbytes:
-            (self._host,) = to_host_together([source])
+            self._host = seam.to_host(source)
             return
-        flat = source.view(torch.uint8)
+        flat = source.view(-1).view(torch.uint8)
         # The copy first: its stream waits for all compute issued so far, which would include the clone.
         self._host = torch.ops.memtune.to_host(flat[:n_bytes])
         self._kept = flat[n_bytes:].clone()
@@ -125,15 +144,15 @@ class SavedStorage:
         assert self._ssd is not None
         self._host = torch.ops.memtune.from_ssd(self._ssd)
 
-    def fetch(self, like: View) -> Tensor:
-        """Return the tensor on the device; the first read reloads the storage, which all views share."""
+    def fetch(self) -> Tensor:
+        """Return the storage on the device; the first read reloads it, for all views."""
         if not self._asked:
             self._asked = True
             # First, because copies in flight hold device memory that the reload may need.
             self._moves.complete_offloads()
             self._moves.reload(self)
         assert self._back is not None
-        return like.on(self._back)
+        return self._back
 
     def reload(self) -> None:
         """Copy it to the device, from SSD through the host if necessary."""
@@ -148,7 +167,8 @@ class SavedStorage:
         elif self._kept is None:
             self._back = seam.to_device(self._host, self.device)
         else:
-            self._back = torch.ops.memtune.to_device_with_tail(self._host, self._kept, self.device)
+            flat = torch.ops.memtune.to_device_with_tail(self._host, self._kept, self.device)
+            self._back = flat if self._size is None else flat.view(self._dtype).view(self._size)
         self._host = self._ssd = self._kept = None
 
     def prefetch(self) -> None:
@@ -166,6 +186,9 @@ class SavedStorage:
         self._source = None
 
     def __del__(self) -> None:
+        weak = self._moves.entries.get(self._key)
+        if weak is not None and weak() is self:  # not the entry of the next storage at this address
+            del self._moves.entries[self._key]
         # A copy in flight would write into memory that the allocator hands out again.
         if self._back is not None and not self._asked:
             transfer.wait_tensor(self._back)  # prefetched but never read
@@ -180,7 +203,6 @@ class View(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-    requires_grad: bool
     is_conj: bool
     """It is a conjugate view."""
     is_neg: bool
@@ -194,29 +216,31 @@ class View(NamedTuple):
             tensor.size(),
             tensor.stride(),
             int(tensor.storage_offset()),
-            tensor.requires_grad,
             tensor.is_conj(),
             tensor.is_neg(),
         )
 
     def on(self, whole: Tensor) -> Tensor:
-        """Return the same view of `whole`, a flat tensor of the storage's bytes."""
-        flat = whole if whole.dtype == self.dtype else whole.view(self.dtype)
+        """Return the same view of `whole`, a contiguous tensor of the storage's bytes."""
+        flat = whole if whole.dtype == self.dtype else whole.view(-1).view(self.dtype)
         return _conj_neg_view(
             torch.as_strided(flat, self.size, self.stride, self.offset), conj=self.is_conj, neg=self.is_neg
         )
 
 
-@dataclass(slots=True, eq=False)
 class OffloadedTensor:
     """Tensor whose storage is, or may be, on the host or SSD; autograd saves this object instead."""
 
-    entry: SavedStorage
-    view: View
+    __slots__ = ("entry", "requires_grad", "view")
+
+    def __init__(self, entry: SavedStorage, view: View | None, *, requires_grad: bool) -> None:
+        self.entry, self.view, self.requires_grad = entry, view, requires_grad
+        """`view`: its layout; None: it is all of the storage, in the shape that a reload returns."""
 
     def get(self) -> Tensor:
         """Return the tensor on the device, after a reload if necessary."""
-        return self.entry.fetch(self.view)
+        whole = self.entry.fetch()
+        return whole if self.view is None else self.view.on(whole)
 
 
 def id_of(tensor: Tensor) -> int:
@@ -231,6 +255,11 @@ def is_written_part(tensor: Tensor) -> bool:
     # `unsafe_chunk` and write the parts one by one, some after the first was saved: a copy of the
     # storage made at that time would have stale values of the others.
     return tensor._version > 0 and not tensor._is_view() and tensor.nbytes < tensor.untyped_storage().nbytes()
+
+
+def _is_contiguous(tensor: Tensor) -> bool:
+    """Return whether the elements of `tensor` follow each other in memory as they are."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def _flat_storage(tensor: Tensor) -> Tensor:

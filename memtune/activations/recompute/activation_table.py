@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -55,13 +55,9 @@ from memtune.activations.offload import (
     SavedStorage,
     Slots,
     SSDSpill,
-    View,
-    accepts,
-    float_bytes,
     id_of,
-    is_cast_weight,
-    is_written_part,
 )
+from memtune.activations.recompute.call_moves import CallMoves, detached, unpack
 from memtune.activations.recompute.collective_guard import (
     RefuseExchanges,
     is_on_ranks,
@@ -82,7 +78,6 @@ from memtune.activations.recompute.saved_outputs import (
     Keep,
     KeepOutputs,
     KeptByStorage,
-    NamedOutputs,
     ReplayOutputs,
     SkippedCalls,
 )
@@ -97,7 +92,7 @@ from memtune.activations.recompute.second_forward import (
 )
 from memtune.activations.recompute.user_checkpoint import autograd_saves
 from memtune.errors import ApplyError
-from memtune.program import INPUTS, OFFLOAD, RECOMPUTE, OpAddress, SavedTensorPolicy
+from memtune.program import OFFLOAD, RECOMPUTE, OpAddress, SavedTensorPolicy
 from memtune.refusals import error_of, inside_torch_func
 from memtune.runtime import BetweenGraphs, EagerRecorder, ForwardWrapper, OpRecorder, OpVisitor, RandomState
 
@@ -112,7 +107,7 @@ class ActivationTable:
 
     def __init__(self, model: nn.Module, regions: list[str]) -> None:
         # Buffers of the whole model: a block may save one that another module owns, such as rotary tables.
-        self._lasting = {id_of(buffer) for buffer in model.buffers()}
+        self.lasting = {id_of(buffer) for buffer in model.buffers()}
         self.regions = [Region(name, model.get_submodule(name), index) for index, name in enumerate(regions)]
         self.traffic = Traffic()
         self.ssd_spill = SSDSpill(0)
@@ -126,8 +121,8 @@ class ActivationTable:
         """The stage of each region; empty without a pipeline."""
         self.last = {len(regions) - 1}
         """Regions at whose end all copies in flight are completed (Rule 6)."""
-        # Weak values: autograd's handles keep an entry alive, so it ends with the last node that needs it.
-        self.entries: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
+        # Weak: autograd's handles keep an entry alive, so it ends with the last node that needs it.
+        self.entries: dict[int, weakref.ref[SavedStorage]] = {}
         # Copies to the host in flight, each with the number of the call that started it.
         self._on_the_way: deque[tuple[SavedStorage, int]] = deque()
         self._call = 0  # number of calls of regions that have begun
@@ -204,9 +199,13 @@ class ActivationTable:
             if torch._C._functorch.peek_interpreter_stack() is not None:
                 raise error_of(inside_torch_func(region.name))
             number = self._call = self._call + 1
-            frame = _Frame(self, region, original, args, kwargs)
-            del args, kwargs  # only the frame may hold them: offloaded ones as bytes on the host
-            out = frame.run()
+            self.traffic.forwards.add(region.name)
+            if region.recompute:
+                frame = _Frame(self, region, original, args, kwargs)
+                del args, kwargs  # only the frame may hold them: offloaded ones as bytes on the host
+                out = frame.run()
+            else:
+                out = CallMoves(self, region, args, kwargs).run(original, args, kwargs)
             self._call_ends(region, number)
             return out
 
@@ -242,28 +241,29 @@ class ActivationTable:
     def entry(
         self,
         tensor: Tensor,
+        storage: torch.UntypedStorage,
         region: Region,
         share: ByteShare[SavedStorage],
         least_bytes: int,
         *,
-        key: int,
-        may_move: bool = True,
+        may_move: bool,
     ) -> SavedStorage:
-        """Return the entry of `tensor`'s storage; make one that `region`'s claim keeps or packs (Rule 10) if
-        there is none.
+        """Return the entry of `tensor`'s `storage`; without one make one that `region`'s claim keeps or packs
+        (Rule 10).
 
-        `key` is its `id_of`, `share` counts the claimable bytes of the current call, storages below
-        `least_bytes` are kept. Each storage has one entry: the first region that saves it decides.
+        `share` counts the claimable bytes of the current call, storages below `least_bytes` are kept. Each
+        storage has one entry: the first region that saves it decides.
         """
-        found = self.entries.get(key)
+        key = storage._cdata
+        weak = self.entries.get(key)
         # The address of a storage may be that of an earlier one, so a hit is checked.
-        if found is not None and found.is_of(tensor):
+        if weak is not None and (found := weak()) is not None and found.is_of(storage):
             return found
-        n_bytes = tensor.untyped_storage().nbytes()
+        n_bytes = storage.nbytes()
         entry = SavedStorage(self, tensor, region.policy, f"a saved activation of {region.name}")
         # The element size must divide the storage, or no flat tensor of the type covers it.
         if may_move and n_bytes >= least_bytes and n_bytes % tensor.element_size() == 0:
-            self.entries[key] = entry
+            self.entries[key] = weakref.ref(entry)
             entry.keep_readable(tensor)
             if share.is_offloaded_whole(entry, n_bytes):
                 self.offload(entry, region, n_bytes)
@@ -285,12 +285,6 @@ class ActivationTable:
         self._on_the_way.append((entry, self._call))
         if not entry.policy.spills:
             self.prefetcher.note_offload(entry, self._call, runs_again=region.recompute)
-
-    def must_be_resident(self, tensor: Tensor, key: int) -> bool:
-        """Return whether `tensor` must stay on the device: parameters, buffers, and parts being written."""
-        # Most are of the class itself, which asking `nn.Parameter`'s metaclass costs more than to compare.
-        is_parameter = type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)
-        return is_parameter or key in self._lasting or is_written_part(tensor)
 
     def complete_offloads(self) -> None:
         """Complete D2H copies in flight (Rule 6), and start the SSD writes of those that spill (Rule 7)."""
@@ -346,23 +340,13 @@ class _Frame:
         self.table, self.region, self._forward = table, region, forward
         self._call: Any = (args, kwargs)
         self._arguments: CallArguments | None = CallArguments(args, kwargs)
-        leaves = self._arguments.leaves
-        self._foreign = table.own.others(leaves) if table.own is not None else frozenset[int]()
         # FSDP2 registers unsharded parameters for compute, so storages change between calls.
         region.contract.refresh()
         self.fixed = region.contract.names()
-        self.inputs = {id_of(t): t for t in leaves if is_plain(t)}
+        self.inputs = {id_of(t): t for t in self._arguments.leaves if is_plain(t)}
         self.kept = KeptByStorage()
         self.skipped = SkippedCalls()
-        self._named = None if region.only is None else NamedOutputs(region.only)
-        self._entered = (
-            frozenset(self.inputs) if region.only is not None and INPUTS in region.only else frozenset()
-        )
-        self._share = ByteShare[SavedStorage](region.move)
-        self.only_moves = not region.recompute
-        self.least_bytes = least_bytes(region, self.inputs.values())
-        self._shapes = frozenset[torch.Size]() if region.policy.is_exact else region.contract.shapes()
-        self._decided: dict[int, SavedStorage] = {}
+        self._moves = CallMoves(table, region, args, kwargs) if region.move else None
         self.count = 0
         self.fingerprints: list[Fingerprint | QuickFingerprint] = []
         """Fingerprints of the recomputed tensors."""
@@ -371,11 +355,10 @@ class _Frame:
         self.wanted: set[int] = set()
         """Numbers of the recomputed tensors that autograd still holds."""
         self._back: dict[int, Tensor] = {}
-        self._first: RegionRun | None = None
-        if region.recompute:
-            self._first = RegionRun(region.contract, self.inputs.values(), is_first=not region.watched)
+        first = RegionRun(region.contract, self.inputs.values(), is_first=not region.watched)
+        self._first: RegionRun | None = first
         # Autocast's cached casts may be in the graph of one run only, which the quick form would report.
-        self.is_quick = self._first is None or (region.is_quick and not self._first.autocast)
+        self.is_quick = region.is_quick and not first.autocast
         self._fingerprinter = self.fingerprinter()
         self.quick = self._fingerprinter.quick
 
@@ -388,7 +371,7 @@ class _Frame:
     def run(self) -> Any:
         """Run the forward for the first time; each tensor that autograd saves passes through `pack`."""
         region, first = self.region, self._first
-        self.table.traffic.forwards.add(region.name)
+        assert first is not None
         # An earlier second run whose values have reached the host by now, so that this check does not wait.
         if region.compared is not None and region.compared.is_here():
             compared, region.compared = region.compared, None
@@ -398,38 +381,31 @@ class _Frame:
             not region.watched or region.checks_values(self.inputs.values())
         )
         packer = _Packer(self)
-        with saved_tensors_hooks(packer, _unpack), ExitStack() as stack:
+        with saved_tensors_hooks(packer, unpack), ExitStack() as stack:
             self._enter_contexts(stack)
             out = self._forward(*args, **kwargs)
         region.watched = True
         # Autograd keeps the hook for as long as the saved tensors, and would keep the frame with it.
         packer.frame = None
-        if first is not None:
-            first.ended(region.name)
+        first.ended(region.name)
         self.inputs = {}
         del args, kwargs, stack
-        if first is not None:
-            self._settle()
-        else:
-            self._arguments = None
-        # Exactly the claimed share: the last storage that was kept may have to be cut (Rule 10).
-        rest = self._share.partial_tensor()
-        if rest is not None:
-            self.table.offload(rest[0], self.region, rest[1])
-        # Handles hold the entries from now on; these tables would keep storages alive.
-        self._decided, self._named, self._share = {}, None, ByteShare(0.0)
+        self._settle()
+        if self._moves is not None:
+            self._moves.end()
         return out
 
     def _enter_contexts(self, stack: ExitStack) -> None:
         """Enter the contexts of the first run; there are none in most regions after their first run."""
         region = self.region
-        visitors = self._guards(stack, is_first=not region.watched) if region.recompute else []
-        is_eager = self._named is not None or (region.recompute and region.keep is not None)
-        if region.recompute and region.keep is not None:
+        visitors = self._guards(stack, is_first=not region.watched)
+        named = None if self._moves is None else self._moves.named
+        is_eager = named is not None or region.keep is not None
+        if region.keep is not None:
             random = partial(RandomState.kept, region.module, region.contract.generators)
             visitors.append(KeepOutputs(region.keep, self.kept, self.skipped, lambda: self.count, random))
-        if self._named is not None:
-            visitors.append(self._named)
+        if named is not None:
+            visitors.append(named)
         if visitors:
             stack.enter_context(EagerRecorder(*visitors) if is_eager else OpRecorder(*visitors))
 
@@ -451,38 +427,16 @@ class _Frame:
         if not self.wanted:  # nothing to recompute, so the inputs are not needed either
             self._arguments, self._first = None, None
             return
-        if self.region.move and self._arguments is not None:
+        if self._moves is not None and self._arguments is not None:
             claimed = once_each(lambda t: self.claim(t) if is_plain(t) and id_of(t) not in self.fixed else t)
             self._arguments.convert(claimed)
         for each in self.kept.calls.values():
-            each.settle(self.claim if self.region.move else None)
+            each.settle(None if self._moves is None else self._moves.claim)
         self.table.traffic.recomputed_regions.add(self.region.name)
 
     def claim(self, tensor: Tensor) -> Tensor | OffloadedTensor:
         """Return `tensor`, or a handle to its offloaded storage (Rule 2)."""
-        if not self.region.move:
-            return tensor
-        # Most saved tensors are small ones, which no call offloads.
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if storage.nbytes() < self.least_bytes and key not in self.table.entries:
-            return tensor
-        if self.table.must_be_resident(tensor, key):
-            return tensor
-        if not self.region.policy.is_exact and is_cast_weight(tensor, self._shapes):
-            return tensor
-        if key in self._foreign:
-            return tensor
-        entry = self._decided.get(key)
-        # An id may belong to another storage by now.
-        if entry is None or not entry.is_of(tensor):
-            may_move = self._named is None or self._named.is_output(tensor) or key in self._entered
-            may_move = may_move and accepts(self.region.policy, tensor)
-            entry = self.table.entry(
-                tensor, self.region, self._share, self.least_bytes, key=key, may_move=may_move
-            )
-            self._decided[key] = entry
-        return OffloadedTensor(entry, View.describe(tensor)) if entry.must_fetch(tensor) else tensor
+        return tensor if self._moves is None else self._moves.claim(tensor)
 
     def pack(self, tensor: Tensor) -> Tensor | OffloadedTensor | _Number:
         """Return the object that autograd saves instead of `tensor` (Rules 1 to 3)."""
@@ -495,13 +449,13 @@ class _Frame:
         if not is_plain(tensor):
             return tensor
         # The inputs exist in any case, since the second run starts from them.
-        if self.only_moves or key in self.inputs:
-            return _detached(self.claim(tensor))
+        if key in self.inputs:
+            return detached(self.claim(tensor))
         kept = self.kept.find(key, tensor)
         if kept is not None:
-            return _detached(kept.claimed(tensor, self.claim(tensor)))
+            return detached(kept.claimed(tensor, self.claim(tensor)))
         if self.skipped.is_output(tensor):
-            return _detached(self.claim(tensor))
+            return detached(self.claim(tensor))
         n = self.count
         self.count = n + 1
         self.wanted.add(n)
@@ -570,14 +524,6 @@ class _Frame:
             self._back[n] = tensor
 
 
-def least_bytes(region: Region, inputs: Iterable[Tensor]) -> int:
-    """Return the size of the smallest storage that the claim on `region` packs in a call with `inputs`."""
-    if not region.move:
-        return 0
-    largest = max((each.untyped_storage().nbytes() for each in inputs if float_bytes(each)), default=0)
-    return region.policy.hops[0].least_bytes(region.min_bytes, largest)
-
-
 class _Packer:
     """Pack hook that calls `frame.pack` during the first run.
 
@@ -587,27 +533,7 @@ class _Packer:
 
     def __init__(self, frame: _Frame) -> None:
         self.frame: _Frame | None = frame
-        # In a region that only moves storages, parameters and small tensors remain; most saved ones are such.
-        self._remain, self._least_bytes = (frame.fixed, frame.least_bytes) if frame.only_moves else ({}, 0)
-        self._entries = frame.table.entries
 
     def __call__(self, tensor: Tensor) -> Tensor | OffloadedTensor | _Number:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._remain:
-            return tensor
-        if storage.nbytes() < self._least_bytes and key not in self._entries and is_plain(tensor):
-            return tensor if tensor.grad_fn is None else tensor.detach()
         assert self.frame is not None
         return self.frame.pack(tensor)
-
-
-def _detached(saved: Tensor | OffloadedTensor) -> Tensor | OffloadedTensor:
-    """Return `saved` detached; autograd restores the graph on unpack."""
-    # A node that holds its own output would be a reference cycle. Backward would break it, but a graph that
-    # no loss reaches would never be freed.
-    return saved.detach() if isinstance(saved, Tensor) and saved.grad_fn is not None else saved
-
-
-def _unpack(packed: Tensor | OffloadedTensor | _Number) -> Tensor:
-    return packed if isinstance(packed, Tensor) else packed.get()

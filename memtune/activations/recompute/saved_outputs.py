@@ -73,9 +73,7 @@ class KeptOutputs:
             ]
             self._out = tree_map(
                 lambda t: (
-                    OffloadedTensor(claim.entry, View.describe(t))
-                    if isinstance(t, Tensor) and t.untyped_storage() is storage
-                    else t
+                    claim.entry.handle(t) if isinstance(t, Tensor) and t.untyped_storage() is storage else t
                 ),
                 self._out,
             )
@@ -93,7 +91,7 @@ class KeptOutputs:
 
 
 def _pop_tensor(kept: Tensor | OffloadedTensor) -> Tensor:
-    return kept.get() if isinstance(kept, OffloadedTensor) else kept.detach()
+    return (kept.get() if isinstance(kept, OffloadedTensor) else kept).detach()
 
 
 def _of_tensors(convert: Callable[[Any], Any], out: Any) -> Any:

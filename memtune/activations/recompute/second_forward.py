@@ -156,7 +156,7 @@ def once_each(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def as_input(value: Any) -> Any:
     """Return an input for the second run: the same memory, as a leaf of a graph of its own."""
     if isinstance(value, OffloadedTensor):
-        return value.get().detach().requires_grad_(value.view.requires_grad)
+        return value.get().detach().requires_grad_(value.requires_grad)
     if isinstance(value, Tensor):
         return value.detach().requires_grad_(value.requires_grad)
     return value

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 _DROPS = "memtune.offload.layer_major.boundary_activations"
-_TABLE = "memtune.activations.recompute.activation_table"
+_TABLE = ("memtune.activations.recompute.activation_table", "memtune.activations.recompute.call_moves")
+"""Modules that define the activation table's hooks."""
 _OTHERS = ("torch.utils.checkpoint", _DROPS)
 """Modules whose hooks recompute or drop saved tensors."""
 
@@ -36,7 +37,7 @@ def saves_are_dropped() -> bool:
 
 def hooks_of_table() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
     """Return the activation table's pack and unpack hooks, or None without a claim on the current block."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) if _hooks_of() == _TABLE else None
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) if _hooks_of() in _TABLE else None
 
 
 @contextmanager

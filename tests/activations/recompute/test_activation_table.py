@@ -18,6 +18,7 @@ from torch.func import jacrev, vmap
 
 from memtune.activations.recompute import activation_table
 from memtune.activations.recompute.activation_table import ActivationTable
+from memtune.activations.recompute.call_moves import CallMoves
 from memtune.errors import ApplyError
 from memtune.runtime import transfer
 
@@ -290,13 +291,16 @@ def test_draws_after_a_kept_random_op_are_repeated() -> None:
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
 def test_backward_frees_all_frames(claim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     frames: list[weakref.ref[Any]] = []
-    original = activation_table._Frame.__init__
 
-    def note(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        frames.append(weakref.ref(self))
+    def noted(original: Any) -> Any:
+        def note(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            frames.append(weakref.ref(self))
 
-    monkeypatch.setattr(activation_table._Frame, "__init__", note)
+        return note
+
+    for kind in (activation_table._Frame, CallMoves):
+        monkeypatch.setattr(kind, "__init__", noted(kind.__init__))
     model = make()
     table_on(model, claim)
     gc.disable()  # nothing may wait for the collector

@@ -196,9 +196,10 @@ def test_storage_of_three_views_is_packed_once() -> None:
     net, table, x = compressed_net()
     loss = net(x)
     # The input, q, k and v in one storage, tanh, their products; relu's output belongs to it too.
-    storages = {id(each) for each in table.entries.values() if each.moved}
+    entries = [each() for each in table.entries.values()]
+    storages = {id(each) for each in entries if each.moved}
     assert len(storages) == len(table.entries)
-    sizes = sorted(each.n_bytes for each in table.entries.values())
+    sizes = sorted(each.n_bytes for each in entries)
     assert sizes.count(64 * 96 + 8 * 24) == 1
     loss.backward()
 
@@ -210,7 +211,7 @@ def test_autocast_s_casts_of_weights_stay_exact(frozen: bool) -> None:
     x.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         loss = net(x)
-    sizes = [each.n_bytes for each in table.entries.values()]
+    sizes = [each().n_bytes for each in table.entries.values()]
     cast = Compression().packed_bytes(np.asarray([2 * 96 * 32]), np.asarray([2], np.uint8))
     assert int(cast[0]) not in sizes
     assert sizes
