@@ -57,6 +57,11 @@ BEHAVIOURS = (
     "averaged_model",
     "scaler",
     "state_dict_before_step",
+    "inference_mode",
+    "zero_in_place",
+    "log_norms",
+    "autograd_grad",
+    "sam",
 )
 OF_OWN_LOOP = {
     "clip",
@@ -71,12 +76,16 @@ OF_OWN_LOOP = {
     "backward_twice",
     "scaler",
     "state_dict_before_step",
+    "zero_in_place",
+    "autograd_grad",
+    "sam",
 }
 """Behaviours between backward and the optimizer's step."""
 
 NOT_UNDER = {
-    # Its shards have the gradients after a step, and the model's own parameters none to be kept.
-    **dict.fromkeys(("zero1", "zero2"), ("keep_grads",)),
+    # Its shards have the gradients after a step, and the model's own parameters none to be kept. Gradients
+    # are shards and weights whole: torch refuses to add one to the other.
+    **dict.fromkeys(("zero1", "zero2"), ("keep_grads", "sam")),
     # FSDP2 computes with other parameters than those that have the hooks.
     **dict.fromkeys(("fsdp", "zero3", "mics", "paro", "amsp"), ("grad_hooks",)),
     # torch's DistributedDataParallel cannot go on after these.

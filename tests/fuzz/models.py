@@ -85,6 +85,12 @@ PIECES: dict[str, tuple[str, str]] = {
         "pass",
         "if torch.initial_seed() > 7: x = x * (1 + 0.1 * numpy.random.rand())  # from the second step on",
     ),
+    "router": (
+        "self.{n} = nn.Linear(W, 2)",
+        "g = self.{n}(x).softmax(-1)\n"
+        "        self.routed = g.mean((0, 1)).pow(2).sum()  # for the loss, as routers of experts\n"
+        "        x = x * g[..., :1]",
+    ),
     "own_generator": ("self.{n} = random.Random(3)", "x = x * (1 + 0.1 * self.{n}.random())"),
 }
 """Name → the line of `__init__` and the lines of `forward`; `{n}` is the attribute."""
@@ -102,6 +108,14 @@ LOSSES = {
         "    return (out - y).pow(2).mean() + g.pow(2).mean()"
     ),
     "item": "return (out - y).pow(2).mean() * (1.0 if out.shape[0] else 0.0)",
+    "decay": "return (out - y).pow(2).mean() + 0.01 * sum(p.pow(2).sum() for p in model.parameters())",
+    "teacher": (
+        "with torch.no_grad(): wanted = model(x * 0.5)\n"
+        "    return (out - y).pow(2).mean() + (out - wanted).pow(2).mean()"
+    ),
+    "routed": (
+        "return (out - y).pow(2).mean() + sum(m.routed for m in model.modules() if hasattr(m, 'routed'))"
+    ),
     "func": "return torch.func.vmap(lambda a, b: (a - b).pow(2).mean())(out, y).mean()",
 }
 BATCHES = {
@@ -229,7 +243,7 @@ def optimizer(params):
 
 def draw_model(random: Random, *, ranks: int, adam: bool) -> ModelSpec:
     """Return a random workload; on several ranks one without statistics over a micro-batch."""
-    loss = random.choices(list(LOSSES), [6, 1, 6, 0.5, 1, 0.5])[0]
+    loss = random.choices(list(LOSSES), [6, 1, 6, 0.5, 1, 1, 1, 1, 0.5])[0]
     allowed = [p for p in PIECES if ranks == 1 or p not in STATISTICS]
     if loss == "penalty":  # torch has no second derivative of fused attention
         allowed = [p for p in allowed if p not in ("attention", "separate")]

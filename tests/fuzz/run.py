@@ -57,7 +57,7 @@ OF_THE_LOOP = {
     "MT346": {"freeze"},
     "MT313": {"module_hooks", "raise_in_block", "raise_in_backward"},
     "MT368": {"raise_in_backward"},
-    "MT318": {"decay_weights"},
+    "MT318": {"decay_weights", "sam"},
     "MT311": {"own loop", "evaluate", "raise", "raise_in_block", "raise_in_backward"},
 }
 """Refusals of training that planning cannot know → what a loop must do for them to be true."""
@@ -364,7 +364,7 @@ class _Loop:
         self.seen: dict[str, Tensor] = {}
         """Values that the user's code has seen, by name."""
         self._scaler = None
-        if "scaler" in self._does and "closure" not in self._does:  # a closure's step cannot unscale
+        if "scaler" in self._does and not {"closure", "autograd_grad"} & {*self._does}:  # neither unscales
             self._scaler = torch.amp.GradScaler(device.type, init_scale=8.0)
         self._averaged = None
         if "averaged_model" in self._does and case.ranks == 1:
@@ -389,6 +389,8 @@ class _Loop:
             self._interrupted_in_backward(batches[0])
         if "evaluate" in self._does and step == 1:
             self._evaluated(batches[0])
+        if "inference_mode" in self._does and step == 1:
+            self._evaluated(batches[0], torch.inference_mode)
         loss = self._own(batches) if self._case.loops else self._by_step(batches)
         if self._scheduler is not None:
             self._scheduler.step()
@@ -406,6 +408,9 @@ class _Loop:
             with torch.no_grad():
                 for parameter in self._model.parameters():
                     parameter.mul_(0.99)
+        if "log_norms" in self._does and self._case.ranks == 1:
+            for name, value in self._model.named_parameters():
+                self.seen[f"norm of {name}"] = value.detach().float().norm()
         if "save" in self._does and step == 1 and self._tuned is not None:
             self._tuned.save(self._folder / "checkpoint")
             self._tuned.load(self._folder / "checkpoint")
@@ -452,6 +457,14 @@ class _Loop:
         if "evaluate_before_backward" in self._does:
             with accelerator.fork_rng(self._device):
                 self._evaluated(batch)
+        if "autograd_grad" in self._does and self._case.ranks == 1:
+            trained = [each for each in self._model.parameters() if each.requires_grad]
+            for parameter, gradient in zip(
+                trained, torch.autograd.grad(loss, trained, allow_unused=True), strict=True
+            ):
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            return loss.detach()
         if "backward_twice" in self._does:
             loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
@@ -470,6 +483,8 @@ class _Loop:
             self._optimizer.zero_grad()
             return found[0]
         loss = self._backward(batches)
+        if "sam" in self._does:
+            loss = self._perturbed(batches)
         if "halve_grads" in self._does:
             for parameter in self._model.parameters():
                 if parameter.grad is not None:
@@ -499,7 +514,22 @@ class _Loop:
             self._scaler.step(self._optimizer)
             self._scaler.update()
         if "keep_grads" not in self._does:
-            self._optimizer.zero_grad()
+            self._optimizer.zero_grad(set_to_none="zero_in_place" not in self._does)
+        return loss
+
+    def _perturbed(self, batches: list[Any]) -> Tensor:
+        """Run backward again with weights moved along their gradients, as SAM (Foret et al. 2021)."""
+        moved: list[tuple[nn.Parameter, Tensor]] = []
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                if parameter.grad is not None:
+                    moved.append((parameter, parameter.grad * 0.05))
+                    parameter.add_(moved[-1][1])
+        self._optimizer.zero_grad()
+        loss = self._backward(batches)
+        with torch.no_grad():
+            for parameter, by in moved:
+                parameter.sub_(by)
         return loss
 
     def _interrupted(self, batches: list[Any]) -> None:
@@ -549,11 +579,11 @@ class _Loop:
         names = self._workload.find_blocks(self._model)
         return self._model.get_submodule(names[len(names) // 2] if names else "")
 
-    def _evaluated(self, batch: Any) -> None:
+    def _evaluated(self, batch: Any, mode: Callable[[], Any] = torch.no_grad) -> None:
         if self._case.model.loss in ("penalty", "twice"):
             return
         self._model.eval()
-        with torch.no_grad():
+        with mode():
             self._workload.loss(self._model, to_device(batch, self._device))
         self._model.train()
 

@@ -252,6 +252,39 @@ def test_assigned_gradients_of_zero_ranks_are_the_ones_that_are_rescaled(
     assert outcome.kind == "equal", outcome.text
 
 
+@pytest.mark.parametrize(
+    ("found", "behaviours"),
+    [
+        # The frozen weights move by momentum, although the step has freed their gradients.
+        (case("mlp", offload__states="zero_offload"), ("freeze", "zero_in_place")),
+        (case("mlp", offload__states=("optimizer_cpu", {"update": "user"})), ("freeze", "zero_in_place")),
+        # Among the frozen weights is the smallest one, whose gradient has a placeholder.
+        (case("experts", "view", offload__states="zero_offload"), ("freeze", "zero_in_place")),
+        # The frozen schedule's gradients are views.
+        (case("dropout", blocks=1, execution__order="roam"), ("autograd_grad", "zero_in_place")),
+    ],
+    ids=["zero_offload", "optimizer_cpu", "placeholder", "views"],
+)
+def test_gradients_that_are_zeroed_in_place_remain_zeros(
+    found: Case, behaviours: tuple[str, ...], tmp_path: Path
+) -> None:
+    loop = replace(found, behaviours=behaviours, own_loop=True)
+    outcome = Recorded(found.model, None, tmp_path).outcome(loop)
+    assert outcome.kind == "equal", outcome.text
+
+
+def test_gradients_that_a_loop_adds_up_itself_are_refused_where_an_update_has_used_them(
+    tmp_path: Path,
+) -> None:
+    """The update in the last backward had those of the earlier micro-batches alone."""
+    found = replace(
+        case("view", accumulate=2, offload__states="l2l"), behaviours=("autograd_grad",), own_loop=True
+    )
+    outcome = Recorded(found.model, None, tmp_path).outcome(found)
+    assert outcome.kind == "refused", outcome.text
+    assert "has been used and freed by an update inside backward" in outcome.text
+
+
 @pytest.mark.slow
 def test_smallest_parameter_of_ranks_that_a_loop_freezes_is_named(tmp_path: Path) -> None:
     """Planning has seen its gradient; without it, clipping by norm in this step could not be noticed."""

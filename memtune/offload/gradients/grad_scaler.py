@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune.errors import ApplyError
-from memtune.runtime import SSD, Context, before_step, local, spent_as_none, tier_of
+from memtune.offload.gradients.version_checks import has_gradient
+from memtune.runtime import SSD, Context, before_step, local, spent_as_none, tier, tier_of
 
 _FIX = "forward and backward outside of Tuned.micro_batch; or offload: {states: {kind: optimizer_cpu}}"
 _GRADIENTS = "_memtune_gradients"
@@ -50,7 +51,13 @@ class Gradients:
         context.events.before_grad_use.subscribe(
             lambda parameter, _: self._used.add(held.get(parameter, parameter))
         )
-        before_step(context.optimizer, lambda *_: self._used.clear())
+        self._with_grad: set[nn.Parameter] | None = None
+        """Those that had a gradient when the step began; of the first step until gradients are zeroed."""
+        self._zeroed: dict[nn.Parameter, None] | None = None
+        """Those whose gradients are zeros in plain PyTorch, unless backward adds to them; None: there is no
+        `zero_grad(set_to_none=False)` in the loop.
+        """
+        before_step(context.optimizer, lambda *_: self._step_begins())
         self._own_zero_grad, self._grads_cleared = context.optimizer.zero_grad, context.events.grads_cleared
 
     @spent_as_none()
@@ -119,8 +126,23 @@ class Gradients:
         return found
 
     @spent_as_none()
+    def _step_begins(self) -> None:
+        if self._with_grad is None or self._zeroed is not None:
+            chains = self._chains.items()
+            had = {each for each, chain in chains if each in self._used or any(map(has_gradient, chain))}
+            for each in self._zeroed or ():
+                if each not in had:
+                    # Momentum and weight decay go on, as for a gradient that the step has not freed.
+                    held = self._chains[each][-1]
+                    with tier(tier_of(held)):
+                        held.grad = torch.zeros_like(held)
+            self._with_grad = had
+        self._used.clear()
+
+    @spent_as_none()
     def zero(self, set_to_none: bool = True) -> None:
         """Clear the optimizer's gradients and all offloaded ones, as `Optimizer.zero_grad` does."""
+        self._note_zeroed(self._chains, set_to_none)
         self._used.clear()
         self._own_zero_grad(set_to_none)
         # `None` has replaced the gradients of the optimizer's own parameters.
@@ -129,9 +151,19 @@ class Gradients:
     @spent_as_none()
     def zero_of(self, parameters: Iterable[nn.Parameter], set_to_none: bool) -> None:
         """Clear the gradients of these model parameters and of their replacements."""
-        every = [each for parameter in parameters for each in self._chains.get(parameter, ())]
+        parameters = [each for each in parameters if each in self._chains]
+        self._note_zeroed(parameters, set_to_none)
+        every = [each for parameter in parameters for each in self._chains[parameter]]
         self._used.difference_update(every)
         self._clear(every, set_to_none, every)
+
+    def _note_zeroed(self, parameters: Iterable[nn.Parameter], set_to_none: bool) -> None:
+        if not set_to_none:
+            had = self._with_grad or ()
+            self._zeroed = (self._zeroed or {}) | dict.fromkeys(each for each in parameters if each in had)
+        elif self._zeroed:
+            for each in parameters:
+                self._zeroed.pop(each, None)
 
     def _clear(self, left: list[nn.Parameter], set_to_none: bool, every: list[nn.Parameter]) -> None:
         """Clear the gradients of `left`, and report those of `every` as cleared."""
@@ -145,7 +177,10 @@ class Gradients:
             ):
                 each.grad = None
             elif gradient is not None:
-                gradient.detach_().zero_()
+                # As torch does: a gradient that is a view, as of `torch.autograd.grad`, has no `detach_`.
+                if gradient.grad_fn is not None:
+                    gradient.detach_()
+                gradient.requires_grad_(False).zero_()
         self._grads_cleared.emit(every)
 
 

@@ -223,7 +223,9 @@ class SentinelGradient:
 
     def on_grad_ready(self) -> None:
         """Keep the gradient that autograd has set, or added to the placeholder."""
-        self._zeros = None
+        zeros, self._zeros = self._zeros, None
+        if zeros is not None:
+            del zeros._is_placeholder  # type: ignore[attr-defined]
 
     @property
     def has_placeholder(self) -> bool:
@@ -236,6 +238,7 @@ class SentinelGradient:
         # Zeros are a neutral element: autograd adds to them, and a norm over all gradients is unchanged.
         if self.parameter.grad is None and self._use_placeholder:
             self._zeros = self.parameter.grad = torch.zeros_like(self.parameter)
+            self._zeros._is_placeholder = True  # type: ignore[attr-defined]
         gradient = self.parameter.grad
         self._is_noted = True
         self._noted = _NONE if gradient is None else _RecordedVersion.from_gradient(gradient)
@@ -257,6 +260,11 @@ class SentinelGradient:
         zeros, self._zeros = self._zeros, None
         if zeros is not None and self.parameter.grad is zeros:
             self.parameter.grad = None
+
+
+def has_gradient(parameter: nn.Parameter) -> bool:
+    """Return whether `parameter` has, or shows, a gradient that is no placeholder."""
+    return parameter.grad is not None and not hasattr(parameter.grad, "_is_placeholder")
 
 
 def watch_loads(

@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves
 
 from memtune import refusals
 from memtune.errors import ApplyError
-from memtune.offload.core import room_bytes
+from memtune.offload.core import room_bytes, set_own_grad
 from memtune.offload.optimizer import HostOptimizer
 from memtune.offload.parameters.block_gradients import BlockGradients
 from memtune.offload.parameters.block_units import BlockUnits, OffloadedBlocks, Prefetched
@@ -175,6 +175,10 @@ class BlockUpdates:
             self.early.add(ready, used)
             parameters = [each for block in ready for each in self._blocks.of_block[block]]
             self._optimizer.update(parameters, at_once=not self.overlaps)
+            for each in used:
+                # Still on the device where user code assigned it and this backward did not accumulate
+                # (`torch.autograd.grad`): code that reads it from now on raises, as for the others.
+                set_own_grad(each, None)
 
     def raised(self) -> None:
         """Refuse the step if its backward, which has raised, has updated blocks."""
