@@ -17,11 +17,13 @@ units, which a new version of torch may change.
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -479,21 +481,25 @@ def _local_tensors(optimizer: Optimizer) -> Iterator[None]:
     groups, state = optimizer.param_groups, optimizer.state
     whole = [group["params"] for group in groups]
     sharded = [each for parameters in whole for each in parameters if isinstance(each, DTensor)]
-    if not all(map(_has_own_placements, sharded)):
+    gradients: list[Any] = [each.grad for each in sharded]
+    if not all(map(_has_own_placements, sharded, gradients)):
         # Rows of a gradient that is divided in another way belong to other rows of the parameter.
         yield
         return
-    inside = defaultdict[Any, Any](dict, state)
-    rows = [each._local_tensor for each in sharded]
-    # The loops run for every shard in every step.
-    for each, mine in zip(sharded, rows, strict=True):
-        values, gradient = inside.pop(each, None), each.grad
-        if values is not None:
-            inside[mine] = {
+    rows: list[Tensor] = [each._local_tensor for each in sharded]
+    # These loops run for every shard in every step, so they look nothing up: to hash a tensor calls Python.
+    inside = defaultdict[Any, Any](dict)
+    for each, values in state.items():
+        if isinstance(each, DTensor):
+            inside[each._local_tensor] = {
                 name: value._local_tensor if isinstance(value, DTensor) else value
                 for name, value in values.items()
             }
-        mine.grad = None if gradient is None else gradient._local_tensor  # type: ignore[attr-defined]
+        else:
+            inside[each] = values
+    given = _values_in(inside)
+    for mine, gradient in zip(rows, gradients, strict=True):
+        mine.grad = None if gradient is None else gradient._local_tensor
     optimizer.state = inside
     for group, parameters in zip(groups, whole, strict=True):
         group["params"] = [_local_tensor(each) for each in parameters]
@@ -503,19 +509,23 @@ def _local_tensors(optimizer: Optimizer) -> Iterator[None]:
         optimizer.state = state
         for group, parameters in zip(groups, whole, strict=True):
             group["params"] = parameters
-        for each, mine in zip(sharded, rows, strict=True):
+        for mine in rows:
             mine.grad = None
-            values = inside.pop(mine, None)
-            if values is not None:
-                _write_back(state[each], values, each)
-        state.update(inside)
+        now = _values_in(inside)
+        # Optimizers make state in their first step, and some replace tensors in later ones.
+        if len(inside) != len(state) or len(now) != len(given) or not all(map(operator.is_, now, given)):
+            _write_back(state, inside, sharded)
 
 
-def _has_own_placements(parameter: DTensor) -> bool:
+def _values_in(state: dict[Any, dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, state.values())))
+
+
+def _has_own_placements(parameter: DTensor, gradient: Tensor | None) -> bool:
     """Return True unless a gradient is divided in another way than its parameter."""
-    gradient = parameter.grad
     return gradient is None or (
-        isinstance(gradient, DTensor) and gradient._spec.placements == parameter._spec.placements
+        isinstance(gradient, DTensor)
+        and (gradient._spec is parameter._spec or gradient._spec.placements == parameter._spec.placements)
     )
 
 
@@ -524,16 +534,19 @@ def _local_tensor(value: Any) -> Any:
     return value._local_tensor if isinstance(value, DTensor) else value
 
 
-def _write_back(state: dict[str, Any], values: dict[str, Any], shard: DTensor) -> None:
+def _write_back(state: dict[Any, Any], inside: dict[Any, Any], sharded: list[DTensor]) -> None:
     """Write the values that a step has made or replaced into the state, as DTensors where they are rows."""
-    # Optimizers make state in their first step, and replace tensors in later ones.
-    for name, value in values.items():
-        kept = state.get(name)
-        if (kept._local_tensor if isinstance(kept, DTensor) else kept) is not value or kept is None:
-            is_rows = (
-                isinstance(value, Tensor) and value.dim() > 0 and value.shape == shard._local_tensor.shape
-            )
-            state[name] = _dtensor_like(value, shard) if is_rows else value
+    shard_of = {each._local_tensor: each for each in [*sharded, *state] if isinstance(each, DTensor)}
+    for mine, values in inside.items():
+        shard = shard_of.get(mine)
+        if shard is None:
+            state[mine] = values
+            continue
+        kept = state[shard]
+        for name, value in values.items():
+            if name not in kept or _local_tensor(kept[name]) is not value:
+                is_rows = isinstance(value, Tensor) and value.dim() > 0 and value.shape == mine.shape
+                kept[name] = _dtensor_like(value, shard) if is_rows else value
 
 
 def _dtensor_like(rows: Tensor, shard: DTensor) -> DTensor:

@@ -309,10 +309,11 @@ class _Levels:
         """Zero a gradient on both sides if it was zeroed on one (rule 5 of `sharded_buckets`)."""
         for chain in self._parts:
             parameter, final = chain[0].parameter, chain[-1].shard
-            if parameter.grad is None or final.grad is None:
+            gradient, held = parameter.grad, final.grad
+            if gradient is None or held is None:
                 parameter.grad = final.grad = None
-            elif parameter.grad is not final.grad:  # the user has replaced it
-                final.grad = parameter.grad
+            elif gradient is not held:  # the user has replaced it
+                final.grad = gradient
 
     def _gather(self) -> None:
         """Gather the updates of the other ranks, from the inside out."""
