@@ -72,6 +72,14 @@ class tier:
             _tell_native(TIERS.index(self._before))
 
 
+def cloned(x: Tensor, name: Tier) -> Tensor:
+    """Return a clone of `x` in tier `name`, which no dispatch mode sees being made."""
+    if _tell_native is None:  # no allocator asks for the tier
+        return x.clone()
+    with tier(name):
+        return x.clone()
+
+
 def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     """Yield the storages of `tensor`'s bytes on this rank: the inner ones of a DTensor."""
     # A tensor subclass has no storage of its own; its bytes are those of its inner tensors.

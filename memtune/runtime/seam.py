@@ -417,9 +417,7 @@ def groups(tensors: list[Tensor]) -> Iterator[slice]:
 
 def to_host_together(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Start the copies of `tensors`, no DTensors, to new host tensors; see `transfer.to_host`."""
-    if not tensors:
-        return []
-    if not is_observed(tensors[0]):
+    if len(tensors) > 1 and not is_observed(tensors[0]):
         return transfer.to_host_together(tensors)
     return [to_host(each) for each in tensors]
 

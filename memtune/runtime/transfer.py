@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memtune import _native
 from memtune.device import Capability, accelerator, platform_of, streams
 from memtune.errors import EnvironmentFault
-from memtune.runtime.memory_tiers import HOST, tier
+from memtune.runtime.memory_tiers import HOST, cloned, tier
 
 
 class Pending(Protocol):
@@ -189,8 +189,7 @@ def to_host(x: Tensor) -> Tensor:
     """Return a new host tensor of `x`'s layout and start the copy of `x` into it."""
     if x.is_cpu and x.nbytes <= _INLINE_BYTES and x.is_contiguous() and not x.requires_grad:
         COUNTERS.add("device_to_host", x.nbytes)
-        with tier(HOST):
-            return x.clone()  # small activations in forward
+        return cloned(x, HOST)  # small activations in forward, gradients in backward
     host = host_like(x)
     _start(host, x)
     return host

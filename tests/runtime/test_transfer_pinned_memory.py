@@ -57,7 +57,7 @@ def read(ssd: Tensor) -> Tensor:
 def test_pinned_memory_is_not_requested_without_a_gpu(refuses: list[bool]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        transfer.finish(transfer.to_host(torch.arange(3.0)))
+        transfer.finish(transfer.to_host(torch.arange(float(1 << 15))))
     assert refuses == [False]
 
 

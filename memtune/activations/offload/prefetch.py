@@ -30,12 +30,14 @@ class Prefetcher:
         """Note that call `call` of a block, which may run again in backward, offloads `entry`."""
         if not self.count:
             return
+        offloaded = self._offloaded
         if call != self._call or not runs_again:
-            self._offloaded = [each for each in self._offloaded if each() is not None]
-            self._call, self._of_call = call, len(self._offloaded)
+            while offloaded and offloaded[-1]() is None:  # of a graph that was dropped
+                offloaded.pop()
+            self._call, self._of_call = call, len(offloaded)
         # At the end, or, if the call runs again, before the call's earlier tensors: `pop` then returns these
         # first.
-        self._offloaded.insert(self._of_call, weakref.ref(entry))
+        offloaded.insert(self._of_call, weakref.ref(entry))
 
     def reload(self, entry: SavedStorage) -> None:
         """Reload `entry`, which backward reads, unless it is prefetched; prefetch others."""
@@ -43,8 +45,7 @@ class Prefetcher:
             entry.reload()
             return
         mine = weakref.ref(entry)  # weak references to the same live object compare equal
-        self._prefetched = [each for each in self._prefetched if each() is not None]
-        if mine in self._prefetched:
+        if entry.is_resident:
             self._prefetched.remove(mine)
             self._top_up()
             entry.complete_prefetch()
@@ -55,7 +56,11 @@ class Prefetcher:
         self._top_up()
 
     def _top_up(self) -> None:
-        while self._offloaded and len(self._prefetched) < self.count:
+        while self._offloaded:
+            if len(self._prefetched) >= self.count:
+                self._prefetched = [each for each in self._prefetched if each() is not None]
+                if len(self._prefetched) >= self.count:
+                    return
             last = self._offloaded.pop()
             if (found := last()) is not None:
                 found.prefetch()

@@ -34,6 +34,7 @@ from memtune.runtime import (
     tier,
     to_host_together,
     transfer,
+    without_grad,
 )
 
 
@@ -51,6 +52,10 @@ class Sums(Protocol):
 
     def flush(self) -> None:
         """Wait until all sums are complete."""
+
+
+_Copies = tuple[list[tuple[nn.Parameter, Tensor]], list[Tensor]]
+"""D2H copies of a bucket: (parameter, gradient on the device) of each, and the host copies in that order."""
 
 
 class HostSums:
@@ -123,10 +128,7 @@ class OffloadedGradients:
         self._bucket_bytes, self._before_copies, self._arrived = bucket_bytes, before_copies, arrived
         self._bucket: list[tuple[nn.Parameter, Tensor]] = []  # (parameter, its gradient on the device)
         self._bytes_in_bucket = 0
-        # Buckets in D2H copies: of each gradient (parameter, on the device, the host copy).
-        self._in_flight: PendingUpdates[list[tuple[nn.Parameter, Tensor, Tensor]]] = PendingUpdates(
-            room_bytes
-        )
+        self._in_flight: PendingUpdates[_Copies] = PendingUpdates(room_bytes)
         self._rows: tuple[Tensor, Tensor] | None = None  # in a copy, and the host gradient they are part of
         self._shown: dict[int, nn.Parameter] = {}
         self._version_check = WatchedGradients(context, resident, held.values(), fix)
@@ -143,22 +145,21 @@ class OffloadedGradients:
         if self._bytes_in_bucket >= self._bucket_bytes:
             self.send()
 
-    @torch.no_grad()
     def send(self) -> None:
         """Start the D2H copies of the bucket, after enough earlier ones have finished."""
         if not self._bucket:
             return
         n_bytes = self._bytes_in_bucket
-        # Before any copy starts: the device has room for what the bound allows.
-        self._finish(self._in_flight.make_room(n_bytes))
-        bucket, self._bucket, self._bytes_in_bucket = self._bucket, [], 0
-        parameters = [parameter for parameter, _ in bucket]
-        if self._before_copies is not None:
-            self._before_copies(parameters)
-        hosts = to_host_together([source for _, source in bucket])
-        self._in_flight.add([(*entry, host) for entry, host in zip(bucket, hosts, strict=True)], n_bytes)
-        for parameter in parameters:
-            self._sums.begin(parameter)
+        with without_grad():
+            # Before any copy starts: the device has room for what the bound allows.
+            self._finish(self._in_flight.make_room(n_bytes))
+            bucket, self._bucket, self._bytes_in_bucket = self._bucket, [], 0
+            if self._before_copies is not None:
+                self._before_copies([parameter for parameter, _ in bucket])
+            hosts = to_host_together([source for _, source in bucket])
+            self._in_flight.add((bucket, hosts), n_bytes)
+            for parameter, _ in bucket:
+                self._sums.begin(parameter)
         self.buckets += 1
         self.sent_bytes += n_bytes
 
@@ -177,7 +178,7 @@ class OffloadedGradients:
             self._finish(self._in_flight.make_room(gradient.nbytes))
         torch.ops.memtune.copy_to_host_(host[rows], gradient)
         if is_last:
-            self._in_flight.add([(parameter, gradient, host)], gradient.nbytes)
+            self._in_flight.add(([(parameter, gradient)], [host]), gradient.nbytes)
             self._sums.begin(parameter)
         else:
             self._rows = gradient, host
@@ -194,28 +195,26 @@ class OffloadedGradients:
         """Wait for the D2H copies of all buckets but the newest `keep`, and add them to their sums."""
         self._finish(self._in_flight.drain(keep))
 
-    def _finish(self, buckets: Iterator[list[tuple[nn.Parameter, Tensor, Tensor]]]) -> None:
-        for bucket in buckets:
-            arrived = [(parameter, host) for parameter, _, host in reversed(bucket)]
-            for _, host in reversed(arrived):
+    def _finish(self, copies: Iterator[_Copies]) -> None:
+        for bucket, hosts in copies:
+            for host in hosts:
                 transfer.finish(host)
+            parameters = [parameter for parameter, _ in bucket]
             # The last references: the device memory is free before the host adds, as the passes predict, and
             # not before: the copy engine reads it.
             bucket.clear()
-            parameters = [parameter for parameter, _ in reversed(arrived)]
-            while arrived:
+            hosts.reverse()
+            for parameter in parameters:
                 # One by one, so that each host copy is freed as soon as it is in the sum.
-                parameter, host = arrived.pop()
-                self._sums.add(parameter, host)
-                del host
+                self._sums.add(parameter, hosts.pop())
             if self._arrived is not None:
                 self._arrived(parameters)
 
     def abandon(self) -> None:
         """Drop gradients in buckets and D2H copies: their backward, or the step, has raised."""
         # Awaited, not forgotten: the copy engine still writes this pinned memory, which is reused next.
-        for bucket in self._in_flight.drain():
-            for _, _, host in bucket:
+        for _, hosts in self._in_flight.drain():
+            for host in hosts:
                 transfer.abandon(host)
         self._bucket, self._bytes_in_bucket = [], 0
         self._version_check.forget()
