@@ -53,6 +53,8 @@ def case(
         case("mlp", blocks=3, tied=True, offload__activations=("copy_out", SMALL | {"target": "ssd"})),
         # FSDP2 gathers the weights of blocks that it calls, also of those that compute nothing.
         case("unused", blocks=4, ranks=2, sharding__states=("zero3", {"blocks_per_unit": 2})),
+        # Losses of routers are attributes, which outlive the step with their graph.
+        case("attention", "router", loss="routed", blocks=4, recompute="selective"),
         # The input's own gradient lives until backward has returned.
         case("experts", loss="penalty", ranks=2, recompute="full", sharding__states="zero1"),
     ],

@@ -1,7 +1,8 @@
 """Contract of a region: what its forward reads besides the values of its arguments, and what it leaves.
 
 A forward that runs a second time must find what the first run found: arguments that were not changed in
-place, buffers, autocast, random states (torch's, Python's, numpy's, those of the user's generators).
+place, buffers, autocast, random states (torch's, Python's, numpy's, those of the user's generators). It must
+leave what the first run left: losses of routers, counters and other attributes that the forward sets.
 `RegionContract` has the facts that the runs of a module have shown, `RegionRun` the state that one run found
 and restores for the next one.
 """
@@ -46,6 +47,8 @@ class RegionContract:
         """An op of its first run drew random numbers, or a later run did."""
         self.reads_back: frozenset[str] | None = None
         """Buffers that its forward has changed and may read so far; None before the first run."""
+        self.sets: list[tuple[nn.Module, str]] = []
+        """Attributes of modules that its first run has set."""
         self._walk()
 
     def _walk(self) -> None:
@@ -93,6 +96,13 @@ class RegionContract:
                     found[prefix + name] = buffer
         return found
 
+    def attributes(self) -> list[tuple[nn.Module, dict[str, Any]]]:
+        """Return each module with its attributes, but not its parameters, buffers and hooks."""
+        return [
+            (each, {name: value for name, value in vars(each).items() if not _is_own(name, value)})
+            for _, each, _ in self._modules
+        ]
+
     def written(self, versions: Mapping[str, int]) -> list[str]:
         """Return the names of the buffers that a forward changed since they had `versions`."""
         # BatchNorm's kernel writes its statistics without bumping the version counter; its
@@ -138,6 +148,14 @@ class RegionRun:
         self._before = {name: buffers[name].detach().clone() for name in buffers if name in reads}
         """Values of the buffers that a second run must find unchanged."""
         self._written: list[str] = []
+        self._attributes = contract.attributes() if is_first else []
+        # Not tensors of the last step: their graph would live as long as this run.
+        self._found = [
+            (each, name, value)
+            for each, name in contract.sets
+            if not isinstance(value := vars(each).get(name, _GONE), Tensor)
+        ]
+        """Attributes that its forward sets, with their values before."""
 
     def ended(self, name: str) -> None:
         """Note what the run of region `name` has left.
@@ -147,6 +165,11 @@ class RegionRun:
         """
         contract, random = self._contract, self._random
         assert random is not None
+        for (each, before), (_, now) in zip(self._attributes, contract.attributes(), strict=False):
+            changed = [at for at, value in now.items() if before.get(at, _GONE) is not value]
+            contract.sets += [(each, at) for at in changed]
+            self._found += [(each, at, before.get(at, _GONE)) for at in changed]
+        self._attributes = []
         if self.noted is not None:
             known = {id(each) for each in contract.of_files}
             random = random.with_generators(each for each in self.noted.found if id(each[0]) not in known)
@@ -168,6 +191,8 @@ class RegionRun:
 
     def contexts(self) -> Iterator[AbstractContextManager[object]]:
         """Yield the contexts in which a second run finds what this one found, outermost first."""
+        if self._contract.sets:
+            yield self._attributes_as_found()
         if self._written:
             yield self._buffers_as_found()
         if self._random is not None:
@@ -177,6 +202,16 @@ class RegionRun:
             yield from (each() for each in self.autocast)
         elif is_autocast_on():
             yield from no_autocast_contexts()
+
+    @contextmanager
+    def _attributes_as_found(self) -> Iterator[None]:
+        left = [(each, name, vars(each).get(name, _GONE)) for each, name in self._contract.sets]
+        _set(self._found)
+        try:
+            yield
+        finally:
+            # The second run's tensors have a graph that no backward runs through: it would keep the inputs.
+            _set(left)
 
     @contextmanager
     def _buffers_as_found(self) -> Iterator[None]:
@@ -193,6 +228,23 @@ class RegionRun:
             with torch.no_grad():
                 for buffer, copy in copies:
                     buffer.copy_(copy)
+
+
+_GONE: Any = object()
+"""Value of an attribute that does not exist."""
+
+
+def _is_own(name: str, value: Any) -> bool:
+    """Return whether an attribute is a dictionary of torch: of parameters, buffers, modules or hooks."""
+    return name[:1] == "_" and isinstance(value, dict)
+
+
+def _set(values: Iterable[tuple[nn.Module, str, Any]]) -> None:
+    for each, name, value in values:
+        if value is _GONE:
+            vars(each).pop(name, None)
+        else:
+            vars(each)[name] = value
 
 
 def _prefix(name: str) -> str:

@@ -301,6 +301,7 @@ def test_backward_frees_all_frames(claim: Any, monkeypatch: pytest.MonkeyPatch) 
 
     for kind in (activation_table._Frame, CallMoves):
         monkeypatch.setattr(kind, "__init__", noted(kind.__init__))
+    gradients(make(), torch.randn(4, 16))  # torch's imports at the first call keep its Python frames
     model = make()
     table_on(model, claim)
     gc.disable()  # nothing may wait for the collector
@@ -439,6 +440,56 @@ def test_second_run_starts_with_the_buffers_of_the_first(claim: Any) -> None:
     assert {region.contract.reads_back for region in table.regions} <= {None, frozenset({"u"})}
 
 
+class Router(nn.Module):
+    """Leaves a loss and a counter in attributes, and reads the counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.calls = nn.Linear(16, 2), nn.Linear(16, 16), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        gate = self.gate(x).softmax(-1)
+        self.routed = gate.mean(0).pow(2).sum()
+        return x + torch.tanh(self.up(x)) * gate[:, :1] * self.calls
+
+
+@pytest.mark.parametrize("claim", [CLAIMS["recompute"], CLAIMS["selective"]], ids=["recompute", "selective"])
+def test_attributes_are_left_as_the_first_run_leaves_them(claim: Any) -> None:
+    x = torch.randn(4, 16)
+    plain, model = make(Router), make(Router)
+    table_on(model, claim)
+    for calls in (1, 2, 3):
+        losses = []
+        for each in (plain, model):
+            each.zero_grad()
+            hidden = each(x * 1.0)
+            losses.append(hidden.pow(2).sum() + sum(block.routed for block in each))
+            losses[-1].backward()
+            assert [block.calls for block in each] == [calls] * 3
+        assert torch.equal(*losses)
+        pairs = zip(plain.parameters(), model.parameters(), strict=True)
+        assert all(torch.equal(one.grad, two.grad) for one, two in pairs)  # type: ignore[arg-type]
+
+
+def test_attributes_keep_no_inputs_of_recomputed_blocks() -> None:
+    """An attribute with a tensor of the second run's graph would hold the leaf that the graph starts from."""
+    storages: list[weakref.ref[torch.UntypedStorage]] = []
+
+    class Noted(Router):
+        def forward(self, x: Tensor) -> Tensor:
+            storages.append(weakref.ref(x.untyped_storage()))
+            return super().forward(x)
+
+    model = make(Noted)
+    table_on(model, CLAIMS["recompute"])
+    loss = model(torch.randn(4, 16) * 1.0).pow(2).sum() + sum(block.routed for block in model)
+    loss.backward()
+    del loss
+    gc.collect()
+    assert [ref() for ref in storages] == [None] * len(storages)
+
+
 def test_unread_recomputed_tensors_are_freed_with_the_forward() -> None:
     """As in a recurrence with an unread last state: no backward releases its saves."""
     made: list[weakref.ref[torch.UntypedStorage]] = []
@@ -552,11 +603,11 @@ def test_divergent_second_run_raises_with_the_op(what: str) -> None:
     class Fickle(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer, self.runs = nn.Linear(16, 16), 0
+            self.layer, self.runs = nn.Linear(16, 16), list[None]()
 
         def forward(self, x: Tensor) -> Tensor:
-            self.runs += 1
-            return (first if self.runs == 1 else second)(self.layer(x))
+            self.runs.append(None)  # not an attribute, which the second run would find as the first did
+            return (first if len(self.runs) == 1 else second)(self.layer(x))
 
     model = make(Fickle, n=1)
     table_on(model, CLAIMS["recompute"])

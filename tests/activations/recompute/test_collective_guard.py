@@ -68,13 +68,13 @@ class Later(nn.Module):
 
     def __init__(self, since: int) -> None:
         super().__init__()
-        self.norm, self.layer, self.runs, self.since = nn.LayerNorm(8), nn.Linear(8, 8), 0, since
+        self.norm, self.layer, self.runs, self.since = nn.LayerNorm(8), nn.Linear(8, 8), list[None](), since
 
     def forward(self, x: Tensor) -> Tensor:
-        self.runs += 1
+        self.runs.append(None)
         y = self.layer(self.norm(x)).exp()
         scale = y.detach().mean()
-        if self.runs >= self.since:
+        if len(self.runs) >= self.since:
             dist.all_reduce(scale)
         return x + y.sin() * scale
 
@@ -131,9 +131,9 @@ class LaterFunctional(Later):
         self.what, self.grad = what, grad
 
     def forward(self, x: Tensor) -> Tensor:
-        self.runs += 1
+        self.runs.append(None)
         y = self.layer(self.norm(x)).exp()
-        if self.runs >= self.since:
+        if len(self.runs) >= self.since:
             y = y * FUNCTIONAL[self.what](y if self.grad else y.detach()).mean()
         return x + y.sin()
 
