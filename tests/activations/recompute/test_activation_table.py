@@ -301,9 +301,10 @@ def test_backward_frees_all_frames(claim: Any, monkeypatch: pytest.MonkeyPatch) 
 
     for kind in (activation_table._Frame, CallMoves):
         monkeypatch.setattr(kind, "__init__", noted(kind.__init__))
-    gradients(make(), torch.randn(4, 16))  # torch's imports at the first call keep its Python frames
     model = make()
     table_on(model, claim)
+    gradients(model, torch.randn(4, 16))  # torch's imports at the first call keep its Python frames
+    frames.clear()
     gc.disable()  # nothing may wait for the collector
     try:
         gradients(model, torch.randn(4, 16))
