@@ -301,10 +301,12 @@ def test_backward_frees_all_frames(claim: Any, monkeypatch: pytest.MonkeyPatch) 
 
     for kind in (activation_table._Frame, CallMoves):
         monkeypatch.setattr(kind, "__init__", noted(kind.__init__))
+    other = make()
+    table_on(other, claim)
+    gradients(other, torch.randn(4, 16))  # torch's imports at a process's first call keep its Python frames
+    frames.clear()
     model = make()
     table_on(model, claim)
-    gradients(model, torch.randn(4, 16))  # torch's imports at the first call keep its Python frames
-    frames.clear()
     gc.disable()  # nothing may wait for the collector
     try:
         gradients(model, torch.randn(4, 16))
