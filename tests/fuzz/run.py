@@ -255,8 +255,13 @@ def attempt(case: Case, path: str, config: dict[str, Any]) -> dict[str, Tensor] 
         found = guarded("training", lambda: trained(case, Path(path), config))
     # An exception may have left collectives in flight, whose memory the next case gets.
     streams.synchronize(device_of(case, dist.get_rank() if case.ranks > 1 else 0))
-    # Planning does not know that blocks of one layer save their inputs alone, nor what draws in Python.
-    known = ("nothing in them is recomputed", "draws random numbers in Python")
+    # Planning does not know that blocks of one layer save their inputs alone, nor what draws in Python or
+    # sets attributes.
+    known = (
+        "nothing in them is recomputed",
+        "draws random numbers in Python",
+        "its forward sets the attribute",
+    )
     is_true = isinstance(found, Outcome) and any(each in found.text for each in known)
     if isinstance(found, Outcome) and found.kind == "refused" and found.code and not is_true:
         does = {*case.behaviours, *(("own loop",) if case.loops else ())}
