@@ -165,7 +165,9 @@ class RegionRun:
         """
         contract, random = self._contract, self._random
         assert random is not None
-        for (each, before), (_, now) in zip(self._attributes, contract.attributes(), strict=False):
+        # The walk over all attributes belongs to the first run alone: it would cost each block host time.
+        after = contract.attributes() if self._attributes else []
+        for (each, before), (_, now) in zip(self._attributes, after, strict=False):
             changed = [at for at, value in now.items() if before.get(at, _GONE) is not value]
             contract.sets += [(each, at) for at in changed]
             self._found += [(each, at, before.get(at, _GONE)) for at in changed]
