@@ -37,6 +37,7 @@ from torch import Tensor, nn
 import memtune.runtime.seam  # noqa: F401  (defines torch.ops.memtune)
 from memtune import refusals
 from memtune.device import accelerator
+from memtune.errors import ApplyError
 from memtune.offload.layer_major import (
     BoundaryTier,
     PackOffloader,
@@ -78,6 +79,7 @@ class HostMessages:
         self._sent: list[tuple[dist.Work | None, Tensor]] = []
         self._sent_before: list[tuple[dist.Work | None, Tensor]] = []
         self._posted: dict[int, tuple[dist.Work | None, Tensor]] = {}
+        self._left: list[tuple[dist.Work | None, Tensor]] = []
 
     def post(self, like: Tensor, rank: int, tag: int) -> None:
         """Post a receive of a tensor like `like` from `rank`."""
@@ -131,6 +133,15 @@ class HostMessages:
         """Forget all messages, after a step failed on any rank."""
         self._in_flight, self._sent, self._sent_before, self._posted = None, [], [], {}
 
+    def leave_sent(self) -> None:
+        """Let neighbours have what is sent, although this rank ends here; no step may follow."""
+        # A message that is freed before it is received never arrives, and its receiver would wait for ever.
+        self._left += [*self._sent_before, *self._sent]
+
+
+def _draws_error() -> ApplyError:
+    return not_chain_error("the model draws random numbers in Python, and blocks run twice")
+
 
 def _wait(sent: list[tuple[dist.Work | None, Tensor]]) -> None:
     for work, _ in sent:
@@ -181,6 +192,8 @@ class MultiplexedStages:
         """Arguments of a stage, by stage and micro-batch."""
         self.order: list[tuple[str, int, int]] = []
         """Runs of the last step, in order: kind of use, stage, micro-batch."""
+        self._draws = False
+        """A step was refused because blocks here draw random numbers in Python."""
 
     def __call__(self, model: nn.Module, loss_function: LossFunction, batches: Iterable[Any]) -> Tensor:
         """Run forward and backward over the micro-batches of all ranks.
@@ -195,6 +208,8 @@ class MultiplexedStages:
             ApplyError: Ranks provide different numbers of micro-batches, or micro-batches of different
                 shapes.
         """
+        if self._draws:  # messages of the refused step may still be in flight
+            raise _draws_error()
         items, losses = self.rotation.gather(batches), list[Tensor]()
         self.order = []
         self._store.begin_step()
@@ -214,9 +229,10 @@ class MultiplexedStages:
                     self._use(step, use, number, like, losses)
                     # Torch's generators have a seed for each run of a stage, these have none.
                     if draws.some():
-                        raise not_chain_error(
-                            "the model draws random numbers in Python, and blocks run twice"
-                        )
+                        # Neighbours find the draws of their own blocks after they have received.
+                        self._messages.leave_sent()
+                        self._draws = True
+                        raise _draws_error()
                 self._messages.end_step()
         except BaseException:
             self._messages.abandon()
