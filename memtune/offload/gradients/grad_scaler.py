@@ -53,7 +53,7 @@ class Gradients:
         )
         self._with_grad: set[nn.Parameter] | None = None
         """Those that had a gradient when the step began; of the first step until gradients are zeroed."""
-        self._zeroed: dict[nn.Parameter, None] | None = None
+        self._zeroed: set[nn.Parameter] | None = None
         """Those whose gradients are zeros in plain PyTorch, unless backward adds to them; None: there is no
         `zero_grad(set_to_none=False)` in the loop.
         """
@@ -91,11 +91,7 @@ class Gradients:
             else ("clipping cannot change", "no clipping")
         )
         chains = [self._chains.get(each, [each]) for each in parameters]
-        gone = [
-            chain
-            for chain in chains
-            if chain[0] in self._used and not any(_has_gradient(each) for each in chain)
-        ]
+        gone = [chain for chain in chains if chain[0] in self._used and not any(map(has_gradient, chain))]
         if gone:
             raise ApplyError(
                 f"{what} gradients that have been used.",
@@ -130,12 +126,11 @@ class Gradients:
         if self._with_grad is None or self._zeroed is not None:
             chains = self._chains.items()
             had = {each for each, chain in chains if each in self._used or any(map(has_gradient, chain))}
-            for each in self._zeroed or ():
-                if each not in had:
-                    # Momentum and weight decay go on, as for a gradient that the step has not freed.
-                    held = self._chains[each][-1]
-                    with tier(tier_of(held)):
-                        held.grad = torch.zeros_like(held)
+            for each in (self._zeroed or set()) - had:
+                # Momentum and weight decay go on, as for a gradient that the step has not freed.
+                held = self._chains[each][-1]
+                with tier(tier_of(held)):
+                    held.grad = torch.zeros_like(held)
             self._with_grad = had
         self._used.clear()
 
@@ -159,11 +154,9 @@ class Gradients:
 
     def _note_zeroed(self, parameters: Iterable[nn.Parameter], set_to_none: bool) -> None:
         if not set_to_none:
-            had = self._with_grad or ()
-            self._zeroed = (self._zeroed or {}) | dict.fromkeys(each for each in parameters if each in had)
+            self._zeroed = (self._zeroed or set()) | (self._with_grad or set()).intersection(parameters)
         elif self._zeroed:
-            for each in parameters:
-                self._zeroed.pop(each, None)
+            self._zeroed.difference_update(parameters)
 
     def _clear(self, left: list[nn.Parameter], set_to_none: bool, every: list[nn.Parameter]) -> None:
         """Clear the gradients of `left`, and report those of `every` as cleared."""
@@ -182,10 +175,6 @@ class Gradients:
                     gradient.detach_()
                 gradient.requires_grad_(False).zero_()
         self._grads_cleared.emit(every)
-
-
-def _has_gradient(parameter: nn.Parameter) -> bool:
-    return parameter.grad is not None
 
 
 def unscale_everywhere(context: Context) -> Gradients:
