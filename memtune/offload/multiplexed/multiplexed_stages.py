@@ -192,7 +192,7 @@ class MultiplexedStages:
         """Arguments of a stage, by stage and micro-batch."""
         self.order: list[tuple[str, int, int]] = []
         """Runs of the last step, in order: kind of use, stage, micro-batch."""
-        self._draws = False
+        self._is_refused = False
         """A step was refused because blocks here draw random numbers in Python."""
 
     def __call__(self, model: nn.Module, loss_function: LossFunction, batches: Iterable[Any]) -> Tensor:
@@ -208,7 +208,7 @@ class MultiplexedStages:
             ApplyError: Ranks provide different numbers of micro-batches, or micro-batches of different
                 shapes.
         """
-        if self._draws:  # messages of the refused step may still be in flight
+        if self._is_refused:  # messages of the refused step may still be in flight
             raise _draws_error()
         items, losses = self.rotation.gather(batches), list[Tensor]()
         self.order = []
@@ -231,7 +231,7 @@ class MultiplexedStages:
                     if draws.some():
                         # Neighbours find the draws of their own blocks after they have received.
                         self._messages.leave_sent()
-                        self._draws = True
+                        self._is_refused = True
                         raise _draws_error()
                 self._messages.end_step()
         except BaseException:
