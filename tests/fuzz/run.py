@@ -260,7 +260,7 @@ def attempt(case: Case, path: str, config: dict[str, Any]) -> dict[str, Tensor] 
     known = (
         "nothing in them is recomputed",
         "draws random numbers in Python",
-        "its forward sets the attribute",
+        *(("its forward sets the attribute",) if "router" in case.model.pieces else ()),
     )
     is_true = isinstance(found, Outcome) and any(each in found.text for each in known)
     if isinstance(found, Outcome) and found.kind == "refused" and found.code and not is_true:
